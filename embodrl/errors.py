@@ -1,0 +1,101 @@
+"""Errors that users can act on: each carries a remedy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class EmbodrlError(Exception):
+    """Base of every error that embodrl raises on purpose.
+
+    Args:
+        message: what went wrong, naming the thing concerned.
+        remedy: what the user can do about it.
+    """
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(f"{message}\n  remedy: {remedy}" if remedy else message)
+        self.message = message
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing wrong with a configuration.
+
+    Attributes:
+        key: dotted key, e.g. ``algorithm.gamma``.
+        message: what is wrong, with the offending value.
+        origin: where the value came from, e.g. ``configs/algorithm/ppo.yaml:7`` or ``command line``.
+        allowed: allowed values or range, in words; empty if not applicable.
+        nearest: the nearest valid name for a misspelt one; empty if none is near.
+        remedy: what to change.
+    """
+
+    key: str
+    message: str
+    origin: str = ""
+    allowed: str = ""
+    nearest: str = ""
+    remedy: str = ""
+
+
+@dataclass
+class ConfigError(EmbodrlError):
+    """All the problems of a configuration, in one report."""
+
+    problems: list[ConfigProblem] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.report())
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self) -> str:
+        """Return the report, one paragraph a problem."""
+        count = len(self.problems)
+        lines = [f"The configuration has {count} problem{'s' if count != 1 else ''}:"]
+        for number, problem in enumerate(self.problems, start=1):
+            lines.append(f"\n{number}. {problem.key}: {problem.message}")
+            if problem.origin:
+                lines.append(f"     at:       {problem.origin}")
+            if problem.allowed:
+                lines.append(f"     allowed:  {problem.allowed}")
+            if problem.nearest:
+                lines.append(f"     nearest:  {problem.nearest}")
+            if problem.remedy:
+                lines.append(f"     remedy:   {problem.remedy}")
+        return "\n".join(lines)
+
+
+class UnknownNameError(EmbodrlError):
+    """A registry has no entry of that name."""
+
+
+class MissingDependencyError(EmbodrlError):
+    """An optional package or a system library is not installed."""
+
+
+class CheckpointError(EmbodrlError):
+    """A checkpoint is torn, corrupt, incomplete or does not match the model."""
+
+
+class EnvError(EmbodrlError):
+    """A simulator process failed."""
+
+
+class EnvWorkerDied(EnvError):
+    """A simulator process ended without saying why (signal, out of memory, ...)."""
+
+
+class EnvTimeout(EnvError):
+    """A simulator process did not answer in time."""
+
+
+class EnvRaised(EnvError):
+    """The simulator raised; the message carries the child's traceback."""
+
+
+class OutputError(EmbodrlError):
+    """The output directory can't be written, or the disk is full."""

@@ -1,0 +1,102 @@
+"""The interface of every VLA policy.
+
+Legend: B batch, C actions in a chunk, A action dimensions, V cameras, H x W image.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+
+
+@dataclass
+class LoadReport:
+    """What became of each name in a checkpoint.
+
+    Attributes:
+        source: directory or hub id.
+        num_loaded: tensors loaded.
+        missing: names that the model has and the checkpoint lacks.
+        unexpected: names that the checkpoint has and the model lacks.
+        mismatched: ``(name, shape in checkpoint, shape in model)``.
+        aliased: checkpoint name -> model name, renamed on purpose.
+        ignored: checkpoint name -> why it is not used.
+        initialized: model name -> why it is not in the checkpoint (e.g. a new value head).
+    """
+
+    source: str
+    num_loaded: int = 0
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    aliased: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    initialized: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+
+class VLAPolicy(nn.Module, ABC):
+    """A policy that maps camera images and an instruction to a chunk of actions.
+
+    Attributes:
+        num_action_chunks: C.
+        action_dim: A.
+    """
+
+    num_action_chunks: int
+    action_dim: int
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @abstractmethod
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Return model inputs, batch first, of fixed shape; images stay uint8. On the policy's device."""
+
+    @abstractmethod
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: Literal["train", "eval"],
+        sampling: SamplingParams,
+        generator: torch.Generator | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable in ``eval`` mode."""
+
+    @abstractmethod
+    def evaluate_actions(
+        self,
+        forward_inputs: dict[str, Tensor],
+        sampling: SamplingParams,
+        compute_entropy: bool = True,
+        compute_values: bool = True,
+    ) -> EvalOutput:
+        """Return log-probs, entropy and values of the actions stored in ``forward_inputs``, with gradients."""
+
+    @abstractmethod
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        """Return the inputs of ``sft_loss``; ``actions float32[B,C,A]`` in environment units."""
+
+    @abstractmethod
+    def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the imitation loss (scalar) and scalars to log (e.g. token accuracy, L1 error)."""
+
+    @abstractmethod
+    def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
+        """Return the trainable parameters by group, e.g. ``vision``, ``projector``, ``language``, ``value_head``."""
+
+    @abstractmethod
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the policy in the public layout of its family (config, safetensors, tokenizer, statistics)."""

@@ -1,0 +1,200 @@
+"""Records that cross package borders.
+
+Legend: T policy steps (chunks), B environments, C actions in a chunk, A action dimensions, V cameras,
+H x W image, S state dimensions. Arrays on the environment side are numpy, tensors on the policy side torch;
+this module imports no torch, so that simulators can run without the training stack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CameraSpec:
+    """A camera that the policy sees: pixels, no units."""
+
+    name: str
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What one VectorEnv offers.
+
+    Attributes:
+        num_envs: B.
+        cameras: the V cameras, in the order of ``Observation.images``.
+        state_dim: S; 0 without proprioception.
+        action_dim: A.
+        action_low, action_high: bounds of an action in environment units, ``float32[A]``.
+        max_chunk: the largest C that the buffers hold.
+        tasks: the tasks that episodes are drawn from.
+    """
+
+    num_envs: int
+    cameras: tuple[CameraSpec, ...]
+    state_dim: int
+    action_dim: int
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    max_chunk: int
+    tasks: tuple[str, ...]
+
+
+@dataclass
+class Observation:
+    """What a policy sees.
+
+    Attributes:
+        images: ``uint8[B,V,H,W,3]``, RGB.
+        state: ``float32[B,S]``.
+        instruction: B instructions in words.
+        task_id: ``int32[B]``, index into ``EnvSpec.tasks``.
+    """
+
+    images: NDArray[np.uint8]
+    state: NDArray[np.float32]
+    instruction: list[str]
+    task_id: NDArray[np.int32]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.images)
+
+    def select(self, indices: NDArray[np.int64]) -> Observation:
+        """Return the rows of those indices (copied)."""
+        return Observation(
+            self.images[indices],
+            self.state[indices],
+            [self.instruction[i] for i in indices],
+            self.task_id[indices],
+        )
+
+    @staticmethod
+    def concat(parts: list[Observation]) -> Observation:
+        """Return the rows of all parts, in order."""
+        return Observation(
+            np.concatenate([p.images for p in parts]),
+            np.concatenate([p.state for p in parts]),
+            [text for p in parts for text in p.instruction],
+            np.concatenate([p.task_id for p in parts]),
+        )
+
+
+@dataclass
+class EnvStep:
+    """What a chunk of actions led to.
+
+    Attributes:
+        observation: what the policy sees next; after an auto-reset, of the new episode.
+        reward: ``float32[B,C]``, 0 where not valid.
+        valid: ``bool[B,C]``, the sub-step was simulated (the episode had not ended before it).
+        terminated, truncated: ``bool[B,C]``, the episode ended at that sub-step.
+        success: ``bool[B]``, the task has been solved at some time in the episode that this chunk belongs to.
+        episode_return: ``float32[B]`` and episode_length: ``int32[B]`` (environment steps) of that episode so far.
+        episode_seed: ``int64[B]``, the reset seed of that episode; -1 if unseeded.
+        final_mask: ``bool[B]``, the episode was truncated and ``final_observation`` holds its last observation.
+        final_observation: valid in the rows of ``final_mask`` only; the other rows are undefined.
+    """
+
+    observation: Observation
+    reward: NDArray[np.float32]
+    valid: NDArray[np.bool_]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    success: NDArray[np.bool_]
+    episode_return: NDArray[np.float32]
+    episode_length: NDArray[np.int32]
+    episode_seed: NDArray[np.int64]
+    final_mask: NDArray[np.bool_]
+    final_observation: Observation | None
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        """``bool[B]``: the episode ended within this chunk."""
+        result: NDArray[np.bool_] = (self.terminated | self.truncated).any(axis=1)
+        return result
+
+
+@dataclass
+class PolicyOutput:
+    """What a policy answers to an observation.
+
+    Attributes:
+        actions: ``float32[B,C,A]`` numpy, in environment units.
+        logprobs: ``float32[B,C,A]``, at the finest level.
+        values: ``float32[B,1]`` (chunk level) or ``float32[B,C]``; None if not asked for.
+        forward_inputs: tensors, batch first, with all that ``evaluate_actions`` needs.
+    """
+
+    actions: NDArray[np.float32]
+    logprobs: Tensor
+    values: Tensor | None
+    forward_inputs: dict[str, Tensor]
+
+
+@dataclass
+class EvalOutput:
+    """Log-probs of given actions under the present weights.
+
+    Attributes:
+        logprobs: ``float32[B,C,A]``.
+        entropy: ``float32[B,C,A]`` in nats, or None.
+        values: ``float32[B,1]`` or ``float32[B,C]``, or None.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    values: Tensor | None
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn; the same object serves rollout and training, so that log-probs agree.
+
+    Attributes:
+        temperature: > 0.
+        top_k: keep the k most probable action bins; 0 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+
+
+@dataclass
+class TrajectoryBatch:
+    """A rollout, stacked over time.
+
+    Attributes:
+        forward_inputs: tensors ``[T,B,...]``.
+        logprobs: ``float32[T,B,C,A]`` under the policy that acted.
+        values: ``float32[T+1,B,K]`` with K 1 or C; the last row belongs to the observation after the rollout.
+        rewards: ``float32[T,B,C]``.
+        valid: ``bool[T,B,C]``.
+        terminated, truncated: ``bool[T,B,C]``.
+        bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated, else 0.
+        policy_version: ``int64[T,B]``.
+        task_id: ``int64[T,B]``.
+        meta: scalars about the rollout.
+    """
+
+    forward_inputs: dict[str, Tensor]
+    logprobs: Tensor
+    values: Tensor
+    rewards: Tensor
+    valid: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    bootstrap_values: Tensor
+    policy_version: Tensor
+    task_id: Tensor
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
