@@ -1,0 +1,38 @@
+# make train   sets everything up and trains         (ARGS="runner.seed=1" passes more settings)
+# make test    sets everything up and runs the tests (ARGS="-k registry" passes more options)
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+ARGS ?=
+PYTEST_WORKERS ?= 2
+CHECKED := embodrl tests scripts benchmarks examples
+
+.PHONY: help setup train test lint format warm-start clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
+
+setup: ## make .venv with everything; a second run finds nothing to do
+	@scripts/setup.sh
+
+train: setup ## train OpenVLA in ManiSkill
+	@$(BIN)/embodrl train env=maniskill model=openvla $(ARGS)
+
+# One thread a process: the workers fill the cores already. All tests of a file stay in one process.
+test: setup ## run the tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
+
+lint: setup ## style, types, layers, sizes
+	@scripts/lint.sh
+
+format: setup ## rewrite the files in the project's style
+	@$(BIN)/ruff check --fix $(CHECKED)
+	@$(BIN)/ruff format $(CHECKED)
+
+warm-start: setup ## make the checkpoint that the package ships anew
+	@scripts/make_warm_start.sh
+
+clean: ## remove what was built; outputs/ and data/ stay
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,50 @@
+"""Refuse text that ties the repository to one machine or one package host, or that promises what is not there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# In pieces, so that this file does not match itself.
+PATTERNS = {
+    "a path of somebody's machine": re.compile(r"(?<![\w.])/(?:" + "|".join(("home/\\w", "root/", "work" + "/", "Users/\\w")) + ")"),
+    "a package host (leave the choice of index to pip's configuration)": re.compile(
+        r"(?:pypi\.|files\.python" + r"hosted|download\.py" + r"torch|deb\.deb" + r"ian|archive\.ub" + r"untu|--index" + "-url)"
+    ),
+    "a note to self": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b"),
+}
+EXEMPT = {"LICENSE"}
+
+
+def problems_of(path: str, text: str) -> list[str]:
+    """Return ``path:line: what`` for each match."""
+    return [
+        f"{path}:{number}: {what}: {line.strip()[:120]}"
+        for number, line in enumerate(text.splitlines(), start=1)
+        for what, pattern in PATTERNS.items()
+        if pattern.search(line)
+    ]
+
+
+def main() -> int:
+    """Check every tracked text file."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    problems: list[str] = []
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if name in EXEMPT or not path.is_file():
+            continue
+        try:
+            problems += problems_of(name, path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue  # not text
+    print("\n".join(problems) or "no machine's paths, no package hosts, no notes to self")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

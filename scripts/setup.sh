@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Makes .venv with embodrl and all that training and the tests need. A second run finds nothing to do.
+#
+#   PYTHON=/path/to/python3.11   the interpreter (otherwise the first 3.11 or 3.12 on the PATH)
+#   EMBODRL_TORCH=cpu|cuda       the kind of torch (otherwise cuda where an NVIDIA GPU answers)
+#   EMBODRL_YES=1                install system packages without asking
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/lib.sh
+
+torch_version=$(sed -n 's/^torch==//p' constraints.txt)
+venv_python=.venv/bin/python
+stamp=.venv/embodrl-setup
+describe_python='import sys; print(sys.version, sys.base_prefix)'
+
+install_cpu_torch() {
+    # pip alone would fetch several gigabytes of CUDA libraries, so only a build that is marked as CPU will do.
+    if $venv_python -m pip install -q "torch==$torch_version+cpu"; then return; fi
+    say "the configured package indexes have no CPU build of torch $torch_version; trying uv, which knows PyTorch's own"
+    $venv_python -m pip install -q -c constraints.txt uv &&
+        $venv_python -m uv pip install --python $venv_python --torch-backend=cpu "torch==$torch_version" && return
+    die "there is no CPU build of torch $torch_version for $($venv_python --version) to be had" \
+        "let this machine reach PyTorch's CPU package index, or put the wheel into a directory and set PIP_FIND_LINKS to it; EMBODRL_TORCH=cuda takes the much larger CUDA build instead"
+}
+
+install_cuda_torch() {
+    # Three equal signs: the version as it is written, so that a CPU build (2.x.y+cpu) at hand is not taken.
+    $venv_python -m pip install "torch===$torch_version" ||
+        die "torch $torch_version could not be installed" "look at pip's message above; EMBODRL_TORCH=cpu takes the CPU build"
+}
+
+main() {
+    local python kind key
+    python=$(find_python)
+    kind=$(torch_kind)
+    scripts/install_system_packages.sh --python "$python"
+    key=$(setup_key "$python" "$kind")
+    if [[ -f $stamp && "$(cat $stamp)" == "$key" ]] && $venv_python -c '' 2>/dev/null; then
+        return
+    fi
+    say "setting up .venv with $("$python" --version) and torch $torch_version ($kind); this takes a few minutes"
+    rm -f "$stamp"
+    # What is installed already stays, so that a changed dependency costs seconds; another interpreter starts afresh.
+    if [[ "$($venv_python -c "$describe_python" 2>/dev/null)" != "$("$python" -c "$describe_python")" ]]; then
+        "$python" -m venv --clear .venv
+    fi
+    "install_${kind}_torch"
+    say "installing embodrl and its dependencies"
+    $venv_python -m pip install -q -c constraints.txt -e '.[maniskill,wandb,dev]'
+    $venv_python scripts/check_install.py "$kind"
+    printf '%s\n' "$key" >"$stamp"
+    say "done; activate it with 'source .venv/bin/activate', or run .venv/bin/embodrl"
+}
+
+main
