@@ -28,8 +28,12 @@ class CameraConfig(Section):
     name: str = Field("base_camera", description="camera name in the simulator")
     height: PositiveInt = Field(64, description="pixels")
     width: PositiveInt = Field(64, description="pixels")
-    fov_rad: PositiveFloat | None = Field(None, description="vertical field of view in radians; null keeps the task's own")
-    eye: tuple[float, float, float] | None = Field(None, description="camera position in metres; null keeps the task's own")
+    fov_rad: PositiveFloat | None = Field(
+        None, description="vertical field of view in radians; null keeps the task's own"
+    )
+    eye: tuple[float, float, float] | None = Field(
+        None, description="camera position in metres; null keeps the task's own"
+    )
     target: tuple[float, float, float] | None = Field(None, description="point looked at, in metres; goes with eye")
 
 
@@ -37,7 +41,9 @@ class EnvTrainConfig(Section):
     """Environments that gather experience."""
 
     total_num_envs: PositiveInt = Field(32, description="environments over all processes")
-    max_steps_per_rollout_epoch: PositiveInt = Field(100, description="environment steps per environment and rollout epoch")
+    max_steps_per_rollout_epoch: PositiveInt = Field(
+        100, description="environment steps per environment and rollout epoch"
+    )
     auto_reset: bool = Field(True, description="start a new episode when one has ended, at the end of its chunk")
     ignore_terminations: bool = Field(False, description="only the step limit ends an episode")
     use_fixed_reset_state_ids: bool = Field(
@@ -69,7 +75,9 @@ class EnvConfig(Section):
     """Simulator, tasks and how they are run."""
 
     env_type: str = Field("maniskill", description="a name of `embodrl list envs`")
-    tasks: tuple[str, ...] = Field(("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1)
+    tasks: tuple[str, ...] = Field(
+        ("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1
+    )
     control_mode: Literal["pd_ee_delta_pose"] = Field("pd_ee_delta_pose", description="meaning of an action")
     max_episode_steps: PositiveInt = Field(50, description="environment steps after which an episode is truncated")
     reward_mode: Literal["dense_delta", "sparse"] = Field(
@@ -82,7 +90,9 @@ class EnvConfig(Section):
     sim_backend: Literal["auto", "physx_cpu", "physx_cuda"] = Field(
         "auto", description="physics; auto is physx_cpu, which gives bit-reproducible runs"
     )
-    render_backend: Literal["auto", "cpu", "gpu"] = Field("auto", description="Vulkan device; auto takes a GPU if there is one")
+    render_backend: Literal["auto", "cpu", "gpu"] = Field(
+        "auto", description="Vulkan device; auto takes a GPU if there is one"
+    )
     mesh_decimation: Fraction | Literal["auto"] = Field(
         "auto", description="part of the robot's visual triangles to drop; auto is 0.95 on a CPU and 0 on a GPU"
     )
@@ -132,7 +142,8 @@ class ModelConfig(Section):
 
     model_type: str = Field("openvla", description="a name of `embodrl list models`")
     model_path: str | None = Field(
-        None, description="local directory or hub id of a checkpoint in the family's public layout; null builds the tiny size"
+        None,
+        description="local directory or hub id of a checkpoint in the family's public layout; null builds the tiny size",
     )
     warm_start: str | None = Field(
         "builtin",
@@ -142,10 +153,14 @@ class ModelConfig(Section):
     architecture: ArchitectureConfig = Field(ArchitectureConfig(), description="dimensions of the tiny size")
     num_action_chunks: PositiveInt = Field(5, description="actions predicted at once (C)")
     action_dim: PositiveInt = Field(7, description="dimensions of an action (A)")
-    unnorm_key: str | None = Field(None, description="which statistics un-normalise actions; null if the checkpoint has one set")
+    unnorm_key: str | None = Field(
+        None, description="which statistics un-normalise actions; null if the checkpoint has one set"
+    )
     add_value_head: bool = Field(True, description="needed by actor-critic losses")
     value_head: ValueHeadConfig = Field(ValueHeadConfig(), description="shape of the value head")
-    center_crop: bool = Field(False, description="crop 90 % of the image's area, for checkpoints trained with random crops")
+    center_crop: bool = Field(
+        False, description="crop 90 % of the image's area, for checkpoints trained with random crops"
+    )
     freeze_vision: bool = Field(False, description="do not train the vision backbone")
     trust_remote_code: Literal[False] = Field(False, description="code from a checkpoint is never run")
 
@@ -168,7 +183,9 @@ class AlgorithmConfig(Section):
     logprob_type: Literal["token_level", "action_level", "chunk_level"] = Field(
         "token_level", description="level of the importance ratio"
     )
-    entropy_type: Literal["token_level", "action_level", "chunk_level"] = Field("token_level", description="level of the entropy bonus")
+    entropy_type: Literal["token_level", "action_level", "chunk_level"] = Field(
+        "token_level", description="level of the entropy bonus"
+    )
     gamma: Fraction = Field(0.97, description="discount per reward step (chunk or action)")
     gae_lambda: Fraction = Field(0.95, description="lambda of GAE")
     normalize_advantages: bool = Field(True, description="to zero mean and unit variance over the rollout")
@@ -183,7 +200,9 @@ class AlgorithmConfig(Section):
     update_epoch: PositiveInt = Field(2, description="passes over a rollout")
     rollout_epoch: PositiveInt = Field(1, description="rollouts gathered one after the other for an update")
     group_size: PositiveInt = Field(1, description="environments that share an initial state")
-    target_kl: PositiveFloat | None = Field(None, description="end an update once the approximate KL per token exceeds this")
+    target_kl: PositiveFloat | None = Field(
+        None, description="end an update once the approximate KL per token exceeds this"
+    )
     sampling: SamplingConfig = Field(SamplingConfig(), description="how actions are drawn")
 
 
@@ -196,8 +215,12 @@ class OptimConfig(Section):
     eps: PositiveFloat = Field(1e-8, description="AdamW epsilon")
     weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
     clip_grad: PositiveFloat = Field(1.0, description="largest gradient norm")
-    lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, over runner.max_iterations")
-    lr_warmup_iterations: NonNegativeInt = Field(4, description="linear warm-up of the policy, from the first iteration it trains")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="after the warm-up, over runner.max_iterations"
+    )
+    lr_warmup_iterations: NonNegativeInt = Field(
+        4, description="linear warm-up of the policy, from the first iteration it trains"
+    )
     min_lr_ratio: Fraction = Field(0.0, description="last learning rate as a part of the peak")
     critic_warmup_iterations: NonNegativeInt = Field(2, description="iterations in which only the value head trains")
 
@@ -207,11 +230,15 @@ class ActorConfig(Section):
 
     training_backend: Literal["native"] = Field("native", description="native: one process, CPU or one GPU")
     global_batch_size: PositiveInt = Field(160, description="chunks an optimizer step")
-    micro_batch_size: PositiveInt = Field(80, description="chunks a forward and backward pass; divides global_batch_size")
+    micro_batch_size: PositiveInt = Field(
+        80, description="chunks a forward and backward pass; divides global_batch_size"
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="autocast of the forward pass; auto is bf16 where the device has it in hardware"
     )
-    param_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B")
+    param_dtype: Literal["fp32", "bf16"] = Field(
+        "fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     optim: OptimConfig = Field(OptimConfig(), description="optimizer")
 
@@ -219,8 +246,12 @@ class ActorConfig(Section):
 class RolloutConfig(Section):
     """The policy that acts."""
 
-    backend: Literal["huggingface"] = Field("huggingface", description="huggingface: the training weights, in the same process")
-    pipeline_stages: PositiveInt = Field(1, description="groups of environments, so that simulation and inference overlap")
+    backend: Literal["huggingface"] = Field(
+        "huggingface", description="huggingface: the training weights, in the same process"
+    )
+    pipeline_stages: PositiveInt = Field(
+        1, description="groups of environments, so that simulation and inference overlap"
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="autocast of inference; as actor.precision")
 
 
@@ -228,10 +259,13 @@ class ClusterConfig(Section):
     """Where the parts run."""
 
     num_nodes: Literal[1] = Field(1, description="machines")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="of the policy; auto takes a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="of the policy; auto takes a GPU if there is one"
+    )
     num_threads: PositiveInt | None = Field(None, description="torch threads of the policy; null takes all cores")
     component_placement: dict[str, str] = Field(
-        {"actor,rollout,env": "all"}, description="components to devices, e.g. `actor,rollout: 0`; all, or 0 where there is one device"
+        {"actor,rollout,env": "all"},
+        description="components to devices, e.g. `actor,rollout: 0`; all, or 0 where there is one device",
     )
 
 
@@ -239,9 +273,13 @@ class LoggerConfig(Section):
     """Where metrics go besides metrics.jsonl."""
 
     tensorboard: bool = Field(True, description="write DIR/tensorboard")
-    wandb_mode: Literal["off", "offline", "online"] = Field("off", description="Weights & Biases; needs the extra `wandb`")
+    wandb_mode: Literal["off", "offline", "online"] = Field(
+        "off", description="Weights & Biases; needs the extra `wandb`"
+    )
     wandb_project: str = Field("embodrl", description="W&B project")
-    console: Literal["auto", "rich", "plain", "off"] = Field("auto", description="auto is rich on a terminal and plain lines elsewhere")
+    console: Literal["auto", "rich", "plain", "off"] = Field(
+        "auto", description="auto is rich on a terminal and plain lines elsewhere"
+    )
 
 
 class RunnerConfig(Section):
@@ -251,7 +289,9 @@ class RunnerConfig(Section):
     output_dir: str = Field("auto", description="directory of the run; auto is outputs/<name>")
     max_iterations: PositiveInt = Field(60, description="rollout + update cycles")
     seed: NonNegativeInt = Field(0, description="of everything random")
-    eval_interval: NonNegativeInt = Field(10, description="iterations between evaluations; 0 for none; the last one always counts")
+    eval_interval: NonNegativeInt = Field(
+        10, description="iterations between evaluations; 0 for none; the last one always counts"
+    )
     eval_at_start: bool = Field(True, description="evaluate before the first update")
     save_interval: PositiveInt = Field(10, description="iterations between checkpoints; the last one is always saved")
     keep_last_n: PositiveInt = Field(2, description="checkpoints kept")
@@ -263,7 +303,9 @@ class CollectConfig(Section):
 
     output_dir: str = Field("data/demos", description="directory of the demonstrations")
     num_episodes: PositiveInt = Field(400, description="successful episodes over all tasks")
-    noise_std: NonNegativeFloat = Field(0.12, description="Gaussian noise on the executed actions; the expert's own action is stored")
+    noise_std: NonNegativeFloat = Field(
+        0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
+    )
     noise_fraction: Fraction = Field(0.7, description="part of the episodes with noise")
     seed: NonNegativeInt = Field(500_000, description="first reset seed")
     keep_failures: bool = Field(False, description="keep episodes that failed, too")
@@ -279,7 +321,9 @@ class SftConfig(Section):
     lr: PositiveFloat = Field(4e-4, description="peak learning rate")
     lr_warmup_steps: NonNegativeInt = Field(50, description="linear warm-up")
     weight_decay: NonNegativeFloat = Field(0.01, description="AdamW weight decay")
-    label_smoothing_bins: NonNegativeFloat = Field(4.0, description="standard deviation, in bins, of the Gaussian target; 0 is one-hot")
+    label_smoothing_bins: NonNegativeFloat = Field(
+        4.0, description="standard deviation, in bins, of the Gaussian target; 0 is one-hot"
+    )
     random_shift_px: NonNegativeInt = Field(0, description="largest random shift of the image, in pixels")
     max_episodes: PositiveInt | None = Field(None, description="use only the first episodes")
     log_interval: PositiveInt = Field(25, description="steps between log lines")
@@ -298,4 +342,6 @@ class Config(Section):
     runner: RunnerConfig = Field(RunnerConfig(), description="loop, evaluation, checkpoints, logs")
     collect: CollectConfig = Field(CollectConfig(), description="demonstrations by scripted experts")
     sft: SftConfig = Field(SftConfig(), description="supervised fine-tuning")
-    extensions: tuple[str, ...] = Field((), description="modules imported first, which may register models and environments")
+    extensions: tuple[str, ...] = Field(
+        (), description="modules imported first, which may register models and environments"
+    )

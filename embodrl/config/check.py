@@ -1,0 +1,261 @@
+"""Types and ranges: the schema's verdict in words."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from embodrl.config.compose import put
+from embodrl.config.nodes import Node, lookup, origin_of
+from embodrl.config.schema import Config
+from embodrl.errors import ConfigProblem
+from embodrl.registry import nearest
+
+
+def validate(tree: Node) -> tuple[Config, set[str], list[ConfigProblem]]:
+    """Validate a tree against the schema.
+
+    Returns:
+        The configuration, in which every wrong value is replaced by the schema's default; the keys replaced; the problems.
+    """
+    problems: list[ConfigProblem] = []
+    pruned: set[str] = set()
+    remaining = Node(tree.value, tree.origin)
+    for _ in range(10):
+        plain = remaining.plain()
+        try:
+            # JSON mode: lists become tuples although types are strict
+            return Config.model_validate_json(json.dumps(plain)), pruned, problems
+        except ValidationError as error:
+            wrong = describe(error, tree)
+        remaining = _copy(remaining)
+        for key, problem in wrong:
+            problems.append(problem)
+            pruned.add(key)
+            _prune(remaining, key)
+    raise AssertionError("the schema's defaults are invalid")
+
+
+def _copy(node: Node) -> Node:
+    if isinstance(node.value, dict):
+        return Node({name: _copy(child) for name, child in node.children.items()}, node.origin)
+    return Node(node.value, node.origin)
+
+
+def _prune(tree: Node, key: str) -> None:
+    """Remove a key; a wrong item takes its whole list with it."""
+    parts = key.split(".")
+    for depth in range(1, len(parts) + 1):
+        parent = lookup(tree, ".".join(parts[:depth]))
+        if parent is None:
+            return
+        if not isinstance(parent.value, dict) or depth == len(parts):
+            put(tree, ".".join(parts[:depth]), None)
+            return
+
+
+def describe(error: ValidationError, tree: Node) -> list[tuple[str, ConfigProblem]]:
+    """Return ``(key, problem)`` of each wrong key."""
+    result: dict[str, ConfigProblem] = {}
+    for item in error.errors(include_url=False):
+        key = _key(tree, item["loc"], item["type"])
+        if key in result:
+            continue  # the branches of a union complain one by one
+        node = lookup(tree, key)
+        value = node.plain() if node is not None else None
+        origin = str(origin_of(tree, key))
+        if item["type"] == "extra_forbidden":
+            result[key] = _unknown_key(key, origin)
+            continue
+        allowed, options = allowed_values(key)
+        message = f"{_show(value)} {_reason(item, value)}"
+        hint = nearest(str(value), options) if options and isinstance(value, (str, bool, int)) else ""
+        result[key] = ConfigProblem(key, message, origin, allowed, hint, _remedy(item["type"], key, value, allowed))
+    return list(result.items())
+
+
+def _key(tree: Node, loc: tuple[int | str, ...], kind: str) -> str:
+    """Return the dotted key of an error; the parts that pydantic adds for branches of a union are dropped."""
+    parts: list[str] = []
+    for index, part in enumerate(loc):
+        candidate = ".".join([*parts, str(part)])
+        if lookup(tree, candidate) is None:
+            break
+        parts.append(str(part))
+        if index == len(loc) - 1:
+            break
+    return ".".join(parts) or "(file)"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return f"this {'mapping' if isinstance(value, dict) else 'list'}"
+    if isinstance(value, str):
+        return f"the text '{value}'"
+    return (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )
+
+
+REASONS = {
+    "int_type": "is not an integer",
+    "int_from_float": "is not an integer",
+    "float_type": "is not a number",
+    "bool_type": "is not true or false",
+    "string_type": "is not text",
+    "tuple_type": "is not a list",
+    "model_type": "is not a mapping",
+    "model_attributes_type": "is not a mapping",
+    "dict_type": "is not a mapping",
+    "finite_number": "is not a finite number",
+    "literal_error": "is not one of the allowed values",
+    "greater_than": "is too small",
+    "greater_than_equal": "is too small",
+    "less_than": "is too large",
+    "less_than_equal": "is too large",
+    "too_short": "has too few items",
+    "too_long": "has too many items",
+    "missing": "is incomplete",
+}
+
+
+def _reason(item: Any, value: Any) -> str:
+    return REASONS.get(item["type"], f"is refused: {item['msg']}")
+
+
+def _remedy(kind: str, key: str, value: Any, allowed: str) -> str:
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
+        if value.lower() in ("yes", "no", "on", "off"):
+            return "write true or false"
+        return "write the value without quotes" if _is_number(value) else f"give {allowed}"
+    if kind == "string_type":
+        return f"put it into quotes: '{value}'" if not isinstance(value, (dict, list)) else "give a single text"
+    if kind in ("tuple_type",):
+        return f"write a list: [{value}]" if not isinstance(value, dict) else "write a list: [...]"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        example = key.split(".")[-1]
+        return f"give keys below it, as {key}.KEY=VALUE or '{example}: {{KEY: VALUE}}'"
+    if kind == "finite_number":
+        return "give a finite number; null switches a setting off where null is allowed"
+    return f"give {allowed}" if allowed else "see docs/configuration.md"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("true", "false")
+    return True
+
+
+def _unknown_key(key: str, origin: str) -> ConfigProblem:
+    section, _, name = key.rpartition(".")
+    model = section_model(section)
+    names = list(model.model_fields) if model is not None else []
+    elsewhere = [full for full in schema_keys() if full.rpartition(".")[2] == name]
+    hint = nearest(name, names)
+    if elsewhere and (not hint or section == ""):
+        hint = elsewhere[0]
+    elif hint and section:
+        hint = f"{section}.{hint}"
+    if not hint:
+        leaf = nearest(name, sorted({full.rpartition(".")[2] for full in schema_keys()}))
+        hint = next((full for full in schema_keys() if full.rpartition(".")[2] == leaf), "") if leaf else ""
+    where = f"the section '{section}'" if section else "the configuration"
+    remedy = f"write {hint}" if hint else "remove it; see docs/configuration.md for all keys"
+    return ConfigProblem(key, f"there is no such key in {where}", origin, ", ".join(names), hint, remedy)
+
+
+def section_model(key: str) -> type[BaseModel] | None:
+    """Return the schema class of a section; list indices are skipped."""
+    model: type[BaseModel] | None = Config
+    for part in [p for p in key.split(".") if p and not p.isdigit()]:
+        if model is None or part not in model.model_fields:
+            return None
+        model = model_of(model.model_fields[part].annotation)
+    return model
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section class inside an annotation, or None."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := model_of(arg)) is not None), None)
+
+
+def schema_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Return the dotted names of all keys and sections."""
+    keys: list[str] = []
+    for name, info in model.model_fields.items():
+        keys.append(prefix + name)
+        inner = model_of(info.annotation)
+        if inner is not None:
+            keys += schema_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def allowed_values(key: str) -> tuple[str, list[str]]:
+    """Return what a key may hold, in words, and its options where it is an enumeration."""
+    parts = key.split(".")
+    indices = 0
+    while parts and parts[-1].isdigit():
+        parts.pop()
+        indices += 1
+    section, name = ".".join(parts[:-1]), parts[-1] if parts else ""
+    model = section_model(section)
+    if model is None or name not in model.model_fields:
+        return "", []
+    info = model.model_fields[name]
+    annotation: Any = info.annotation
+    for _ in range(indices):
+        inner = [arg for arg in get_args(annotation) if arg is not Ellipsis]
+        annotation = inner[0] if inner else annotation
+    words = in_words(annotation, [] if indices else list(info.metadata))
+    return words, options_of(annotation)
+
+
+def options_of(annotation: Any) -> list[str]:
+    """Return the values of the literals in an annotation, as written in YAML."""
+    if get_origin(annotation) is Literal:
+        return [_yaml(value) for value in get_args(annotation)]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [option for arg in get_args(annotation) for option in options_of(arg)]
+    return []
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+NAMES: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def in_words(annotation: Any, metadata: list[Any]) -> str:
+    """Say what a type and its bounds allow."""
+    origin = get_origin(annotation)
+    if origin is typing.Annotated:
+        base, *extra = get_args(annotation)
+        return in_words(base, [*extra, *metadata])
+    if origin in (Union, types.UnionType):
+        return " or ".join(in_words(arg, metadata if arg is not type(None) else []) for arg in get_args(annotation))
+    if origin is Literal:
+        return ", ".join(_yaml(value) for value in get_args(annotation))
+    bounds = [item for meta in metadata for item in [*getattr(meta, "metadata", []), meta]]
+    limits = [
+        f"{word} {getattr(bound, name):g}" for bound in bounds for name, word in BOUNDS.items() if hasattr(bound, name)
+    ]
+    if origin is tuple:
+        args = get_args(annotation)
+        many = len(args) == 2 and args[1] is Ellipsis
+        items = in_words(args[0], [])
+        return f"a list of {'any number of' if many else len(args)} items, each {items}"
+    if origin is dict:
+        return "a mapping of text to text"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with the keys {', '.join(annotation.model_fields)}"
+    return " ".join([NAMES.get(annotation, str(annotation)), " and ".join(limits)]).strip()

@@ -1,0 +1,309 @@
+"""From presets, a YAML file and command-line arguments to one tree of values with their origins.
+
+Hydra parses the arguments and works out which presets apply, in which order; nothing is ever instantiated. Values are
+merged here rather than by Hydra, because a value must keep its file and line and a misspelt key must stay an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embodrl.config.nodes import Node, Origin, from_plain, parse_yaml, read_yaml
+from embodrl.errors import ConfigProblem
+from embodrl.registry import nearest
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# Mappings whose keys are the user's own: a later one replaces an earlier one instead of being merged into it.
+REPLACED = ("cluster.component_placement",)
+
+
+@dataclass
+class Argument:
+    """One parsed command-line argument: ``key=value``, or ``~key`` to go back to the schema's default."""
+
+    key: str
+    value: Any
+    text: str
+    delete: bool = False
+
+    @property
+    def origin(self) -> Origin:
+        return Origin("argument", self.text)
+
+
+@dataclass
+class Composition:
+    """What the user asked for: a tree of values, and what was wrong before types were looked at."""
+
+    tree: Node
+    choices: dict[str, str] = field(default_factory=dict[str, str])
+    problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+
+
+def groups() -> list[str]:
+    """Return the preset groups: env, model, ..."""
+    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
+
+
+def presets(group: str) -> list[str]:
+    """Return the presets of a group."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem]]:
+    """Parse Hydra-style arguments.
+
+    Args:
+        texts: ``key=value``, ``+key=value`` (the same) or ``~key``.
+
+    Returns:
+        The arguments that could be parsed, and what is wrong with the others.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    arguments: list[Argument] = []
+    problems: list[ConfigProblem] = []
+    parser = OverridesParser.create()
+    for text in texts:
+        origin = f"command line: {text}"
+        key = text.partition("=")[0]
+        if text.startswith("-"):
+            remedy = "options go before a lone '--' or are listed by --help; settings are written key=value"
+            problems.append(ConfigProblem(text, "is not an option of this command", origin, remedy=remedy))
+            continue
+        try:
+            parsed = parser.parse_override(text)
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            remedy = "write key=value without blanks, e.g. runner.seed=3 or env.tasks=[PushCube-v1,PullCube-v1];"
+            remedy += " quote text that holds blanks, commas, colons or brackets: \"runner.name='my run'\""
+            problems.append(ConfigProblem(key, f"can't be parsed: {reason}", origin, "key=value", remedy=remedy))
+            continue
+        if parsed.is_sweep_override():
+            remedy = f"write a list as {key}=[...]; for several runs call the command several times"
+            problems.append(
+                ConfigProblem(key, "is a sweep over several values, which a run can't have", origin, remedy=remedy)
+            )
+        elif parsed.package is not None:
+            remedy = f"write {parsed.key_or_group.split('/')[0]}=PRESET, and single keys as section.key=value"
+            problems.append(ConfigProblem(key, "puts a preset into another section with '@'", origin, remedy=remedy))
+        elif parsed.is_delete() and "=" in text:
+            problems.append(ConfigProblem(key, "has both '~' and a value", origin, remedy="write ~key alone"))
+        else:
+            value = None if parsed.is_delete() else parsed.value()
+            arguments.append(Argument(parsed.key_or_group, value, text, parsed.is_delete()))
+    return arguments, problems
+
+
+def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
+    """Return what is wrong with the choice of a preset, or None."""
+    known = groups()
+    if group not in known:
+        top = group.split("/")[0].split(".")[0]
+        remedy = "choose a preset as group=name; set a single key as section.key=value"
+        return ConfigProblem(
+            group, f"there is no preset group '{group}'", origin, ", ".join(known), nearest(top, known), remedy
+        )
+    names = presets(group)
+    if name in names or (name is None and group == "experiment"):
+        return None
+    message = f"there is no preset '{name}' in the group '{group}'"
+    remedy = "see `embodrl list presets`"
+    if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
+        message = f"'{name}' is a path; a preset is chosen by its plain name"
+        remedy = "write the name of a preset; a YAML file of your own is given with --config FILE"
+    return ConfigProblem(group, message, origin, ", ".join(names), nearest(str(name), names), remedy)
+
+
+def merge(base: Node, extra: Node, key: str = "") -> None:
+    """Lay ``extra`` over ``base``: mappings are merged, everything else is replaced."""
+    for name, child in extra.children.items():
+        full = f"{key}.{name}" if key else name
+        mine = base.children.get(name)
+        if mine is not None and isinstance(mine.value, dict) and isinstance(child.value, dict) and full not in REPLACED:
+            merge(mine, child, full)
+        else:
+            base.children[name] = copy(child)
+
+
+def copy(node: Node) -> Node:
+    """Return a copy that can be changed without changing the original."""
+    if isinstance(node.value, dict):
+        return Node({name: copy(child) for name, child in node.children.items()}, node.origin)
+    return Node(node.value, node.origin)
+
+
+def put(tree: Node, key: str, value: Node | None) -> str:
+    """Set the value of a dotted key, or remove it if ``value`` is None.
+
+    Returns:
+        What is wrong; "" if nothing.
+    """
+    parts = key.split(".")
+    node = tree
+    for depth, part in enumerate(parts[:-1]):
+        if part not in node.children:
+            if value is None:
+                return ""
+            node.children[part] = Node({}, value.origin)
+        node = node.children[part]
+        if isinstance(node.value, list):
+            return f"'{'.'.join(parts[: depth + 1])}' is a list, whose items can't be set one by one"
+        if node.value is None:
+            node.value = {}
+        if not isinstance(node.value, dict):
+            return f"'{'.'.join(parts[: depth + 1])}' is a single value without keys of its own"
+    if value is None:
+        node.children.pop(parts[-1], None)
+    elif isinstance(value.value, dict) and key not in REPLACED and isinstance(lookup_child(node, parts[-1]), dict):
+        merge(node.children[parts[-1]], value, key)
+    else:
+        node.children[parts[-1]] = value
+    return ""
+
+
+def lookup_child(node: Node, name: str) -> Any:
+    """Return the value of a child, or None."""
+    child = node.children.get(name)
+    return None if child is None else child.value
+
+
+def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem]:
+    """Set single values given on the command line; the last one wins."""
+    problems: list[ConfigProblem] = []
+    for argument in arguments:
+        if argument.key == "hydra" or argument.key.startswith(("hydra.", "hydra/")):
+            remedy = "remove it; embodrl uses Hydra to choose presets only"
+            problems.append(
+                ConfigProblem(
+                    argument.key, "Hydra's own settings can't be changed", str(argument.origin), remedy=remedy
+                )
+            )
+            continue
+        value = None if argument.delete else from_plain(argument.value, argument.origin)
+        wrong = put(tree, argument.key, value)
+        if wrong:
+            remedy = "give the whole list, or put it into a file given with --config"
+            problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), remedy=remedy))
+    return problems
+
+
+def preset_order(choices: dict[str, str | None]) -> list[tuple[Path, str]]:
+    """Return the preset files that Hydra would load for these choices, in order, each with the section it fills."""
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    overrides = [f"{group}={'null' if name is None else name}" for group, name in choices.items()]
+    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
+        hydra = GlobalHydra.instance()
+        loader = hydra.config_loader()
+        defaults = loader.compute_defaults_list("train", overrides, RunMode.RUN).defaults
+    order: list[tuple[Path, str]] = []
+    for default in defaults:
+        path: str | None = default.config_path
+        if path is not None and path != "_dummy_empty_config_" and not path.startswith("hydra"):
+            order.append((CONFIGS / f"{path}.yaml", default.package or ""))
+    return order
+
+
+def load_presets(choices: dict[str, str | None]) -> tuple[Node, list[ConfigProblem]]:
+    """Return the merged presets; the choices must be valid."""
+    tree = Node({}, Origin("preset", "embodrl/configs"))
+    problems: list[ConfigProblem] = []
+    for path, package in preset_order(choices):
+        preset, wrong = read_yaml(path, f"embodrl/configs/{path.relative_to(CONFIGS)}", "preset")
+        problems += wrong
+        preset.children.pop("defaults", None)
+        if package:
+            section = tree.children.setdefault(package, Node({}, preset.origin))
+            merge(section, preset, package)
+        else:
+            merge(tree, preset)
+    return tree, problems
+
+
+def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigProblem]]:
+    """Take ``presets: {group: name}`` out of a user's file."""
+    problems: list[ConfigProblem] = []
+    defaults = tree.children.pop("defaults", None)
+    if defaults is not None:
+        remedy = "write the choices as a mapping: 'presets: {env: maniskill, model: openvla}'"
+        problems.append(
+            ConfigProblem(
+                "defaults",
+                "Hydra's defaults list is not read from a file of yours",
+                str(defaults.origin),
+                remedy=remedy,
+            )
+        )
+    section = tree.children.pop("presets", None)
+    if section is None:
+        return {}, problems
+    if not isinstance(section.value, dict):
+        remedy = "write 'presets: {env: maniskill, model: openvla}'"
+        problems.append(
+            ConfigProblem(
+                "presets",
+                "is not a mapping of groups to presets",
+                str(section.origin),
+                ", ".join(groups()),
+                remedy=remedy,
+            )
+        )
+        return {}, problems
+    return {group: (node.plain(), str(node.origin)) for group, node in section.children.items()}, problems
+
+
+def is_choice(argument: Argument) -> bool:
+    """Tell whether an argument chooses a preset rather than a value."""
+    plain_name = "." not in argument.key and isinstance(argument.value, (str, type(None)))
+    return "/" in argument.key or (plain_name and argument.key in groups() and not argument.delete)
+
+
+def compose(overrides: list[str], config_file: Path | None) -> Composition:
+    """Compose presets, then the file, then the arguments; the later wins."""
+    arguments, problems = parse_arguments(overrides)
+    user = Node({}, Origin("file", str(config_file)))
+    wanted: dict[str, tuple[Any, str]] = {}
+    if config_file is not None:
+        user, wrong = read_yaml(config_file, str(config_file))
+        wanted, wrong_choices = file_choices(user)
+        problems += wrong + wrong_choices
+    wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}
+    choices: dict[str, str | None] = {}
+    for group, (name, origin) in wanted.items():
+        problem = check_choice(group, name, origin)
+        if problem is None:
+            choices[group] = name
+        else:
+            problems.append(problem)
+    tree, wrong = load_presets(choices)
+    problems += wrong
+    merge(tree, user)
+    problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
+    return Composition(tree, {group: name for group, name in choices.items() if name}, problems)
+
+
+def compose_resolved(path: Path, overrides: list[str]) -> Composition:
+    """Read a file that holds a whole configuration, e.g. ``DIR/config.yaml`` of a run; presets play no part."""
+    tree, problems = read_yaml(path, str(path))
+    arguments, wrong = parse_arguments(overrides)
+    problems += wrong
+    for argument in arguments:
+        if is_choice(argument):
+            remedy = "change single keys, or start a new run"
+            problems.append(
+                ConfigProblem(argument.key, "the presets of a run are fixed", str(argument.origin), remedy=remedy)
+            )
+    problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
+    return Composition(tree, {}, problems)
+
+
+def compose_text(text: str, name: str) -> Composition:
+    """As ``compose_resolved`` for YAML text."""
+    tree, problems = parse_yaml(text, name)
+    return Composition(tree, {}, problems)

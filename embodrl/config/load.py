@@ -1,0 +1,228 @@
+"""Load a configuration: compose, check types, run the rules, and report every problem at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from embodrl.config.check import validate
+from embodrl.config.compose import Composition, compose, compose_resolved
+from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, lookup, origin_of, walk
+from embodrl.config.schema import Config
+from embodrl.errors import ConfigError, ConfigProblem
+
+REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+
+
+@dataclass
+class LoadedConfig:
+    """A valid configuration.
+
+    Attributes:
+        config: the typed values.
+        origins: dotted key of every value -> where it came from.
+        choices: preset group -> preset, as far as the user chose.
+        notes: settings that are allowed but have no effect or an odd one here.
+    """
+
+    config: Config
+    origins: dict[str, Origin]
+    choices: dict[str, str] = field(default_factory=dict[str, str])
+    notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+
+    def to_yaml(self, with_origin: bool = False) -> str:
+        """Return the whole configuration as YAML that ``load_resolved`` reads, with origins as comments if wanted."""
+        from embodrl.config.show import to_yaml
+
+        return to_yaml(self.config, self.origins if with_origin else None)
+
+
+def load_config(overrides: list[str], config_file: Path | None = None) -> LoadedConfig:
+    """Compose and validate a configuration.
+
+    Args:
+        overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
+        config_file: a YAML file of the user's: values, and ``presets: {group: name}``.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    return finish(compose(overrides, config_file))
+
+
+def load_run(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
+    """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    return finish(compose_resolved(path, overrides or []))
+
+
+def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
+    """As ``load_run``, without origins."""
+    return load_run(path, overrides).config
+
+
+def finish(composition: Composition) -> LoadedConfig:
+    """Check a composed tree; raise everything that is wrong with it."""
+    tree = composition.tree
+    problems = list(composition.problems)
+    problems += remove_special(tree)
+    problems += resolve_references(tree)
+    problems += import_extensions(tree)
+    config, pruned, wrong = validate(tree)
+    problems += wrong
+    from embodrl.config.rules import run_rules
+
+    errors, notes = run_rules(config, tree, pruned)
+    problems += errors
+    if problems:
+        raise ConfigError(problems)
+    keys = leaf_keys(config.model_dump())
+    return LoadedConfig(config, {key: origin_of_value(tree, key) for key in keys}, composition.choices, notes)
+
+
+def origin_of_value(tree: Node, key: str) -> Origin:
+    """Return the origin of a value: its own, or that of the list or single value that holds it; else the schema."""
+    node = lookup(tree, key)
+    if node is not None:
+        return node.origin
+    parent = lookup(tree, key.rpartition(".")[0])
+    if parent is not None and not isinstance(parent.value, dict):
+        return origin_of(tree, key)
+    return Origin("schema")
+
+
+def leaf_keys(value: Any, key: str = "") -> list[str]:
+    """Return the dotted keys of all values in a nested mapping; lists of mappings are entered, other lists are leaves."""
+    if isinstance(value, dict) and value:
+        mapping: dict[str, Any] = value
+        return [leaf for name, child in mapping.items() for leaf in leaf_keys(child, f"{key}.{name}" if key else name)]
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
+        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType]
+        return [leaf for index, item in enumerate(items) for leaf in leaf_keys(item, f"{key}.{index}")]
+    return [key]
+
+
+def remove_special(tree: Node) -> list[ConfigProblem]:
+    """Take out keys such as ``_target_`` and values such as ``???``, and say so."""
+    problems: list[ConfigProblem] = []
+    for key, node in list(walk(tree)):
+        for name, child in list(node.children.items()):
+            full = f"{key}.{name}" if key else name
+            if SPECIAL_KEY.fullmatch(name):
+                remedy = "remove it; models, environments and algorithms are chosen by their registered names"
+                message = (
+                    "names an object to build; embodrl never builds objects or calls functions from a configuration"
+                )
+                problems.append(ConfigProblem(full, message, str(child.origin), remedy=remedy))
+                del node.children[name]
+            elif child.value == "???":
+                remedy = f"give it, e.g. {full}=VALUE on the command line"
+                problems.append(ConfigProblem(full, "is missing: its value is '???'", str(child.origin), remedy=remedy))
+                del node.children[name]
+    return problems
+
+
+def resolve_references(tree: Node) -> list[ConfigProblem]:
+    """Replace ``${section.key}`` by the value of that key. Resolvers such as ``${oc.env:HOME}`` are refused."""
+    problems: list[ConfigProblem] = []
+    defaults: dict[str, Any] = json.loads(Config().model_dump_json())
+    known = leaf_keys(defaults)
+    for key, node in walk(tree):
+        if isinstance(node.value, str) and "${" in node.value:
+            try:
+                node.value = expand(tree, defaults, node.value, (key,))
+            except LookupError as error:
+                from embodrl.registry import nearest
+
+                wrong = str(error.args[0])
+                remedy = "refer to another key of the configuration as ${section.key}"
+                remedy += "; resolvers such as oc.env are not run" if ":" in wrong else ""
+                message = f"the reference '${{{wrong}}}' {error.args[1]}"
+                problems.append(
+                    ConfigProblem(key, message, str(node.origin), nearest=nearest(wrong, known), remedy=remedy)
+                )
+                node.value = None
+    return problems
+
+
+def expand(tree: Node, defaults: dict[str, Any], text: str, seen: tuple[str, ...]) -> Any:
+    """Return the text with its references replaced; a lone reference keeps the type of the value.
+
+    Raises:
+        LookupError: ``(reference, reason)``.
+    """
+
+    def value_of(name: str) -> Any:
+        if ":" in name:
+            raise LookupError(name, "calls a resolver")
+        if name in seen:
+            raise LookupError(name, "goes round in a circle")
+        node = lookup(tree, name)
+        value: Any = defaults
+        if node is not None:
+            value = node.plain()
+        else:
+            for part in name.split("."):
+                if not isinstance(value, dict) or part not in value:
+                    raise LookupError(name, "names no key")
+                value = value[part]  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(value, (dict, list)):
+            raise LookupError(name, "names a section or list, not a single value")
+        return expand(tree, defaults, value, (*seen, name)) if isinstance(value, str) and "${" in value else value
+
+    whole = REFERENCE.fullmatch(text)
+    if whole:
+        return value_of(whole.group(1).strip())
+    if "${" in REFERENCE.sub("", text):
+        raise LookupError(text.partition("${")[2], "is not closed or nested")
+    return REFERENCE.sub(lambda match: str(value_of(match.group(1).strip())), text)
+
+
+def import_extensions(tree: Node) -> list[ConfigProblem]:
+    """Import the modules that ``extensions`` names, so that their models and environments are known to the rules."""
+    import importlib
+    import importlib.util
+
+    problems: list[ConfigProblem] = []
+    section = lookup(tree, "extensions")
+    names: list[Any] = section.plain() if section is not None and isinstance(section.value, list) else []
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            continue
+        origin = str(origin_of(tree, f"extensions.{index}"))
+        remedy = "install the package it is in, or put its directory on PYTHONPATH"
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+            problems.append(
+                ConfigProblem(
+                    "extensions", f"'{name}' is not the name of a module", origin, "package.module", remedy=remedy
+                )
+            )
+            continue
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            problems.append(ConfigProblem("extensions", f"there is no module '{name}'", origin, remedy=remedy))
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001  (a user's module may raise anything; it is reported)
+            message = f"importing '{name}' failed: {type(error).__name__}: {error}"
+            problems.append(ConfigProblem("extensions", message, origin, remedy="mend the module"))
+    return problems
+
+
+def with_origin(problem: ConfigProblem, tree: Node, keys: tuple[str, ...]) -> ConfigProblem:
+    """Return the problem with the origins of the keys that it concerns."""
+    if not keys:
+        return problem
+    if len(keys) == 1:
+        return replace(problem, origin=str(origin_of_value(tree, keys[0])))
+    return replace(problem, origin="; ".join(f"{key}: {origin_of_value(tree, key)}" for key in keys))

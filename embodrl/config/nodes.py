@@ -1,0 +1,248 @@
+"""YAML with a memory: every value knows the file and line, or the argument, that it came from. Runs no tags, no code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embodrl.errors import ConfigProblem
+
+INT = re.compile(r"[-+]?[0-9][0-9_]*")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
+SPECIAL_KEY = re.compile(r"_[a-z]+_")
+STANDARD_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:str")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from.
+
+    Attributes:
+        kind: ``schema``, ``preset``, ``file`` or ``argument``.
+        source: file name, or the argument as written.
+        line: line in the file, from 1; 0 if there is none.
+    """
+
+    kind: str
+    source: str = ""
+    line: int = 0
+
+    @property
+    def by_user(self) -> bool:
+        """The user wrote it, as opposed to a shipped preset or the schema."""
+        return self.kind in ("file", "argument")
+
+    def __str__(self) -> str:
+        if self.kind == "schema":
+            return "schema default"
+        if self.kind == "argument":
+            return f"command line: {self.source}"
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+SCHEMA = Origin("schema")
+
+
+@dataclass
+class Node:
+    """A scalar, a list of nodes or a mapping of nodes."""
+
+    value: Any
+    origin: Origin
+
+    @property
+    def children(self) -> dict[str, Node]:
+        """The nodes of a mapping; empty for anything else."""
+        return self.value if isinstance(self.value, dict) else {}
+
+    def plain(self) -> Any:
+        """Return the value without origins."""
+        if isinstance(self.value, dict):
+            mapping: dict[str, Node] = self.value
+            return {key: child.plain() for key, child in mapping.items()}
+        if isinstance(self.value, list):
+            items: list[Node] = self.value
+            return [item.plain() for item in items]
+        return self.value
+
+
+def from_plain(value: Any, origin: Origin) -> Node:
+    """Return a tree whose nodes all have that origin."""
+    if isinstance(value, dict):
+        mapping: dict[Any, Any] = value
+        return Node({str(key): from_plain(child, origin) for key, child in mapping.items()}, origin)
+    if isinstance(value, (list, tuple)):
+        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType]
+        return Node([from_plain(item, origin) for item in items], origin)
+    return Node(value, origin)
+
+
+def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield ``(dotted key, node)`` of every node, parents first; list items have their index as a key part."""
+    yield key, node
+    parts: list[tuple[str, Node]] = list(node.children.items())
+    if isinstance(node.value, list):
+        items: list[Node] = node.value
+        parts = [(str(index), item) for index, item in enumerate(items)]
+    for name, child in parts:
+        yield from walk(child, f"{key}.{name}" if key else name)
+
+
+def lookup(root: Node, key: str) -> Node | None:
+    """Return the node at a dotted key, or None."""
+    node: Node = root
+    for part in key.split(".") if key else []:
+        if part in node.children:
+            node = node.children[part]
+        elif isinstance(node.value, list) and part.isdigit() and int(part) < len(node.value):  # pyright: ignore[reportUnknownArgumentType]
+            node = node.value[int(part)]
+        else:
+            return None
+    return node
+
+
+def origin_of(root: Node, key: str) -> Origin:
+    """Return the origin of a key, or of its nearest parent that is in the tree."""
+    while key:
+        node = lookup(root, key)
+        if node is not None:
+            return node.origin
+        key = key.rpartition(".")[0]
+    return SCHEMA
+
+
+def parse_scalar(text: str) -> Any:
+    """Return the value of a plain YAML scalar: null, true, false, integers, floats; everything else is text.
+
+    ``yes``, ``no``, ``on`` and ``off`` are text, as in YAML 1.2; ``1e-3`` is a number.
+    """
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
+        return text.lower() == "true"
+    if INT.fullmatch(text):
+        return int(text.replace("_", ""))
+    if FLOAT.fullmatch(text):
+        number = text.replace("_", "").lower()
+        return float(number.replace(".inf", "inf").replace(".nan", "nan"))
+    return text
+
+
+class _Reader:
+    """Turns yaml's nodes into ours and notes what is wrong."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+        self.problems: list[ConfigProblem] = []
+
+    def origin(self, node: yaml.Node) -> Origin:
+        return Origin(self.kind, self.name, int(node.start_mark.line) + 1)
+
+    def problem(self, key: str, node: yaml.Node, message: str, remedy: str) -> None:
+        self.problems.append(ConfigProblem(key or "(file)", message, str(self.origin(node)), remedy=remedy))
+
+    def read(self, node: yaml.Node, key: str, depth: int = 0) -> Node:
+        origin = self.origin(node)
+        tag = str(node.tag)
+        if depth > 20:
+            self.problem(key, node, "is nested more than 20 levels deep", "the configuration has at most four levels")
+            return Node(None, origin)
+        if isinstance(node, yaml.ScalarNode):
+            return self.scalar(node, key, tag, origin)
+        if tag not in STANDARD_TAGS:
+            self.problem(key, node, f"has the YAML tag '{tag}'", "remove it; tags are never run")
+        if isinstance(node, yaml.SequenceNode):
+            return Node([self.read(item, f"{key}.{i}", depth + 1) for i, item in enumerate(node.value)], origin)
+        assert isinstance(node, yaml.MappingNode)
+        return self.mapping(node, key, origin, depth)
+
+    def scalar(self, node: yaml.ScalarNode, key: str, tag: str, origin: Origin) -> Node:
+        if tag != "tag:yaml.org,2002:str":
+            self.problem(key, node, f"has the YAML tag '{tag}'", "remove it; tags are never run")
+            return Node(None, origin)
+        text = str(node.value)
+        return Node(parse_scalar(text) if node.style is None else text, origin)
+
+    def mapping(self, node: yaml.MappingNode, key: str, origin: Origin, depth: int) -> Node:
+        result: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problem(key, key_node, "has a key that is a list or a mapping", "keys are plain words")
+                continue
+            name = str(key_node.value)
+            full = f"{key}.{name}" if key else name
+            child = self.read(value_node, full, depth + 1)
+            child.origin = self.origin(key_node)
+            if name in result:
+                first = result[name].origin.line
+                self.problem(
+                    full, key_node, f"is given twice in one mapping, first in line {first}", "remove one of them"
+                )
+            elif name == "<<":
+                self.problem(full, key_node, "is a YAML merge key", "write the keys out, or put them into a preset")
+            else:
+                result[name] = child
+        return Node(result, origin)
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes only; plain scalars keep their text."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (yaml's own class attribute)
+
+
+def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[ConfigProblem]]:
+    """Read a YAML mapping.
+
+    Args:
+        path: the file.
+        name: how reports call it.
+        kind: ``file`` or ``preset``.
+
+    Returns:
+        The tree (an empty mapping where the file can't be read) and what is wrong with the file.
+    """
+    empty = Node({}, Origin(kind, name))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        problem = ConfigProblem(
+            "(file)", f"can't read '{name}': {reason}", name, remedy="give the path of a readable YAML file"
+        )
+        return empty, [problem]
+    return parse_yaml(text, name, kind)
+
+
+def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[ConfigProblem]]:
+    """Parse the text of a YAML mapping; as ``read_yaml``."""
+    empty = Node({}, Origin(kind, name))
+    reader = _Reader(name, kind)
+    try:
+        documents = list(yaml.compose_all(text, Loader=_Loader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = int(mark.line) + 1 if mark else 0
+        what = " ".join(str(part) for part in (error.context, error.problem) if part)
+        remedy = "mend the YAML: keys of one mapping are indented alike, with spaces, and a blank follows each colon"
+        return empty, [ConfigProblem("(file)", f"is not YAML: {what}", f"{name}:{line}", remedy=remedy)]
+    except (yaml.YAMLError, RecursionError) as error:
+        return empty, [ConfigProblem("(file)", f"is not YAML: {error}", name, remedy="mend the YAML")]
+    if not documents:
+        return empty, []
+    if len(documents) > 1:
+        origin = str(Origin(kind, name, int(documents[1].start_mark.line) + 1))
+        return empty, [
+            ConfigProblem("(file)", "has several YAML documents", origin, remedy="remove the '---' between them")
+        ]
+    if not isinstance(documents[0], yaml.MappingNode):
+        found = f"{name}:1"
+        return empty, [
+            ConfigProblem("(file)", "is not a mapping", found, remedy="write keys and values, e.g. 'runner: {seed: 3}'")
+        ]
+    return reader.read(documents[0], ""), reader.problems

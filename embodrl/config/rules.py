@@ -1,0 +1,2 @@
+def run_rules(config, tree, pruned):
+    return [], []
