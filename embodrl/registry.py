@@ -111,6 +111,13 @@ ENVS.register(
     tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
     action_dim=7,
 )
+ENVS.register(
+    "toy",
+    "embodrl.envs.toy:ToyVectorEnv",
+    "a dot to be moved to a coloured goal; needs no simulator",
+    tasks=("reach-red", "reach-green"),
+    action_dim=7,
+)
 
 ADVANTAGES = Registry("advantage estimator")
 ADVANTAGES.register(

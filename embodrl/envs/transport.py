@@ -1,0 +1,250 @@
+"""The shared memory between an EnvManager and its process: one request area and a ring of result slots.
+
+Legend: B environments, C actions in a chunk (at most ``EnvSpec.max_chunk``), A action dimensions, V cameras,
+H x W image, S state dimensions. Both sides compute the same layout from the EnvSpec; arrays start on cache lines.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.errors import EmbodrlError
+from embodrl.types import EnvSpec, EnvStep, Observation
+
+NUM_SLOTS = 2
+INSTRUCTION_BYTES = 512
+POISON_BYTE = 0xAB
+_ALIGNMENT = 64
+_PER_ACTION = ("reward", "valid", "terminated", "truncated")
+_PER_CHUNK = ("success", "episode_return", "episode_length", "episode_seed", "final_mask")
+
+Shapes = dict[str, tuple[tuple[int, ...], type[np.generic]]]
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each array lies.
+
+    Attributes:
+        request: name to (offset, shape, dtype) of the request area.
+        slots: the same for each result slot.
+        num_bytes: size of the whole region.
+    """
+
+    request: dict[str, tuple[int, tuple[int, ...], type[np.generic]]]
+    slots: tuple[dict[str, tuple[int, tuple[int, ...], type[np.generic]]], ...]
+    num_bytes: int
+
+
+def request_shapes(spec: EnvSpec) -> Shapes:
+    """Return shapes and dtypes of what goes to the simulator."""
+    batch = spec.num_envs
+    return {
+        "actions": ((batch, spec.max_chunk, spec.action_dim), np.float32),
+        "active": ((batch,), np.bool_),
+        "seeds": ((batch,), np.int64),
+        "task_ids": ((batch,), np.int32),
+        "indices": ((batch,), np.int64),
+    }
+
+
+def result_shapes(spec: EnvSpec) -> Shapes:
+    """Return shapes and dtypes of what comes back.
+
+    Raises:
+        EmbodrlError: the cameras differ in size.
+    """
+    batch, chunk = spec.num_envs, spec.max_chunk
+    sizes = {(camera.height, camera.width) for camera in spec.cameras}
+    if len(sizes) > 1:
+        found = ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
+        raise EmbodrlError(
+            f"the cameras differ in size: {found}", "give all cameras of env.cameras one height and width"
+        )
+    height, width = sizes.pop() if sizes else (0, 0)
+    observation: Shapes = {
+        "images": ((batch, len(spec.cameras), height, width, 3), np.uint8),
+        "state": ((batch, spec.state_dim), np.float32),
+        "instruction": ((batch, INSTRUCTION_BYTES), np.uint8),
+        "instruction_length": ((batch,), np.int32),
+        "task_id": ((batch,), np.int32),
+    }
+    outcome: Shapes = {
+        "reward": ((batch, chunk), np.float32),
+        "valid": ((batch, chunk), np.bool_),
+        "terminated": ((batch, chunk), np.bool_),
+        "truncated": ((batch, chunk), np.bool_),
+        "success": ((batch,), np.bool_),
+        "episode_return": ((batch,), np.float32),
+        "episode_length": ((batch,), np.int32),
+        "episode_seed": ((batch,), np.int64),
+        "final_mask": ((batch,), np.bool_),
+    }
+    return {**observation, **outcome, **{f"final_{name}": shape for name, shape in observation.items()}}
+
+
+def compute_layout(spec: EnvSpec, num_slots: int = NUM_SLOTS) -> Layout:
+    """Place the request area and the result slots, one after the other."""
+    offset = 0
+
+    def place(shapes: Shapes) -> dict[str, tuple[int, tuple[int, ...], type[np.generic]]]:
+        nonlocal offset
+        fields: dict[str, tuple[int, tuple[int, ...], type[np.generic]]] = {}
+        for name, (shape, dtype) in shapes.items():
+            fields[name] = (offset, shape, dtype)
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return fields
+
+    request = place(request_shapes(spec))
+    slots = tuple(place(result_shapes(spec)) for _ in range(num_slots))
+    return Layout(request, slots, max(offset, mmap.PAGESIZE))
+
+
+def _views(buffer: Any, fields: dict[str, tuple[int, tuple[int, ...], type[np.generic]]]) -> Arrays:
+    return {
+        name: np.frombuffer(buffer, dtype, int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
+        for name, (offset, shape, dtype) in fields.items()
+    }
+
+
+class ResultSlot:
+    """Room for one result (observation, and outcome of a chunk) of B environments."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays
+
+    @staticmethod
+    def allocate(spec: EnvSpec) -> ResultSlot:
+        """Return a slot in private memory."""
+        return ResultSlot({name: np.zeros(shape, dtype) for name, (shape, dtype) in result_shapes(spec).items()})
+
+    def rows(self, start: int, stop: int) -> ResultSlot:
+        """Return the part of environments ``start`` to ``stop - 1``; shares the memory."""
+        return ResultSlot({name: array[start:stop] for name, array in self.arrays.items()})
+
+    def write_observation(self, observation: Observation) -> None:
+        """Copy an observation in.
+
+        Raises:
+            EmbodrlError: a shape or dtype differs from what the EnvSpec promises, or an instruction is too long.
+        """
+        for name in ("images", "state", "task_id"):
+            self._copy(name, getattr(observation, name), self.arrays[name])
+        self._write_instructions("", observation.instruction, range(len(self.arrays["task_id"])))
+
+    def write_step(self, step: EnvStep) -> None:
+        """Copy the outcome of a chunk in; of ``final_observation`` only the rows that are valid.
+
+        Raises:
+            EmbodrlError: as ``write_observation``, or ``final_observation`` is missing.
+        """
+        self.write_observation(step.observation)
+        chunk = step.reward.shape[1] if step.reward.ndim == 2 else 0
+        for name in _PER_ACTION:
+            self._copy(name, getattr(step, name), self.arrays[name][:, :chunk])
+        for name in _PER_CHUNK:
+            self._copy(name, getattr(step, name), self.arrays[name])
+        if not step.final_mask.any():
+            return
+        if step.final_observation is None:
+            raise EmbodrlError(
+                "final_mask is set but there is no final_observation", "this is a bug of the environment"
+            )
+        rows = np.flatnonzero(step.final_mask)
+        for name in ("images", "state", "task_id"):
+            source, target = getattr(step.final_observation, name), self.arrays[f"final_{name}"]
+            self._check(f"final_observation.{name}", source, target)
+            target[rows] = source[rows]
+        self._write_instructions("final_", step.final_observation.instruction, rows.tolist())
+
+    def observation(self, prefix: str = "") -> Observation:
+        """Return views of the observation."""
+        lengths = self.arrays[f"{prefix}instruction_length"].tolist()
+        texts = self.arrays[f"{prefix}instruction"]
+        instructions = [texts[row, :length].tobytes().decode() for row, length in enumerate(lengths)]
+        return Observation(
+            self.arrays[f"{prefix}images"], self.arrays[f"{prefix}state"], instructions, self.arrays[f"{prefix}task_id"]
+        )
+
+    def step(self, chunk: int) -> EnvStep:
+        """Return views of the outcome of a chunk of that many actions."""
+        arrays = self.arrays
+        has_final = bool(arrays["final_mask"].any())
+        if has_final:
+            arrays["final_instruction_length"][~arrays["final_mask"]] = 0
+        return EnvStep(
+            observation=self.observation(),
+            **{name: arrays[name][:, :chunk] for name in _PER_ACTION},
+            **{name: arrays[name] for name in _PER_CHUNK},
+            final_observation=self.observation("final_") if has_final else None,
+        )
+
+    def poison(self) -> None:
+        """Overwrite everything, so that a view kept for too long shows at once."""
+        for array in self.arrays.values():
+            array.fill(np.nan if array.dtype.kind == "f" else POISON_BYTE)
+
+    def _check(self, name: str, source: Any, target: NDArray[Any]) -> None:
+        if not isinstance(source, np.ndarray) or source.shape != target.shape or source.dtype != target.dtype:
+            found = f"{source.dtype}{list(source.shape)}" if isinstance(source, np.ndarray) else type(source).__name__
+            raise EmbodrlError(
+                f"the environment returned {name} as {found}, its spec promises {target.dtype}{list(target.shape)}",
+                "make the environment's results agree with its EnvSpec",
+            )
+
+    def _copy(self, name: str, source: Any, target: NDArray[Any]) -> None:
+        self._check(name, source, target)
+        np.copyto(target, source)
+
+    def _write_instructions(self, prefix: str, texts: list[str], rows: Any) -> None:
+        target, lengths = self.arrays[f"{prefix}instruction"], self.arrays[f"{prefix}instruction_length"]
+        if len(texts) != len(lengths):
+            raise EmbodrlError(f"the environment returned {len(texts)} instructions for {len(lengths)} environments")
+        for row in rows:
+            data = texts[row].encode()
+            if len(data) > INSTRUCTION_BYTES:
+                raise EmbodrlError(
+                    f"an instruction of {len(data)} bytes does not fit into {INSTRUCTION_BYTES}: '{texts[row][:60]}...'",
+                    "shorten the instruction",
+                )
+            target[row, : len(data)] = np.frombuffer(data, np.uint8)
+            lengths[row] = len(data)
+
+
+class Ring:
+    """The mapped region: ``request`` arrays and ``slots``.
+
+    Args:
+        fd: a memory file (memfd); it has no name, so nothing is left behind when processes are killed.
+        spec: what the environment offers.
+    """
+
+    def __init__(self, fd: int, spec: EnvSpec) -> None:
+        layout = compute_layout(spec)
+        region = mmap.mmap(fd, layout.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.request = _views(region, layout.request)
+        self.slots = tuple(ResultSlot(_views(region, fields)) for fields in layout.slots)
+
+
+def copy_observation(observation: Observation) -> Observation:
+    """Return the observation in private memory."""
+    return Observation(
+        observation.images.copy(), observation.state.copy(), list(observation.instruction), observation.task_id.copy()
+    )
+
+
+def copy_step(step: EnvStep) -> EnvStep:
+    """Return the outcome of a chunk in private memory."""
+    final = step.final_observation
+    return EnvStep(
+        observation=copy_observation(step.observation),
+        **{name: getattr(step, name).copy() for name in _PER_ACTION + _PER_CHUNK},
+        final_observation=None if final is None else copy_observation(final),
+    )
