@@ -52,6 +52,13 @@ def presets(group: str) -> list[str]:
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
+def describe(group: str, name: str) -> str:
+    """Return what the first comment of a preset says."""
+    lines = (CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comments = [line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line]
+    return comments[0] if comments else ""
+
+
 def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem]]:
     """Parse Hydra-style arguments.
 

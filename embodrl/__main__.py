@@ -1,0 +1,6 @@
+"""`python -m embodrl` is `embodrl`."""
+
+from embodrl.cli.main import main
+
+if __name__ == "__main__":
+    main()

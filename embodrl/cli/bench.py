@@ -1,0 +1,43 @@
+"""`embodrl bench`."""
+
+from __future__ import annotations
+
+import importlib
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from embodrl.cli.common import Debug, JsonFile, execute
+
+
+class Benchmark(StrEnum):
+    """What is measured."""
+
+    transport = "transport"
+    render = "render"
+    e2e = "e2e"
+
+
+def bench(
+    name: Annotated[Benchmark, typer.Argument(help="what to measure", show_default=False)],
+    json: JsonFile = None,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine against a baseline.
+
+    \b
+    transport  observations through shared memory, against pickled arrays in a queue
+    render     camera pictures on this machine, against stock ManiSkill
+    e2e        environment steps a second of a whole training iteration, and where the time goes
+
+    \b
+    Examples:
+      embodrl bench transport
+      embodrl bench render --json render.json
+    """
+
+    def action() -> int | None:
+        return importlib.import_module(f"embodrl.bench.{name.value}").main(json)
+
+    execute(action, debug)

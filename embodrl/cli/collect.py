@@ -1,0 +1,23 @@
+"""`embodrl collect`."""
+
+from __future__ import annotations
+
+from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
+
+
+def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+    """Gather demonstrations by scripted experts.
+
+    \b
+    Examples:
+      embodrl collect env=maniskill collect.num_episodes=400 collect.output_dir=data/push
+      embodrl collect env=maniskill_mix collect.noise_std=0.12
+    """
+
+    def action() -> int | None:
+        loaded = load(overrides, config)
+        from embodrl.workers import collect as worker
+
+        return worker.collect(loaded.config)
+
+    execute(action, debug)

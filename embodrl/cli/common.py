@@ -1,0 +1,94 @@
+"""What the verbs share: their arguments, loading the configuration, and turning outcomes into exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
+
+if TYPE_CHECKING:
+    from embodrl.config import LoadedConfig
+
+EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_SIGINT, EXIT_SIGTERM = 0, 1, 2, 130, 143
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="presets (env=maniskill) and values (runner.seed=3)", show_default=False),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", metavar="FILE", help="YAML file: values, and presets: {env: NAME}", show_default=False
+    ),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="write the results there, as JSON", show_default=False)
+]
+Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error", show_default=False)]
+
+
+def load(overrides: list[str] | None, config_file: Path | None) -> LoadedConfig:
+    """Load the configuration and tell on stderr what is allowed but odd in it.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    from embodrl.config import load_config
+
+    loaded = load_config(overrides or [], config_file)
+    show_notes(loaded.notes)
+    return loaded
+
+
+def show_notes(notes: list[ConfigProblem]) -> None:
+    """Write notes about a valid configuration to stderr."""
+    for note in notes:
+        text = f"note: {note.key}: {note.message}"
+        text += f" ({note.origin})" if note.origin else ""
+        text += f"\n      {note.remedy}" if note.remedy else ""
+        print(text, file=sys.stderr)
+
+
+def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
+    """Run a verb and leave with its exit code.
+
+    Args:
+        action: the verb's work; returns an exit code, None for 0.
+        debug: show tracebacks.
+
+    Raises:
+        typer.Exit: always; 0 ok, 2 configuration, 1 any other error, 130 SIGINT, 143 SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        code = action() or EXIT_OK
+    except ConfigError as error:
+        print(error.report(), file=sys.stderr)
+        code = EXIT_CONFIG
+    except EmbodrlError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        code = EXIT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_SIGINT
+    except BrokenPipeError:
+        # the reader of our output has gone, e.g. `embodrl config show | head`; nothing is left to be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_OK
+    raise typer.Exit(code)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Leave through the ``finally`` clauses, which close the simulator processes; a verb may set a better handler."""
+    raise SystemExit(EXIT_SIGTERM)

@@ -1,0 +1,87 @@
+"""`embodrl list`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from embodrl.cli.common import Debug, execute
+from embodrl.registry import ADVANTAGES, ENVS, LOSSES, MODELS, Registry
+
+
+class Kind(StrEnum):
+    """What is listed."""
+
+    models = "models"
+    envs = "envs"
+    algorithms = "algorithms"
+    presets = "presets"
+
+
+def list_names(
+    kind: Annotated[Kind | None, typer.Argument(help="leave it out for everything", show_default=False)] = None,
+    debug: Debug = False,
+) -> None:
+    """List the models, environments, algorithms and presets that there are.
+
+    \b
+    Examples:
+      embodrl list
+      embodrl list envs
+      embodrl list presets
+    """
+
+    def action() -> None:
+        kinds = [kind] if kind else list(Kind)
+        print("\n\n".join(f"{one.value}\n{SECTIONS[one]()}" for one in kinds))
+
+    execute(action, debug)
+
+
+def rows(table: list[tuple[str, str]]) -> str:
+    """Return names and descriptions in two columns."""
+    width = max(len(name) for name, _ in table)
+    return "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in table)
+
+
+def entries(registry: Registry) -> list[tuple[str, str]]:
+    """Return the names and descriptions of a registry."""
+    return [(name, registry.entry(name).description) for name in registry]
+
+
+def models() -> str:
+    """Return the registered models."""
+    return rows(entries(MODELS))
+
+
+def envs() -> str:
+    """Return the registered environments and their tasks."""
+    table: list[tuple[str, str]] = []
+    for name in ENVS:
+        entry = ENVS.entry(name)
+        table.append((name, entry.description))
+        table += [("", f"task {task}") for task in entry.facts.get("tasks", ())]
+    return rows(table)
+
+
+def algorithms() -> str:
+    """Return the advantage estimators and losses."""
+    return rows(
+        [(f"adv_type={name}", text) for name, text in entries(ADVANTAGES)]
+        + [(f"loss_type={name}", text) for name, text in entries(LOSSES)]
+    )
+
+
+def presets() -> str:
+    """Return the presets of every group with the first line of their comment."""
+    from embodrl.config import compose
+
+    table: list[tuple[str, str]] = []
+    for group in compose.groups():
+        table += [(f"{group}={name}", compose.describe(group, name)) for name in compose.presets(group)]
+    return rows(table)
+
+
+SECTIONS = {Kind.models: models, Kind.envs: envs, Kind.algorithms: algorithms, Kind.presets: presets}

@@ -1,0 +1,31 @@
+"""`embodrl resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embodrl.cli.common import Debug, Overrides, execute
+
+
+def resume(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory of the run", show_default=False)],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Continue a run from its last good checkpoint.
+
+    \b
+    Examples:
+      embodrl resume outputs/my-run
+      embodrl resume outputs/my-run runner.max_iterations=120
+    """
+
+    def action() -> int | None:
+        from embodrl import runner
+
+        return runner.resume(directory, overrides or [])
+
+    execute(action, debug)

@@ -1,0 +1,23 @@
+"""`embodrl sft`."""
+
+from __future__ import annotations
+
+from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
+
+
+def sft(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+    """Fine-tune a policy on demonstrations.
+
+    \b
+    Examples:
+      embodrl sft sft.data_dir=data/push sft.output_dir=outputs/sft
+      embodrl sft sft.max_steps=250 sft.batch_size=64 model.warm_start=null
+    """
+
+    def action() -> int | None:
+        loaded = load(overrides, config)
+        from embodrl.workers import sft as worker
+
+        return worker.sft(loaded.config)
+
+    execute(action, debug)

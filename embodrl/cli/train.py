@@ -1,0 +1,25 @@
+"""`embodrl train`."""
+
+from __future__ import annotations
+
+from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
+
+
+def train(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+    """Train a policy.
+
+    \b
+    Examples:
+      embodrl train env=maniskill model=openvla
+      embodrl train env=maniskill_mix runner.max_iterations=100 runner.seed=1
+      embodrl train 'env.tasks=[PushCube-v1,PullCube-v1]' runner.output_dir=outputs/two
+      embodrl train --config my.yaml algorithm.gamma=0.99
+    """
+
+    def action() -> int | None:
+        loaded = load(overrides, config)
+        from embodrl import runner
+
+        return runner.train(loaded.config, loaded.origins)
+
+    execute(action, debug)
