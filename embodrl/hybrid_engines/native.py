@@ -1,0 +1,290 @@
+"""Training in one process, on a CPU or one GPU."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.algorithms.advantages import Advantages, explained_variance
+from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
+from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TensorTree, TrainEngine
+from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
+from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
+from embodrl.models.base import VLAPolicy
+from embodrl.registry import LOSSES
+from embodrl.types import SamplingParams, TrajectoryBatch
+
+logger = logging.getLogger(__name__)
+
+MAX_NONFINITE_IN_ROW = 5
+VALUE_GROUP = "value_head"
+ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+class NativeTrainEngine(TrainEngine):
+    """AdamW on the policy's own weights; the rollout uses the same tensors.
+
+    Args:
+        policy: its ``trainable_groups`` train, the rest stays as it is; moved to the device.
+        config: batch sizes, precision, optimizer.
+        total_iterations: length of the run, for the learning-rate schedule.
+        device: where the policy trains.
+    """
+
+    def __init__(
+        self, policy: VLAPolicy, config: ActorConfig, total_iterations: int, device: torch.device | str
+    ) -> None:
+        self.device = torch.device(device)
+        self.policy = policy.to(self.device)
+        self.config = config
+        self.total_iterations = total_iterations
+        self.precision: Precision = resolve_precision(config.precision, self.device)
+        self.version = 0
+        self.nonfinite_in_row = 0
+        groups = policy.trainable_groups()
+        self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
+        self.value_parameters = list(groups.get(VALUE_GROUP, []))
+        self.optimizer = self._build_optimizer()
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        optim = self.config.optim
+        param_groups: list[dict[str, Any]] = []
+        for role, parameters in (("policy", self.policy_parameters), ("value", self.value_parameters)):
+            # Biases, norms and layer scales are vectors; decaying them only shrinks activations.
+            for decay, chosen in (
+                (optim.weight_decay, [p for p in parameters if p.ndim > 1]),
+                (0.0, [p for p in parameters if p.ndim <= 1]),
+            ):
+                if chosen:
+                    param_groups.append({"params": chosen, "weight_decay": decay, "role": role})
+        return torch.optim.AdamW(param_groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+
+    def update(
+        self,
+        batch: TrajectoryBatch,
+        advantages: Advantages,
+        algorithm: AlgorithmConfig,
+        generator: torch.Generator,
+    ) -> dict[str, float]:
+        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        critic_warmup = self.config.optim.critic_warmup_iterations if needs_values and self.value_parameters else 0
+        rates = learning_rates(self.config.optim, self.version, self.total_iterations, critic_warmup)
+        self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
+        loss_fn = self._make_loss(algorithm, needs_values)
+        chunks = flatten_chunks(batch, advantages)
+        totals: defaultdict[str, float] = defaultdict(float)
+        num_updates, num_nonfinite, stopped = 0, 0, False
+        for rows in self._minibatches(chunks, algorithm.update_epoch, generator):
+            minibatch = select_rows(chunks, rows)
+            counts = self._counts(minibatch, algorithm)
+            loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
+            if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
+                self.optimizer.zero_grad(set_to_none=True)
+                stopped = True
+                break
+            step = self.optimizer_step(loss)
+            if not step.applied:
+                num_nonfinite += 1
+                continue
+            num_updates += 1
+            totals["grad_norm"] += step.grad_norm
+            for name, value in metrics.items():
+                totals[name] += float(value)
+        self.version += 1
+        result = {f"train/{name}": total / num_updates for name, total in totals.items()}
+        if needs_values:
+            values = batch.values[:-1]
+            result["train/explained_variance"] = explained_variance(values, advantages.returns, advantages.valid)
+        return result | {
+            "train/lr": rates.policy,
+            "train/value_lr": rates.value,
+            "train/num_updates": float(num_updates),
+            "train/num_nonfinite": float(num_nonfinite),
+            "train/early_stop": float(stopped),
+        }
+
+    def _set_learning_rates(self, rates: LearningRates, train_policy: bool) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rates.policy if group["role"] == "policy" else rates.value
+        # Without gradients AdamW passes the policy over: neither its weights nor its moments move.
+        for parameter in self.policy_parameters:
+            parameter.requires_grad_(train_policy)
+
+    def _minibatches(self, chunks: TensorTree, epochs: int, generator: torch.Generator) -> Iterator[Tensor]:
+        """Yield the row indices of each minibatch: at most ``global_batch_size`` of them, evenly spread."""
+        num_rows = len(cast(Tensor, chunks["valid"]))
+        if not num_rows:
+            return
+        num_minibatches = math.ceil(num_rows / self.config.global_batch_size)
+        for _ in range(epochs):
+            yield from torch.randperm(num_rows, generator=generator).tensor_split(num_minibatches)
+
+    def _counts(self, minibatch: TensorTree, algorithm: AlgorithmConfig) -> LossCounts:
+        return count_elements(
+            cast(Tensor, minibatch["valid"]).to(self.device),
+            action_dim=cast(Tensor, minibatch["logprobs"]).shape[-1],
+            logprob_type=algorithm.logprob_type,
+            entropy_type=algorithm.entropy_type,
+            num_values=cast(Tensor, minibatch["advantages"]).shape[-1],
+        )
+
+    def _make_loss(
+        self, algorithm: AlgorithmConfig, needs_values: bool
+    ) -> Callable[[TensorTree, LossCounts], LossOutput]:
+        sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
+        loss_fn = LOSSES.get(algorithm.loss_type)
+        settings: dict[str, Any] = {
+            "logprob_type": algorithm.logprob_type,
+            "clip_ratio_low": algorithm.clip_ratio_low,
+            "clip_ratio_high": algorithm.clip_ratio_high,
+            "entropy_type": algorithm.entropy_type,
+            "entropy_bonus": algorithm.entropy_bonus,
+        }
+        if needs_values:
+            settings |= {"value_clip": algorithm.value_clip, "value_loss_coef": algorithm.value_loss_coef}
+
+        def compute(micro: TensorTree, counts: LossCounts) -> LossOutput:
+            output = self.policy.evaluate_actions(
+                cast(dict[str, Tensor], micro["forward_inputs"]), sampling, compute_values=needs_values
+            )
+            critic: dict[str, Any] = {}
+            if needs_values:
+                if output.values is None:
+                    raise EmbodrlError(
+                        f"loss {algorithm.loss_type} needs values, which the policy does not give",
+                        "set model.add_value_head to true",
+                    )
+                critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
+            return loss_fn(
+                logprobs=output.logprobs.float(),
+                old_logprobs=micro["logprobs"],
+                advantages=micro["advantages"],
+                valid=micro["valid"],
+                entropy=None if output.entropy is None else output.entropy.float(),
+                counts=counts,
+                **critic,
+                **settings,
+            )
+
+        return compute
+
+    def forward_backward(
+        self, minibatch: TensorTree, loss_fn: Callable[[TensorTree], LossOutput]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        total = torch.zeros((), device=self.device)
+        metrics: dict[str, Tensor] = {}
+        for rows in torch.arange(num_rows_of(minibatch)).split(self.config.micro_batch_size):
+            micro = to_device(select_rows(minibatch, rows), self.device)
+            with autocast(self.precision, self.device):
+                output = loss_fn(micro)
+            output.loss.backward()
+            total += output.loss.detach()
+            for name, value in output.metrics.items():
+                metrics[name] = metrics[name] + value if name in metrics else value
+        return total, metrics
+
+    def optimizer_step(self, loss: Tensor) -> StepResult:
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grad_norm = float(nn.utils.clip_grad_norm_(trained, self.config.optim.clip_grad))
+        applied = math.isfinite(grad_norm) and math.isfinite(float(loss))
+        if applied:
+            self.optimizer.step()
+            self.nonfinite_in_row = 0
+        else:
+            self.nonfinite_in_row += 1
+            logger.warning("loss %s, gradient norm %s: no update", float(loss), grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
+            raise NonFiniteError(
+                f"the loss or its gradient was not finite {self.nonfinite_in_row} times in a row; the weights are "
+                "as they were before",
+                "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and look for NaN in the "
+                "observations and rewards",
+            )
+        return StepResult(applied, grad_norm)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.policy.state_dict().items()
+
+    def _trained_names(self) -> dict[str, nn.Parameter]:
+        trained = {id(p) for p in (*self.policy_parameters, *self.value_parameters)}
+        return {name: p for name, p in self.policy.named_parameters() if id(p) in trained}
+
+    def state_dict(self) -> EngineState:
+        moments = {
+            f"{key}.{name}": self.optimizer.state[parameter][key]
+            for name, parameter in self._trained_names().items()
+            if parameter in self.optimizer.state
+            for key in ADAM_STATE
+        }
+        state = {"version": self.version, "nonfinite_in_row": self.nonfinite_in_row}
+        return EngineState({"policy": dict(self.policy.state_dict()), "optimizer": moments}, state)
+
+    def load_state_dict(self, saved: EngineState) -> None:
+        remedy = "resume with the model settings that the checkpoint was made with"
+        try:
+            self.policy.load_state_dict(saved.tensors["policy"], strict=True)
+        except (KeyError, RuntimeError) as error:
+            raise CheckpointError(f"the checkpoint's weights do not fit the policy: {error}", remedy) from error
+        parameters = self._trained_names()
+        moments = dict(saved.tensors["optimizer"])
+        self.optimizer.state.clear()
+        for name, parameter in parameters.items():
+            tensors = {key: moments.pop(f"{key}.{name}", None) for key in ADAM_STATE}
+            found = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+            if not found:
+                continue  # not trained yet when the checkpoint was made
+            if len(found) < len(ADAM_STATE) or found["exp_avg"].shape != parameter.shape:
+                raise CheckpointError(f"the checkpoint's optimizer state does not fit '{name}'", remedy)
+            self.optimizer.state[parameter] = {key: t.to(self.device, copy=True) for key, t in found.items()}
+        if moments:
+            raise CheckpointError(f"the checkpoint's optimizer state has unknown names, e.g. '{min(moments)}'", remedy)
+        self.version = int(saved.state["version"])
+        self.nonfinite_in_row = int(saved.state["nonfinite_in_row"])
+
+    def state_num_bytes(self) -> int:
+        weights = sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights())
+        return weights + 2 * sum(p.numel() * p.element_size() for p in self._trained_names().values())
+
+
+def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages) -> TensorTree:
+    """Return the chunks of a rollout that have a valid action, as rows: time and environments become one axis."""
+    chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
+    rows: TensorTree = {
+        "logprobs": batch.logprobs,
+        "values": batch.values[:-1],
+        "valid": batch.valid,
+        "advantages": advantages.advantages,
+        "returns": advantages.returns,
+        "forward_inputs": dict(batch.forward_inputs),
+    }
+    flat = _map(rows, lambda x: x.flatten(0, 1))
+    return flat if len(chosen) == batch.valid[..., 0].numel() else select_rows(flat, chosen)
+
+
+def select_rows(tree: TensorTree, rows: Tensor) -> TensorTree:
+    """Return the rows of those indices from every tensor."""
+    return _map(tree, lambda x: x.index_select(0, rows.to(x.device)))
+
+
+def to_device(tree: TensorTree, device: torch.device) -> TensorTree:
+    """Return every tensor on the device."""
+    return _map(tree, lambda x: x.to(device, non_blocking=True))
+
+
+def num_rows_of(tree: TensorTree) -> int:
+    """Return the number of rows."""
+    first = next(iter(tree.values()))
+    return len(first) if isinstance(first, Tensor) else num_rows_of(first)
+
+
+def _map(tree: TensorTree, fn: Callable[[Tensor], Tensor]) -> TensorTree:
+    return {name: fn(node) if isinstance(node, Tensor) else _map(node, fn) for name, node in tree.items()}
