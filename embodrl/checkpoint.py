@@ -1,0 +1,372 @@
+"""Checkpoints that are either whole or not there.
+
+``DIR/checkpoints/step_<n>/`` holds one safetensors file a group of tensors, ``state.json``, one ``.bin`` file a blob,
+and ``manifest.json`` with the size and SHA-256 of each. A checkpoint is written into a hidden directory beside its
+final place, every file and directory is synced, and one rename makes it visible. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from embodrl.errors import CheckpointError, OutputError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_STAGING = ".staging_"
+_REPLACED = ".replaced_"
+_STEP_NAME = re.compile(r"step_(\d+)")
+_PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_BLOCK = 16 * 2**20
+_SAFETENSORS_DTYPE = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk.
+
+    Attributes:
+        step: iterations done when it was made.
+        path: its directory.
+        state: what was saved as JSON.
+    """
+
+    step: int
+    path: Path
+    state: dict[str, Any]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return a group of tensors, on the CPU.
+
+        Raises:
+            CheckpointError: the checkpoint has no such group.
+        """
+        return load_file(self._part(f"{name}.safetensors"))
+
+    def blob(self, name: str) -> bytes:
+        """Return a blob.
+
+        Raises:
+            CheckpointError: the checkpoint has no such blob.
+        """
+        return self._part(f"{name}.bin").read_bytes()
+
+    def _part(self, file_name: str) -> Path:
+        path = self.path / file_name
+        if not path.is_file():
+            raise CheckpointError(
+                f"{self.path} has no {file_name}", "resume with the version of embodrl that wrote the checkpoint"
+            )
+        return path
+
+
+class CheckpointManager:
+    """Writes, finds and removes the checkpoints of a run.
+
+    Args:
+        directory: of the run; checkpoints go to ``directory/checkpoints``.
+        keep_last_n: checkpoints kept.
+    """
+
+    def __init__(self, directory: Path, keep_last_n: int) -> None:
+        self.root = Path(directory) / "checkpoints"
+        self.keep_last_n = keep_last_n
+        self._known_bad: set[str] = set()
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        blobs: Mapping[str, bytes] | None = None,
+    ) -> Path:
+        """Write a checkpoint, verify it, and then remove those that are too old.
+
+        Args:
+            step: iterations done.
+            tensors: groups of tensors by name.
+            state: what can be written as JSON.
+            blobs: opaque bytes by name.
+
+        Returns:
+            the directory of the checkpoint.
+
+        Raises:
+            OutputError: the disk is full, read-only or failing; earlier checkpoints are untouched and nothing
+                half-written is left, so that a run may go on.
+        """
+        final = self.root / f"step_{step}"
+        staging = self.root / f"{_STAGING}step_{step}"
+        parts = _parts(tensors, state, blobs or {})
+        try:
+            self._make_root()
+            _remove(staging)
+            staging.mkdir()
+            files = {name: _write_file(staging / name, chunks()) for name, chunks in parts.items()}
+            _write_file(staging / MANIFEST, iter([_manifest(step, files)]))
+            _sync_directory(staging)
+            self._publish(staging, final)
+        except OSError as error:
+            _remove(staging, ignore_errors=True)
+            raise _output_error(f"checkpoint {final} could not be written", self.root, error) from error
+        self._known_bad.discard(final.name)
+        self._prune()
+        return final
+
+    def _make_root(self) -> None:
+        if not self.root.is_dir():
+            self.root.mkdir(parents=True)
+            _sync_directory(self.root.parent)
+
+    def _publish(self, staging: Path, final: Path) -> None:
+        """Make a checkpoint visible and read it back; one that it replaces is kept until then."""
+        replaced = self.root / f"{_REPLACED}{final.name}"
+        if final.exists():
+            _remove(replaced)
+            final.rename(replaced)
+        try:
+            staging.rename(final)
+            _sync_directory(self.root)
+            if problem := _problem(final):
+                final.rename(staging)
+                raise OSError(errno.EIO, f"it reads back differently: {problem}")
+        except OSError:
+            if replaced.exists() and not final.exists():
+                replaced.rename(final)
+            raise
+        _remove(replaced)
+
+    def _prune(self) -> None:
+        """Remove all but the newest checkpoints; called only once the newest has been verified."""
+        good = [path for path in self._steps() if path.name not in self._known_bad]
+        bad = [path for path in self._steps() if path.name in self._known_bad]
+        for path in (*bad, *good[self.keep_last_n :]):
+            try:
+                # Hidden first, so that a checkpoint half removed is not taken for a torn one.
+                doomed = path.with_name(f"{_STAGING}{path.name}")
+                _remove(doomed)
+                path.rename(doomed)
+                _remove(doomed)
+            except OSError as error:
+                logger.warning("old checkpoint %s could not be removed: %s", path, error)
+
+    def latest_good(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint whose checksums hold, and what is wrong with newer ones.
+
+        Removes what an interrupted save has left.
+
+        Raises:
+            OutputError: leftovers of an interrupted save can't be removed.
+        """
+        try:
+            self._clean()
+        except OSError as error:
+            raise _output_error(f"leftovers in {self.root} could not be removed", self.root, error) from error
+        problems: list[str] = []
+        for path in self._steps():
+            problem = _problem(path)
+            if not problem:
+                return _open(path), problems
+            problems.append(f"{path}: {problem}")
+            self._known_bad.add(path.name)
+            logger.warning("checkpoint %s is not used: %s", path, problem)
+        return None, problems
+
+    def _clean(self) -> None:
+        if not self.root.is_dir():
+            return
+        for path in sorted(self.root.iterdir()):
+            original = self.root / path.name.removeprefix(_REPLACED)
+            if path.name.startswith(_REPLACED) and _problem(original):
+                _remove(original)
+                path.rename(original)  # killed before the new one was there and verified
+            elif path.name.startswith((_STAGING, _REPLACED)):
+                _remove(path)
+
+    def _steps(self) -> list[Path]:
+        """Return the visible checkpoints, the newest first."""
+        if not self.root.is_dir():
+            return []
+        found = {int(match[1]): path for path in self.root.iterdir() if (match := _STEP_NAME.fullmatch(path.name))}
+        return [found[step] for step in sorted(found, reverse=True)]
+
+
+def preflight(directory: Path, bytes_needed: int) -> None:
+    """Find out before the first step whether a run's directory can be written and has room.
+
+    Args:
+        directory: of the run; made if missing.
+        bytes_needed: what the run will write at least.
+
+    Raises:
+        OutputError: it can't be written, or has too little room.
+    """
+    probe = Path(directory) / ".write_probe"
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        _write_file(probe, iter([b"embodrl"]))
+        probe.unlink()
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise _output_error(f"output directory {directory} can't be written", Path(directory), error) from error
+    if free < bytes_needed:
+        raise OutputError(
+            f"output directory {directory} has {_size(free)} free; checkpoints need about {_size(bytes_needed)}",
+            "free some room, lower runner.keep_last_n, or set runner.output_dir to another disk",
+        )
+
+
+def _parts(
+    tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], blobs: Mapping[str, bytes]
+) -> dict[str, Callable[[], Iterator[bytes | memoryview]]]:
+    """Return what each file consists of, as functions, so that only one tensor at a time is copied off the device."""
+    for name in (*tensors, *blobs):
+        assert _PART_NAME.fullmatch(name) and f"{name}.json" not in (STATE, MANIFEST), name
+    # Encoded here, so that a state that is no JSON fails before anything is written.
+    encoded_state = json.dumps(state).encode()
+    parts: dict[str, Callable[[], Iterator[bytes | memoryview]]] = {STATE: lambda: iter([encoded_state])}
+    for name, group in tensors.items():
+        parts[f"{name}.safetensors"] = lambda group=group: _safetensors_bytes(group)
+    for name, blob in blobs.items():
+        parts[f"{name}.bin"] = lambda blob=blob: iter([blob])
+    return parts
+
+
+def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file piece by piece (https://huggingface.co/docs/safetensors/index#format).
+
+    The library writes the file itself, without the hash, and refuses tensors that share memory.
+    """
+    # Wide types first, so that every tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        dtype = _SAFETENSORS_DTYPE[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    yield struct.pack("<Q", len(encoded)) + encoded
+    for name in names:
+        flat = tensors[name].detach().to("cpu").contiguous().reshape(-1)
+        if flat.numel():
+            array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+            yield array.data
+
+
+def _manifest(step: int, files: Mapping[str, dict[str, Any]]) -> bytes:
+    content = {"format": FORMAT, "step": step, "files": files}
+    return json.dumps(content | {"checksum": _content_hash(content)}, indent=1).encode()
+
+
+def _content_hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _problem(path: Path) -> str:
+    """Return what is wrong with a checkpoint, or "" if its checksums hold."""
+    try:
+        content: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+        if content.pop("checksum") != _content_hash(content):
+            return f"{MANIFEST} is damaged"
+        if content["format"] != FORMAT or f"step_{content['step']}" != path.name:
+            return f"{MANIFEST} is of format {content['format']} and step {content['step']}"
+        for name, facts in content["files"].items():
+            size = (path / name).stat().st_size
+            if size != facts["num_bytes"]:
+                return f"{name} has {size} bytes instead of {facts['num_bytes']}"
+            with (path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
+                    return f"the checksum of {name} does not match"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it can't be read: {error}"
+    return ""
+
+
+def _open(path: Path) -> Checkpoint:
+    return Checkpoint(int(path.name.removeprefix("step_")), path, json.loads((path / STATE).read_bytes()))
+
+
+def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:
+    """Write and sync a file; return its size and SHA-256."""
+    digest = hashlib.sha256()
+    num_bytes = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            digest.update(view)
+            num_bytes += len(view)
+            while view:
+                view = view[os.write(descriptor, view[:_BLOCK]) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path, ignore_errors: bool = False) -> None:
+    if path.exists():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+
+
+def _output_error(message: str, directory: Path, error: OSError) -> OutputError:
+    remedies = {
+        errno.ENOSPC: "free some room, lower runner.keep_last_n, or set runner.output_dir to another disk",
+        errno.EDQUOT: "your quota is used up: free some room or set runner.output_dir to another disk",
+        errno.EROFS: "the file system is read-only: set runner.output_dir to one that can be written",
+        errno.EACCES: "you may not write there: set runner.output_dir to a directory of yours",
+        errno.EIO: "the disk reports faults: set runner.output_dir to another one",
+    }
+    existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
+    free = _size(shutil.disk_usage(existing).free)
+    remedy = remedies.get(error.errno or 0, "set runner.output_dir to a directory that can be written")
+    return OutputError(f"{message}: {error.strerror or error} ({free} free)", remedy)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"

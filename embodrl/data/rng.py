@@ -1,0 +1,52 @@
+"""Random states as JSON, so that a resumed run draws the numbers that the uninterrupted one would have drawn."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the global random states of Python, numpy and torch (with every visible GPU), as JSON-able values."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": [_encode(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Set the global random states to what ``capture_rng`` returned; GPUs that are not there now are left out."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index, encoded in enumerate(state["cuda"][:num_gpus]):
+        torch.cuda.set_rng_state(_decode(encoded), index)
+
+
+def generator_state(generator: torch.Generator) -> str:
+    """Return the state of one generator as text."""
+    return _encode(generator.get_state())
+
+
+def restore_generator(generator: torch.Generator, state: str) -> None:
+    """Set one generator to what ``generator_state`` returned."""
+    generator.set_state(_decode(state))
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
