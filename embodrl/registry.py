@@ -98,7 +98,7 @@ class Registry:
 MODELS = Registry("model")
 MODELS.register(
     "openvla",
-    "embodrl.models.openvla.policy:build_openvla",
+    "embodrl.models.openvla.build:build_openvla",
     "OpenVLA: DINOv2 + SigLIP vision, Llama, 256-bin action tokens",
     value_head=True,
 )

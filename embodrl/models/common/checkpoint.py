@@ -1,0 +1,206 @@
+"""Model weights in the public layout: safetensors, one file or shards with an index. Pickled weights are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from embodrl.errors import CheckpointError
+from embodrl.models.base import LoadReport
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 1024**3
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*"]
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint, in order.
+
+    Raises:
+        CheckpointError: no weights, only pickled ones, or a shard of the index is missing.
+    """
+    index = directory / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index} is not an index of shards: {error}", "fetch the checkpoint again"
+            ) from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{directory} lacks shards: {', '.join(missing)}", "fetch the checkpoint again")
+        return [directory / name for name in names]
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    if directory.is_dir() and any(path.suffix in _PICKLED for path in directory.iterdir()):
+        raise CheckpointError(
+            f"{directory} has only pickled weights, which can run code and are not read",
+            "convert them to safetensors, or use a checkpoint that has them",
+        )
+    raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "give the directory of a checkpoint")
+
+
+def load_strict(
+    module: nn.Module,
+    files: list[Path],
+    report: LoadReport,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    aliases: Mapping[str, str] | None = None,
+    ignore: Mapping[str, str] | None = None,
+) -> LoadReport:
+    """Put the tensors of safetensors files into a module, which may be on the meta device.
+
+    Args:
+        module: takes the tensors as its parameters and buffers.
+        files: safetensors files.
+        report: filled in.
+        device: of the loaded tensors.
+        dtype: of the loaded floating-point tensors.
+        aliases: names in the file to names in the module.
+        ignore: names in the file that are not used, with the reason.
+
+    Returns:
+        ``report``.
+
+    Raises:
+        CheckpointError: a file is corrupt, or a name is missing, unexpected or of another shape. Nothing is left half loaded
+            unnoticed: the module must not be used after that.
+    """
+    aliases, ignore = aliases or {}, ignore or {}
+    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    state: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as reader:
+                for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
+                    name = aliases.get(stored, stored)
+                    if stored in ignore:
+                        report.ignored[stored] = ignore[stored]
+                        continue
+                    if name not in expected:
+                        report.unexpected.append(stored)
+                        continue
+                    shape = tuple(reader.get_slice(stored).get_shape())
+                    if shape != expected[name]:
+                        report.mismatched.append((name, shape, expected[name]))
+                        continue
+                    if name != stored:
+                        report.aliased[stored] = name
+                    tensor = reader.get_tensor(stored)
+                    state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
+    mismatched = {name for name, _, _ in report.mismatched}
+    report.missing.extend(name for name in expected if name not in state and name not in mismatched)
+    if not report.ok:
+        raise CheckpointError(_explain(report), "use the checkpoint with the architecture that it was made with")
+    trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    module.load_state_dict(state, strict=True, assign=True)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trainable[name])
+    report.num_loaded += len(state)
+    return report
+
+
+def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write tensors as one safetensors file, or as shards with an index where they are larger than ``max_shard_bytes``."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = total = 0
+    for name, tensor in state.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if size + num_bytes > max_shard_bytes and shards[-1]:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.detach().contiguous()
+        size += num_bytes
+        total += num_bytes
+    if len(shards) == 1:
+        save_file(shards[0], directory / SINGLE_FILE, metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / file_name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file_name))
+    write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a mapping as readable JSON."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yield a new directory that becomes ``target`` when the block ends; if the block raises, ``target`` stays as it was."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    staging.chmod(0o755)
+    try:
+        yield staging
+        for path in staging.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        old = staging.with_name(staging.name + ".old")
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def resolve(model_path: str) -> Path:
+    """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
+
+    Only safetensors, JSON and tokenizer files are fetched; never code.
+
+    Raises:
+        CheckpointError: no such directory, and the hub can't be reached or has no such model.
+    """
+    local = Path(model_path).expanduser()
+    if local.is_dir():
+        return local
+    looks_like_path = model_path.startswith(("/", ".", "~")) or model_path.count("/") != 1
+    if looks_like_path:
+        raise CheckpointError(f"directory {model_path} does not exist", "check model.model_path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_path, allow_patterns=HUB_PATTERNS))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"'{model_path}' is no local directory and could not be fetched from the hub: {type(error).__name__}",
+            "check the name and the network, or download the checkpoint elsewhere and give its directory as model.model_path",
+        ) from error
+
+
+def _explain(report: LoadReport) -> str:
+    def some(names: list[str]) -> str:
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+    parts = [f"{report.source} does not fit the model"]
+    if report.missing:
+        parts.append(f"missing: {some(report.missing)}")
+    if report.unexpected:
+        parts.append(f"unexpected: {some(report.unexpected)}")
+    if report.mismatched:
+        shapes = [f"{name} {stored} instead of {wanted}" for name, stored, wanted in report.mismatched]
+        parts.append(f"other shapes: {some(shapes)}")
+    return "; ".join(parts)

@@ -1,0 +1,88 @@
+"""Image preparation for uint8 batches in torch, equal to Pillow's on any device.
+
+Legend: B images, H x W pixels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+_PRECISION_BITS = 22
+_BICUBIC_A = -0.5
+_BICUBIC_SUPPORT = 2.0
+
+
+def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
+    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]`` as ``PIL.Image.resize(..., BICUBIC)`` does.
+
+    Pillow filters along the width, rounds to 8 bits, then along the height, with coefficients in fixed point; here the same
+    integers go through float64 matrix products, which are exact at that size. (Newer versions of Pillow begin with the height
+    where that shrinks more; on such upright images results may differ by rounding.) Images that have the size already are
+    returned as they are.
+    """
+    if images.dtype != torch.uint8:
+        raise TypeError(f"images are {images.dtype}, not uint8")
+    if images.shape[2] != width:
+        images = _filter(images.transpose(2, 3), _matrix(images.shape[2], width)).transpose(2, 3)
+    if images.shape[1] != height:
+        images = _filter(images.permute(0, 2, 3, 1), _matrix(images.shape[1], height)).permute(0, 3, 1, 2)
+    return images.contiguous()
+
+
+def center_crop_area(images: Tensor, area: float = 0.9) -> Tensor:
+    """Cut the middle ``area`` of ``uint8[B,H,W,3]`` and enlarge it bilinearly to the old size.
+
+    The counterpart at inference of training with random crops of that area; corners of the crop map to corners of the image,
+    as in ``tf.image.crop_and_resize``.
+    """
+    batch, height, width, _ = images.shape
+    scale = math.sqrt(area)
+    pixels = images.permute(0, 3, 1, 2).float() / 255.0
+    theta = torch.tensor([[scale, 0.0, 0.0], [0.0, scale, 0.0]], device=images.device).expand(batch, 2, 3)
+    grid = F.affine_grid(theta, [batch, 3, height, width], align_corners=True)
+    cropped = F.grid_sample(pixels, grid, mode="bilinear", padding_mode="border", align_corners=True)
+    return (cropped * 255.0).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return ``float32[B,3,H,W]``: ``(images / 255 - mean) / std`` of ``uint8[B,H,W,3]``; ``mean`` and ``std`` are ``[3]``."""
+    return ((images.float() / 255.0 - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+def _filter(images: Tensor, matrix: Tensor) -> Tensor:
+    """Apply the integer matrix to the last axis, in fixed point."""
+    total = images.to(torch.float64) @ matrix.to(images.device).T
+    half = float(1 << (_PRECISION_BITS - 1))
+    return ((total + half) / float(1 << _PRECISION_BITS)).floor().clamp(0, 255).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=16)
+def _matrix(size: int, target: int) -> Tensor:
+    """Return the filter ``float64[target,size]`` of whole numbers, in units of 2**-22."""
+    scale = size / target
+    stretch = max(scale, 1.0)
+    support = _BICUBIC_SUPPORT * stretch
+    matrix = np.zeros((target, size))
+    for row in range(target):
+        center = (row + 0.5) * scale
+        first = max(int(center - support + 0.5), 0)
+        last = min(int(center + support + 0.5), size)
+        weights = _bicubic((np.arange(first, last) - center + 0.5) / stretch)
+        scaled = weights / weights.sum() * (1 << _PRECISION_BITS)
+        matrix[row, first:last] = np.trunc(scaled + np.copysign(0.5, scaled))
+    return torch.from_numpy(matrix)
+
+
+def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Keys' cubic convolution kernel with a = -1/2 (Keys, 1981)."""
+    x, a = np.abs(x), _BICUBIC_A
+    inner = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
+    outer = (((x - 5.0) * x + 8.0) * x - 4.0) * a
+    return np.where(x < 1.0, inner, np.where(x < 2.0, outer, 0.0))

@@ -1,0 +1,89 @@
+"""Action statistics of a data set: from quantile-normalised actions in [-1, 1] to environment units and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.errors import CheckpointError
+from embodrl.registry import nearest
+
+
+@dataclass(frozen=True)
+class ActionStats:
+    """Quantiles of each action dimension.
+
+    Attributes:
+        key: name of the data set.
+        q01, q99: ``float64[A]``, in environment units.
+        mask: ``bool[A]``; False passes a dimension through (a gripper, as a rule).
+    """
+
+    key: str
+    q01: NDArray[np.float64]
+    q99: NDArray[np.float64]
+    mask: NDArray[np.bool_]
+
+    @property
+    def action_dim(self) -> int:
+        """A."""
+        return len(self.q01)
+
+    def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``0.5 (a + 1) (q99 - q01) + q01`` where ``mask``, else ``a``; shape ``[...,A]``."""
+        return np.where(self.mask, 0.5 * (actions + 1.0) * (self.q99 - self.q01) + self.q01, actions)
+
+    def normalize(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return the inverse of ``unnormalize``, clipped to [-1, 1]; a dimension without range gives 0; ``[...,A]``."""
+        values = np.asarray(actions, dtype=np.float64)
+        span = self.q99 - self.q01
+        scaled = 2.0 * (values - self.q01) / np.where(span == 0.0, 1.0, span) - 1.0
+        return np.clip(np.where(self.mask, np.where(span == 0.0, 0.0, scaled), values), -1.0, 1.0)
+
+
+def identity_stats(action_dim: int) -> dict[str, Any]:
+    """Return statistics (config.json layout) that leave actions of [-1, 1] as they are."""
+    return {"action": {"q01": [-1.0] * action_dim, "q99": [1.0] * action_dim, "mask": [True] * action_dim}}
+
+
+def choose_stats(norm_stats: dict[str, Any], key: str | None, action_dim: int, source: str) -> ActionStats:
+    """Return the statistics of that key.
+
+    Args:
+        norm_stats: by data set, as in config.json or dataset_statistics.json.
+        key: which; ``key + "_no_noops"`` is tried second; None takes the only one.
+        action_dim: A, to check against.
+        source: named in errors.
+
+    Raises:
+        CheckpointError: no such key, several keys and none chosen, or another number of dimensions.
+    """
+    keys = list(norm_stats)
+    listed = ", ".join(sorted(keys)) or "none"
+    if key is None:
+        if len(keys) != 1:
+            raise CheckpointError(
+                f"{source} has {len(keys)} sets of action statistics ({listed})", "choose one with model.unnorm_key"
+            )
+        key = keys[0]
+    elif key not in norm_stats and f"{key}_no_noops" in norm_stats:
+        key = f"{key}_no_noops"
+    if key not in norm_stats:
+        hint = nearest(key, keys)
+        raise CheckpointError(
+            f"{source} has no action statistics '{key}'; it has: {listed}",
+            f"set model.unnorm_key={hint}" if hint else "set model.unnorm_key to one of these",
+        )
+    entry = norm_stats[key]["action"]
+    q01 = np.asarray(entry["q01"], dtype=np.float64)
+    q99 = np.asarray(entry["q99"], dtype=np.float64)
+    mask = np.asarray(entry.get("mask", [True] * len(q01)), dtype=np.bool_)
+    if not len(q01) == len(q99) == len(mask) == action_dim:
+        raise CheckpointError(
+            f"{source}: action statistics '{key}' have {len(q01)} dimensions, not {action_dim}",
+            f"set model.action_dim={len(q01)} or choose other statistics",
+        )
+    return ActionStats(key, q01, q99, mask)

@@ -1,0 +1,62 @@
+"""Distributions over action bins: the same functions serve rollout and training, so that log-probs agree.
+
+All take the logits of the action bins only, divide by the temperature, keep the top k, and normalise in float32.
+Legend: K bins.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from embodrl.types import SamplingParams
+
+
+def log_distribution(logits: Tensor, sampling: SamplingParams, taken: Tensor | None = None) -> Tensor:
+    """Return ``float32[...,K]`` log-probabilities; bins outside the top k have -inf.
+
+    Args:
+        logits: ``[...,K]``.
+        sampling: temperature and top k.
+        taken: ``int64[...]`` bins that stay in the support even if they have since left the top k, so that the ratio of a
+            stored action is never 0/0.
+    """
+    scaled = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scaled.shape[-1]:
+        keep = torch.zeros_like(scaled, dtype=torch.bool)
+        keep.scatter_(-1, scaled.topk(sampling.top_k, dim=-1).indices, True)
+        if taken is not None:
+            keep.scatter_(-1, taken[..., None], True)
+        scaled = scaled.masked_fill(~keep, -torch.inf)
+    return scaled.log_softmax(dim=-1)
+
+
+def action_log_probs(logits: Tensor, index: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the log-probability ``float32[...]`` of bins ``index int64[...]`` under logits ``[...,K]``."""
+    return log_distribution(logits, sampling, index).gather(-1, index[..., None]).squeeze(-1)
+
+
+def action_entropy(logits: Tensor, index: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the entropy ``float32[...]`` in nats, ``-sum p log p``."""
+    logp = log_distribution(logits, sampling, index)
+    return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(dim=-1)
+
+
+def draw(logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tensor:
+    """Return bins ``int64[...]``: the most probable without noise, else a sample.
+
+    With ``noise`` from Exp(1), ``argmax(p / noise)`` is distributed as p (the exponential race, equal to Gumbel-max).
+    """
+    if noise is None:
+        return logits.argmax(dim=-1)
+    return (log_distribution(logits, sampling) - noise.log()).argmax(dim=-1)
+
+
+@functools.lru_cache(maxsize=8)
+def smoothed_targets(num_bins: int, sigma: float, device: torch.device) -> Tensor:
+    """Return ``float32[K,K]``: row k is a Gaussian of that standard deviation (in bins) around k, cut off and renormalised."""
+    bins = torch.arange(num_bins, dtype=torch.float64)
+    weights = torch.exp(-0.5 * ((bins[None] - bins[:, None]) / sigma) ** 2)
+    return (weights / weights.sum(dim=1, keepdim=True)).float().to(device)

@@ -1,0 +1,75 @@
+"""Prompts to token ids, with the tokenizer.json of a checkpoint or the small one that embodrl ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from embodrl.errors import CheckpointError
+
+TINY_TOKENIZER = Path(__file__).parent / "tiny_tokenizer.json"
+
+
+class PromptTokenizer:
+    """A tokenizer whose every sequence begins with BOS and ends with a fixed id.
+
+    Args:
+        path: a tokenizer.json.
+        bos_id: first id of a sequence.
+        prompt_end_id: last id of a sequence; appended where the text does not end with it.
+
+    Raises:
+        CheckpointError: no such file, or not a tokenizer.
+    """
+
+    def __init__(self, path: Path, bos_id: int, prompt_end_id: int) -> None:
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} does not exist", "a checkpoint needs the tokenizer.json of its language model"
+            )
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise CheckpointError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.bos_id = bos_id
+        self.prompt_end_id = prompt_end_id
+        for role, token_id in (("BOS", bos_id), ("the end of a prompt", prompt_end_id)):
+            if self._tokenizer.id_to_token(token_id) is None:
+                raise CheckpointError(
+                    f"{path} has no token of id {token_id}, which is {role}", "use the model's own tokenizer"
+                )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of text tokens."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a prompt: BOS first, ``prompt_end_id`` last."""
+        ids = self._tokenizer.encode(text, add_special_tokens=True).ids
+        if not ids or ids[0] != self.bos_id:
+            ids = [self.bos_id, *ids]
+        return ids if ids[-1] == self.prompt_end_id else [*ids, self.prompt_end_id]
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, without BOS and EOS."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json."""
+        self._tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def tiny_prompt_end_id() -> int:
+    """Return the id of a lone space in the shipped tokenizer, which plays the part of Llama's 29871."""
+    token = Tokenizer.from_file(str(TINY_TOKENIZER)).token_to_id("\u0120")
+    assert token is not None
+    return token
+
+
+def tiny_tokenizer() -> PromptTokenizer:
+    """Return the shipped tokenizer."""
+    return PromptTokenizer(TINY_TOKENIZER, bos_id=1, prompt_end_id=tiny_prompt_end_id())

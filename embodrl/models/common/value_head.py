@@ -1,0 +1,44 @@
+"""The critic: an MLP on a hidden state of the language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LAST_LAYER_STD = 0.02
+
+
+class ValueHead(nn.Module):
+    """GELU MLP without a bias in its last layer, in float32 whatever the precision of its input.
+
+    Args:
+        input_dim: D.
+        hidden_sizes: hidden units.
+        output_dim: values a row.
+    """
+
+    def __init__(self, input_dim: int, hidden_sizes: Sequence[int], output_dim: int) -> None:
+        super().__init__()
+        sizes = [input_dim, *hidden_sizes]
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.out = nn.Linear(sizes[-1], output_dim, bias=False)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw hidden weights with variance 1/fan_in and output weights with a standard deviation of 0.02."""
+        for layer in self.hidden:
+            assert isinstance(layer, nn.Linear)
+            layer.weight.data.normal_(0.0, 1.0 / math.sqrt(layer.in_features), generator=generator)
+            layer.bias.data.zero_()
+        self.out.weight.data.normal_(0.0, LAST_LAYER_STD, generator=generator)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[B,D]`` to ``float32[B,output_dim]``."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            x = hidden.float()
+            for layer in self.hidden:
+                x = F.gelu(layer(x))
+            return self.out(x)

@@ -1,0 +1,177 @@
+"""DINOv2 (registers) and SigLIP vision transformers with the parameter names of timm checkpoints.
+
+Oquab et al., "DINOv2", 2023; Darcet et al., "Vision Transformers Need Registers", 2023; Zhai et al., "Sigmoid Loss for
+Language Image Pre-Training", 2023. Legend: B images, N patches, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+LAYER_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class VitSpec:
+    """Dimensions and traits of a vision transformer."""
+
+    image_size: int
+    patch_size: int
+    width: int
+    depth: int
+    num_heads: int
+    mlp_dim: int
+    num_registers: int = 0
+    class_token: bool = False
+    layer_scale: bool = False
+    attention_pool: bool = False
+
+    @property
+    def grid(self) -> int:
+        """Patches along a side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """N."""
+        return self.grid**2
+
+
+class PatchEmbed(nn.Module):
+    """Square patches to vectors."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, spec.width, spec.patch_size, stride=spec.patch_size)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """``[B,3,H,W]`` to ``[B,N,D]``.
+
+        A convolution whose stride is its kernel is a matrix product; written as one it is several times faster on CPU.
+        """
+        size = self.proj.kernel_size[0]
+        batch, channels, height, width = pixels.shape
+        patches = pixels.view(batch, channels, height // size, size, width // size, size)
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B,N,D]`` to ``[B,N,D]``."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(out.transpose(1, 2).reshape(batch, length, width))
+
+
+class Mlp(nn.Module):
+    """Two layers with the exact GELU between them."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[...,D]`` to ``[...,D]``."""
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class LayerScale(nn.Module):
+    """A learned factor for each channel of a residual branch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale_factor = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[...,D]`` to ``[...,D]``."""
+        return x * self.scale_factor
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.attn = Attention(spec.width, spec.num_heads)
+        self.norm2 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.mlp = Mlp(spec.width, spec.mlp_dim)
+        self.ls1: nn.Module = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
+        self.ls2: nn.Module = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B,N,D]`` to ``[B,N,D]``."""
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.mlp(self.norm2(x)))
+
+
+class AttentionPool(nn.Module):
+    """SigLIP's pooling head. OpenVLA reads patch features, so it is stored and never run."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.latent = nn.Parameter(torch.zeros(1, 1, spec.width))
+        self.q = nn.Linear(spec.width, spec.width)
+        self.kv = nn.Linear(spec.width, 2 * spec.width)
+        self.proj = nn.Linear(spec.width, spec.width)
+        self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.mlp = Mlp(spec.width, spec.mlp_dim)
+
+
+class VisionTransformer(nn.Module):
+    """Patch features from the second-to-last block, without the final norm and without prefix tokens.
+
+    The last block, the norm and the pooling head only exist so that public checkpoints load strictly and save unchanged.
+    """
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.gradient_checkpointing = False
+        self.patch_embed = PatchEmbed(spec)
+        self.pos_embed = nn.Parameter(torch.zeros(1, spec.num_patches, spec.width))
+        if spec.class_token:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, spec.width))
+        if spec.num_registers:
+            self.reg_token = nn.Parameter(torch.zeros(1, spec.num_registers, spec.width))
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.depth))
+        self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        if spec.attention_pool:
+            self.attn_pool = AttentionPool(spec)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Normalised ``[B,3,H,W]`` to features ``[B,N,D]``."""
+        x = self.patch_embed(pixels) + self.pos_embed
+        prefix = [
+            token.expand(len(x), -1, -1)
+            for token in (getattr(self, "cls_token", None), getattr(self, "reg_token", None))
+            if token is not None
+        ]
+        x = torch.cat([*prefix, x], dim=1)
+        for block in self.blocks[:-1]:
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x[:, x.shape[1] - self.spec.num_patches :]
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that no output depends on."""
+        pool = self.attn_pool.parameters() if self.spec.attention_pool else ()
+        return [*self.blocks[-1].parameters(), *self.norm.parameters(), *pool]

@@ -1,0 +1,173 @@
+"""Autoregressive decoding of action tokens on Llama's weights, without the per-call overhead of the generic classes.
+
+The images and the prompt go through the model once; each further token runs on static key-value buffers, and only the rows
+of lm_head that belong to action tokens are computed. Results equal the transformers forward pass (tested).
+Legend: B batch, P prefix (image and prompt tokens), N action tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodrl.models.openvla.modeling import OpenVLAModel, causal_mask, token_positions
+
+FUSE_BELOW_HIDDEN = 1024
+
+Choose = Callable[[Tensor, int], Tensor]
+"""Action logits ``float32[B,256]`` and the place of the token in the chunk to token ids ``int64[B]``."""
+
+
+@dataclass
+class _Layer:
+    norm1: Tensor
+    norm2: Tensor
+    qkv: Callable[[Tensor], tuple[Tensor, ...]]
+    out: Callable[[Tensor], Tensor]
+    gate_up: Callable[[Tensor], tuple[Tensor, ...]]
+    down: Callable[[Tensor], Tensor]
+    keys: Tensor
+    values: Tensor
+
+
+class ActionDecoder:
+    """Holds the weights in the compute type and the key-value buffers for one batch.
+
+    Args:
+        model: the network; its weights are read, not changed.
+        batch: B.
+        max_length: P + N.
+    """
+
+    def __init__(self, model: OpenVLAModel, batch: int, max_length: int) -> None:
+        self.model = model
+        llama = model.language_model
+        config = llama.config
+        self.eps = config.rms_norm_eps
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        embedding = llama.model.embed_tokens.weight
+        kind = embedding.device.type
+        self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embedding.dtype
+        self._fuse = config.hidden_size < FUSE_BELOW_HIDDEN
+        shape = (batch, self.kv_heads, max_length, self.head_dim)
+        self.layers = [
+            self._layer(layer, embedding.new_empty(2, *shape, dtype=self.dtype)) for layer in llama.model.layers
+        ]
+        self.final_norm = llama.model.norm.weight
+
+    def run(
+        self, prefix: Tensor, attention_mask: Tensor | None, num_tokens: int, choose: Choose
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Decode a chunk.
+
+        Args:
+            prefix: embeddings ``[B,P,D]``.
+            attention_mask: ``int64[B,P]``, or None if nothing is padding; the last column must not be.
+            num_tokens: N.
+            choose: picks each token.
+
+        Returns:
+            ``tokens int64[B,N]``, ``logits float32[B,N,256]`` and the last prompt token's hidden state ``[B,D]``.
+        """
+        batch, length = prefix.shape[:2]
+        cos, sin = self._rotary(prefix, attention_mask, num_tokens)
+        bias = None if attention_mask is None else causal_mask(attention_mask)
+        visible = None
+        if attention_mask is not None:
+            visible = F.pad(attention_mask.bool(), (0, num_tokens), value=True)[:, None, None]
+        with torch.autocast(prefix.device.type, enabled=False):
+            hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias, causal=bias is None)[:, -1]
+            first_hidden = hidden
+            tokens, logits = [], []
+            for place in range(num_tokens):
+                if place > 0:
+                    at = length + place - 1
+                    embedded = self.model.language_model.model.embed_tokens(tokens[-1])[:, None]
+                    seen = None if visible is None else visible[..., : at + 1]
+                    hidden = self._forward(embedded, cos[:, :, at : at + 1], sin[:, :, at : at + 1], at, seen)[:, -1]
+                logits.append(self.model.action_logits(hidden))
+                tokens.append(choose(logits[-1], place))
+        return torch.stack(tokens, dim=1), torch.stack(logits, dim=1), first_hidden
+
+    def _forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, start: int, mask: Tensor | None, causal: bool = False
+    ) -> Tensor:
+        batch, length, width = x.shape
+        end = start + length
+        grouped = self.kv_heads != self.heads
+        for layer in self.layers:
+            q, k, v = (
+                part.view(batch, length, -1, self.head_dim).transpose(1, 2)
+                for part in layer.qkv(self._norm(x, layer.norm1))
+            )
+            layer.keys[:, :, start:end] = _rotate(k, cos, sin)
+            layer.values[:, :, start:end] = v
+            attended = F.scaled_dot_product_attention(
+                _rotate(q, cos, sin),
+                layer.keys[:, :, :end],
+                layer.values[:, :, :end],
+                attn_mask=mask,
+                is_causal=causal,
+                enable_gqa=grouped,
+            )
+            x = x + layer.out(attended.transpose(1, 2).reshape(batch, length, width))
+            gate, up = layer.gate_up(self._norm(x, layer.norm2))
+            x = x + layer.down(F.silu(gate) * up)
+        return _rms_norm(x, self.final_norm, self.eps)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _rms_norm(x, weight, self.eps).to(self.dtype)
+
+    def _rotary(self, prefix: Tensor, attention_mask: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
+        batch, length = prefix.shape[:2]
+        if attention_mask is None:
+            positions = torch.arange(length + num_tokens, device=prefix.device)[None]
+        else:
+            positions = token_positions(F.pad(attention_mask, (0, num_tokens), value=1))
+        cos, sin = self.model.language_model.model.rotary_emb(prefix, positions)
+        return cos[:, None].to(self.dtype), sin[:, None].to(self.dtype)
+
+    def _layer(self, layer: nn.Module, cache: Tensor) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return _Layer(
+            layer.input_layernorm.weight,
+            layer.post_attention_layernorm.weight,
+            self._several(attention.q_proj, attention.k_proj, attention.v_proj),
+            self._one(attention.o_proj),
+            self._several(mlp.gate_proj, mlp.up_proj),
+            self._one(mlp.down_proj),
+            cache[0],
+            cache[1],
+        )
+
+    def _one(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        if type(module) is not nn.Linear:
+            return lambda x: module(x).to(self.dtype)
+        weight = module.weight.to(self.dtype)
+        bias = None if module.bias is None else module.bias.to(self.dtype)
+        return lambda x: F.linear(x, weight, bias)
+
+    def _several(self, *modules: nn.Module) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """One product for several layers of the same input where the copy of the weights is cheap."""
+        plain = all(type(module) is nn.Linear and module.bias is None for module in modules)
+        if not (plain and self._fuse):
+            functions = [self._one(module) for module in modules]
+            return lambda x: tuple(function(x) for function in functions)
+        weight = torch.cat([module.weight.to(self.dtype) for module in modules])
+        sizes = [module.weight.shape[0] for module in modules]
+        return lambda x: F.linear(x, weight).split(sizes, dim=-1)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,195 @@
+"""The OpenVLA network with the parameter names of its public checkpoints (Kim et al., "OpenVLA", 2024).
+
+Legend: B batch, N image patches, L prompt tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from embodrl.models.common.vit import LayerScale, VisionTransformer
+from embodrl.models.openvla.config import LlamaSpec, OpenVLAConfig
+
+
+class VisionBackbone(nn.Module):
+    """DINOv2 and SigLIP side by side; their features are concatenated channel-wise."""
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__()
+        self.featurizer = VisionTransformer(config.dino)
+        self.fused_featurizer = VisionTransformer(config.siglip)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """``[B,6,H,W]``, three channels normalised for DINOv2 and three for SigLIP, to ``[B,N,D1+D2]``."""
+        dino, siglip = pixels.split(3, dim=1)
+        return torch.cat([self.featurizer(dino), self.fused_featurizer(siglip)], dim=-1)
+
+
+class Projector(nn.Module):
+    """Vision features to language embeddings."""
+
+    def __init__(self, vision_dim: int, hidden_size: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(vision_dim, 4 * vision_dim)
+        self.fc2 = nn.Linear(4 * vision_dim, hidden_size)
+        self.fc3 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """``[B,N,D1+D2]`` to ``[B,N,D]``."""
+        return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(features)))))
+
+
+class OpenVLAModel(nn.Module):
+    """Vision backbone, projector and Llama."""
+
+    def __init__(self, config: OpenVLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.vision_backbone = VisionBackbone(config)
+        self.projector = Projector(config.dino.width + config.siglip.width, config.llama.hidden_size)
+        self.language_model = LlamaForCausalLM(llama_config(config.llama, config.pad_token_id))
+
+    def embed_prefix(self, pixels: Tensor, input_ids: Tensor) -> Tensor:
+        """Return the embeddings ``[B,N+L,D]`` of BOS, image patches and the rest of the prompt.
+
+        Args:
+            pixels: ``[B,6,H,W]``.
+            input_ids: ``int64[B,L]``, BOS first.
+        """
+        patches = self.projector(self.vision_backbone(pixels))
+        text = self.language_model.model.embed_tokens(input_ids)
+        return torch.cat([text[:, :1], patches.to(text.dtype), text[:, 1:]], dim=1)
+
+    def hidden_states(self, embeddings: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return the hidden states ``[B,S,D]`` after Llama's final norm.
+
+        Args:
+            embeddings: ``[B,S,D]``.
+            attention_mask: ``int64[B,S]``, 0 at padding, which may be anywhere; None if there is none.
+        """
+        positions, bias = None, None
+        if attention_mask is not None:
+            positions = token_positions(attention_mask)
+            bias = causal_mask(attention_mask)
+        output = self.language_model.model(
+            inputs_embeds=embeddings, attention_mask=bias, position_ids=positions, use_cache=False
+        )
+        return output.last_hidden_state
+
+    def action_logits(self, hidden: Tensor) -> Tensor:
+        """Return the ``float32[...,256]`` logits of the action ids, in order of id; no other row of lm_head is computed."""
+        first = self.config.first_action_id
+        weight = self.language_model.lm_head.weight[first : first + self.config.n_action_bins]
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), weight.float())
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
+        model = self.language_model.model
+        model.rotary_emb = LlamaRotaryEmbedding(self.language_model.config).to(device)
+
+
+def llama_config(spec: LlamaSpec, pad_token_id: int) -> LlamaConfig:
+    """Return the transformers configuration of the language model."""
+    return LlamaConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_hidden_layers,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        max_position_embeddings=spec.max_position_embeddings,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        pad_token_id=pad_token_id,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+
+
+def token_positions(attention_mask: Tensor) -> Tensor:
+    """Return ``int64[B,S]``: each token's place among the tokens that are not padding."""
+    return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def causal_mask(attention_mask: Tensor) -> Tensor:
+    """Return ``bool[B,1,S,S]``, True where the row may see the column: not later, and not padding.
+
+    A padding row sees itself, so that no softmax is over nothing.
+    """
+    length = attention_mask.shape[1]
+    lower = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    eye = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
+    return ((lower & attention_mask.bool()[:, None, :]) | eye)[:, None]
+
+
+def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
+    """Draw weights for training from scratch.
+
+    Matrices: normal with variance 1/fan_in, divided by sqrt(2 * blocks) where they write to a residual stream
+    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). LayerScale starts at 1 and positions are
+    2-d sines and cosines: at a width of about a hundred, DINOv2's 1e-5 and small random positions hide the image from the
+    language model for hundreds of steps.
+    """
+    for vit in (model.vision_backbone.featurizer, model.vision_backbone.fused_featurizer):
+        _init_linears(vit, generator, residual=("attn.proj", "mlp.fc2"), blocks=vit.spec.depth)
+        _init_matrix(vit.patch_embed.proj.weight, generator)
+        nn.init.zeros_(vit.patch_embed.proj.bias)
+        vit.pos_embed.data.copy_(sincos_2d(vit.spec.grid, vit.spec.width))
+        for name in ("cls_token", "reg_token"):
+            if hasattr(vit, name):
+                getattr(vit, name).data.normal_(0.0, 0.02, generator=generator)
+        if vit.spec.attention_pool:
+            vit.attn_pool.latent.data.normal_(0.0, 0.02, generator=generator)
+    _init_linears(model.projector, generator)
+    llama = model.language_model
+    _init_linears(llama, generator, residual=("o_proj", "down_proj"), blocks=len(llama.model.layers))
+    llama.model.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
+    llama.lm_head.weight.data.normal_(0.0, 0.02, generator=generator)
+    for module in model.modules():
+        if isinstance(module, LayerScale):
+            nn.init.ones_(module.scale_factor)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif type(module).__name__ == "LlamaRMSNorm":
+            nn.init.ones_(module.weight)
+
+
+def sincos_2d(grid: int, width: int) -> Tensor:
+    """Return fixed positions ``float32[1,grid*grid,width]``: half the channels for the row, half for the column.
+
+    Vaswani et al., "Attention Is All You Need", 2017, eq. of section 3.5, once an axis; channels left over are 0.
+    """
+    quarter = width // 4
+    omega = 1.0 / 100.0 ** (torch.arange(quarter, dtype=torch.float64) / max(quarter, 1))
+    axis = torch.arange(grid, dtype=torch.float64)
+    angle = axis[:, None] * omega
+    waves = torch.cat([angle.sin(), angle.cos()], dim=1)
+    rows = waves[:, None].expand(grid, grid, -1)
+    columns = waves[None].expand(grid, grid, -1)
+    table = torch.zeros(grid, grid, width, dtype=torch.float64)
+    table[..., : 4 * quarter] = torch.cat([rows, columns], dim=-1)
+    return table.view(1, grid * grid, width).float()
+
+
+def _init_matrix(weight: Tensor, generator: torch.Generator, gain: float = 1.0) -> None:
+    fan_in = weight[0].numel()
+    weight.data.normal_(0.0, gain / math.sqrt(fan_in), generator=generator)
+
+
+def _init_linears(root: nn.Module, generator: torch.Generator, residual: tuple[str, ...] = (), blocks: int = 1) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, nn.Linear):
+            gain = 1.0 / math.sqrt(2 * blocks) if name.endswith(residual) and residual else 1.0
+            _init_matrix(module.weight, generator, gain)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

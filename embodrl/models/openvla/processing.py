@@ -1,0 +1,81 @@
+"""Observations to model inputs.
+
+Legend: B batch, V cameras, H x W pixels, L prompt tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from embodrl.errors import EmbodrlError
+from embodrl.models.common.images import center_crop_area, resize_bicubic
+from embodrl.models.common.tokenizer import PromptTokenizer
+from embodrl.types import Observation
+
+PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
+
+
+class OpenVLAProcessor:
+    """Prompts and images as OpenVLA was trained with them.
+
+    Args:
+        tokenizer: of the language model.
+        image_size: side of the model's square input in pixels.
+        max_prompt_tokens: L.
+        pad_token_id: fills prompts up.
+        center_crop: cut the middle 90 % of the area.
+    """
+
+    def __init__(
+        self, tokenizer: PromptTokenizer, image_size: int, max_prompt_tokens: int, pad_token_id: int, center_crop: bool
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.image_size = image_size
+        self.max_prompt_tokens = max_prompt_tokens
+        self.pad_token_id = pad_token_id
+        self.center_crop = center_crop
+        self._rows: dict[str, tuple[list[int], list[int]]] = {}
+
+    def prompt_row(self, instruction: str) -> tuple[list[int], list[int]]:
+        """Return L ids and an L-long mask: BOS, padding, the prompt.
+
+        Padding sits between BOS and the text, so that in every row of a batch the last prompt token, from which the first
+        action and the value are read, is in the last place. Masks and positions make the place of padding irrelevant.
+
+        Raises:
+            EmbodrlError: the prompt is longer than L.
+        """
+        if instruction not in self._rows:
+            ids = self.tokenizer.encode(PROMPT.format(instruction=instruction.lower()))
+            space = self.max_prompt_tokens - len(ids)
+            if space < 0:
+                raise EmbodrlError(
+                    f"the prompt for '{instruction}' has {len(ids)} tokens; at most {self.max_prompt_tokens} fit",
+                    f"set model.architecture.max_prompt_tokens={len(ids)} or more",
+                )
+            row = [ids[0], *([self.pad_token_id] * space), *ids[1:]]
+            self._rows[instruction] = (row, [1, *([0] * space), *([1] * (len(ids) - 1))])
+        return self._rows[instruction]
+
+    def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
+        """Return ``images uint8[B,H,W,3]`` at the model's size, ``input_ids`` and ``attention_mask`` ``int64[B,L]``.
+
+        Raises:
+            EmbodrlError: several cameras, or a prompt that does not fit.
+        """
+        if observation.images.shape[1] != 1:
+            raise EmbodrlError(
+                f"OpenVLA sees one camera, the observation has {observation.images.shape[1]}",
+                "configure one camera in env.cameras",
+            )
+        images = torch.tensor(observation.images[:, 0], device=device)  # a copy: the source may be a reused buffer
+        images = resize_bicubic(images, self.image_size, self.image_size)
+        if self.center_crop:
+            images = center_crop_area(images)
+        rows = [self.prompt_row(text) for text in observation.instruction]
+        return {
+            "images": images,
+            "input_ids": torch.tensor([ids for ids, _ in rows], device=device),
+            "attention_mask": torch.tensor([mask for _, mask in rows], device=device),
+        }

@@ -1,0 +1,71 @@
+"""Model families by name. Importing this module imports no torch; building a policy does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from embodrl.registry import MODELS
+
+if TYPE_CHECKING:
+    import torch
+
+    from embodrl.config.schema import ModelConfig
+    from embodrl.models.base import LoadReport, VLAPolicy
+
+
+class SupportedModel(str):
+    """The name of a registered model family: a string that is known to be one.
+
+    Works like a string enumeration that extensions can add members to: ``SupportedModel("openvla")``,
+    ``SupportedModel.OPENVLA``, ``SupportedModel.members()``.
+
+    Raises:
+        UnknownNameError: the name is not registered; lists the known ones and the nearest.
+    """
+
+    __slots__ = ()
+
+    OPENVLA: ClassVar[SupportedModel]
+
+    def __new__(cls, name: str) -> SupportedModel:
+        MODELS.entry(name)
+        return super().__new__(cls, name)
+
+    @classmethod
+    def register(cls, name: str, builder: Any, description: str = "", *, value_head: bool = True) -> SupportedModel:
+        """Add a model family.
+
+        Args:
+            name: for ``model.model_type``.
+            builder: ``module:function``, imported on first use, or the function itself, called as
+                ``builder(config, device=..., dtype=..., seed=...)``; returns a policy and a load report.
+            description: one line for ``embodrl list models``.
+            value_head: the family offers one, which actor-critic losses need.
+
+        Raises:
+            EmbodrlError: the name is taken.
+        """
+        MODELS.register(name, builder, description, value_head=value_head)
+        member = cls(name)
+        setattr(cls, name.upper(), member)
+        return member
+
+    @classmethod
+    def members(cls) -> list[SupportedModel]:
+        """Return the registered families, in order of registration."""
+        return [cls(name) for name in MODELS]
+
+
+SupportedModel.OPENVLA = SupportedModel("openvla")
+
+
+def build_policy(
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[VLAPolicy, LoadReport]:
+    """Build the policy of ``config.model_type``.
+
+    Raises:
+        UnknownNameError: no such model family.
+        CheckpointError: see the family's builder.
+    """
+    return MODELS.get(SupportedModel(config.model_type))(config, device=device, dtype=dtype, seed=seed)
