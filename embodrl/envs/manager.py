@@ -151,7 +151,7 @@ class EnvManager:
         self._pending = (Kind.BUILD, 0)
 
     def wait_started(self) -> None:
-        """Wait until the environment is ready."""
+        """Wait until the environment is ready; after ``offload``, until it is back in the state it had."""
         try:
             frame = self._receive(Kind.BUILD, self.timeouts.start_s)
             self._spec = spec_from_dict(decode(frame.payload))
@@ -163,6 +163,9 @@ class EnvManager:
         if len(self.seeds) != self._spec.num_envs:
             self.seeds = np.full(self._spec.num_envs, -1, np.int64)
             self.task_ids = np.zeros(self._spec.num_envs, np.int32)
+        if self._offloaded is not None:
+            self.set_state(self._offloaded)
+            self._offloaded = None
 
     def restart(self) -> None:
         """Start a fresh process, whatever has become of the present one; its environments need a reset."""
@@ -171,7 +174,7 @@ class EnvManager:
         self.start()
 
     def offload(self) -> None:
-        """Take the state out and end the process, so that its memory is free; views of results die with ``copy``."""
+        """Take the state out and end the process, so that its memory is free (once no view of a result is held)."""
         state = self.get_state()
         self.close()
         self._offloaded = state
@@ -180,9 +183,7 @@ class EnvManager:
         """Continue in a fresh process where ``offload`` stopped, to the bit."""
         if self._offloaded is None:
             raise EnvError(f"{self} is not offloaded", "call offload() first")
-        state, self._offloaded = self._offloaded, None
         self.start()
-        self.set_state(state)
 
     def close(self) -> None:
         """End the process; a pending request is given up."""

@@ -211,7 +211,7 @@ class ResultSlot:
             data = texts[row].encode()
             if len(data) > INSTRUCTION_BYTES:
                 raise EmbodrlError(
-                    f"an instruction of {len(data)} bytes does not fit into {INSTRUCTION_BYTES}: '{texts[row][:60]}...'",
+                    f"an instruction has {len(data)} bytes, at most {INSTRUCTION_BYTES} fit: '{texts[row][:60]}...'",
                     "shorten the instruction",
                 )
             target[row, : len(data)] = np.frombuffer(data, np.uint8)

@@ -1,0 +1,363 @@
+"""EnvPool: several EnvManagers as one batch of environments, and what happens when one of them fails.
+
+Legend: B environments over all managers, C actions in a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.manager import EnvManager
+from embodrl.envs.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
+from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.types import EnvSpec, EnvStep, Observation
+
+logger = logging.getLogger("embodrl.envs")
+
+_FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
+
+
+@dataclass
+class FaultCounts:
+    """What went wrong in a run so far.
+
+    Attributes:
+        restarts: processes started anew.
+        lost_episodes: episodes ended as not valid, for whatever reason.
+        quarantined: of those, the ones with a reward or state that was not finite.
+    """
+
+    restarts: int = 0
+    lost_episodes: int = 0
+    quarantined: int = 0
+
+
+class EnvPool:
+    """Several EnvManagers as one batch; rows are in the order of the managers.
+
+    A manager whose process dies, hangs or raises is restarted and reset to the seeds it had, and the episodes under
+    way there end: the chunk is not valid, ``truncated`` at its first action, and the final observation is the last
+    good one. The same happens to a single environment with a reward or state that is not finite. Both are counted in
+    ``faults``. Once ``max_restarts`` are used up, the error is raised.
+
+    Results are valid until the next but one result of the pool; ask for ``copy=True`` to keep them longer.
+
+    Args:
+        managers: equal but for their number of environments.
+        max_restarts: process restarts over the life of the pool and its parts.
+        faults: counts to go on with.
+    """
+
+    def __init__(
+        self, managers: Sequence[EnvManager], *, max_restarts: int = 3, faults: FaultCounts | None = None
+    ) -> None:
+        if not managers:
+            raise EnvError("a pool needs at least one manager")
+        self.managers = tuple(managers)
+        self.max_restarts = max_restarts
+        self.faults = faults or FaultCounts()
+        self._spec: EnvSpec | None = None
+        self._offsets: list[int] = []
+        self._batch: tuple[ResultSlot, ...] = ()
+        self._turn = 0
+        self._last: list[Observation | None] = [None] * len(self.managers)
+        self._failed: dict[int, EnvError] = {}
+        self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._chunk = 0
+
+    @staticmethod
+    def create(
+        env_type: str,
+        kwargs: Mapping[str, Any],
+        *,
+        total_num_envs: int,
+        num_processes: int,
+        shard_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        cpus: Sequence[int | None] | None = None,
+        numa_nodes: Sequence[int | None] | None = None,
+        name: str = "env",
+        max_restarts: int = 3,
+        **manager_options: Any,
+    ) -> EnvPool:
+        """Return a pool of even shards, not yet started.
+
+        Args:
+            env_type: a name of the environment registry.
+            kwargs: keyword arguments of every VectorEnv; ``num_envs`` is added.
+            total_num_envs: B.
+            num_processes: managers; divides B.
+            shard_kwargs: further keyword arguments, one mapping a process (seeds, say).
+            cpus: the core of each process; None binds none.
+            numa_nodes: the NUMA node of each process.
+            name: managers are called ``<name>/<number>``.
+            max_restarts: see the class.
+            manager_options: handed to every EnvManager.
+        """
+        if total_num_envs % num_processes:
+            raise EnvError(
+                f"{total_num_envs} environments cannot be spread evenly over {num_processes} processes",
+                "make total_num_envs a multiple of env.num_processes",
+            )
+        size = total_num_envs // num_processes
+        managers = [
+            EnvManager(
+                env_type,
+                {**kwargs, "num_envs": size, **(shard_kwargs[rank] if shard_kwargs else {})},
+                name=f"{name}/{rank}",
+                cpu=cpus[rank] if cpus else None,
+                numa_node=numa_nodes[rank] if numa_nodes else None,
+                first_env=rank * size,
+                **manager_options,
+            )
+            for rank in range(num_processes)
+        ]
+        return EnvPool(managers, max_restarts=max_restarts)
+
+    @property
+    def spec(self) -> EnvSpec:
+        """What the whole batch offers.
+
+        Raises:
+            EnvError: not started, or the managers do not agree.
+        """
+        if self._spec is None:
+            specs = [manager.spec for manager in self.managers]
+            counts = [spec.num_envs for spec in specs]
+            if any(replace(spec, num_envs=counts[0]) != specs[0] for spec in specs):
+                raise EnvError("the environments of a pool differ in cameras, state, actions or tasks", "use two pools")
+            self._spec = replace(specs[0], num_envs=sum(counts))
+            self._offsets = np.cumsum([0, *counts]).tolist()
+            if len(self.managers) > 1:
+                self._batch = tuple(ResultSlot.allocate(self._spec) for _ in range(NUM_SLOTS))
+        return self._spec
+
+    def start(self) -> None:
+        """Start all processes at once and wait until they are ready; after ``offload``, continue there."""
+        try:
+            for manager in self.managers:
+                manager.start_async()
+            for manager in self.managers:
+                manager.wait_started()
+        except EnvError:
+            self.close()
+            raise
+
+    def split(self, num_parts: int) -> list[EnvPool]:
+        """Return pools of contiguous managers, e.g. one a pipeline stage; they share ``faults`` with this one."""
+        if num_parts < 1 or len(self.managers) % num_parts:
+            raise EnvError(
+                f"{len(self.managers)} env processes cannot form {num_parts} stages",
+                "make env.num_processes a multiple of rollout.pipeline_stages",
+            )
+        size = len(self.managers) // num_parts
+        parts = (self.managers[start : start + size] for start in range(0, len(self.managers), size))
+        return [EnvPool(part, max_restarts=self.max_restarts, faults=self.faults) for part in parts]
+
+    def close(self) -> None:
+        """End all processes."""
+        for manager in self.managers:
+            manager.close()
+
+    def offload(self) -> None:
+        """Take the states out and free the processes and their memory; ``start`` continues."""
+        for manager in self.managers:
+            manager.offload()
+        self._last = [observation and copy_observation(observation) for observation in self._last]
+
+    def get_state(self) -> list[bytes]:
+        """Return the state of every manager."""
+        return [manager.get_state() for manager in self.managers]
+
+    def set_state(self, states: Sequence[bytes]) -> None:
+        """Continue from states of ``get_state``, to the bit."""
+        for manager, state in zip(self.managers, states, strict=True):
+            manager.set_state(state)
+
+    def call(self, method: str, arguments: Mapping[str, Any] | None = None) -> list[Any]:
+        """Return the answer of every manager to ``VectorEnv.call``."""
+        return [manager.call(method, arguments) for manager in self.managers]
+
+    def __enter__(self) -> EnvPool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reset(
+        self,
+        seeds: NDArray[np.int64],
+        task_ids: NDArray[np.int32],
+        indices: NDArray[np.int64] | None = None,
+        *,
+        copy: bool = False,
+    ) -> Observation:
+        """Start new episodes; as ``VectorEnv.reset``, all environments without ``indices``."""
+        rows = np.arange(self.spec.num_envs) if indices is None else np.asarray(indices)
+        seeds, task_ids = np.asarray(seeds), np.asarray(task_ids)
+        asked: list[int] = []
+        for rank, manager in enumerate(self.managers):
+            mine = (rows >= self._offsets[rank]) & (rows < self._offsets[rank + 1])
+            if mine.any():
+                asked.append(rank)
+                try:
+                    manager.reset_async(seeds[mine], task_ids[mine], rows[mine] - self._offsets[rank])
+                except _FAULTS as error:
+                    self._failed[rank] = error
+        parts: list[Observation] = []
+        for rank, manager in enumerate(self.managers):
+            last = self._last[rank]
+            if rank in asked:
+                try:
+                    self._raise_failed(rank)
+                    last = self._checked(manager, manager.wait_reset())
+                except _FAULTS as error:
+                    last = self._recover(rank, error)
+            elif last is None:
+                raise EnvError(f"{manager} has never been reset", "reset all environments first")
+            parts.append(last)
+        self._last = list(parts)
+        if not self._batch:
+            return copy_observation(parts[0]) if copy else parts[0]
+        slot = self._next_slot()
+        for rank, part in enumerate(parts):
+            slot.rows(self._offsets[rank], self._offsets[rank + 1]).write_observation(part)
+        return copy_observation(slot.observation()) if copy else slot.observation()
+
+    def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
+        """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
+        batch = self.spec.num_envs
+        if len(actions) != batch:
+            raise EnvError(f"actions for {len(actions)} of {batch} environments")
+        self._active = np.ones(batch, np.bool_) if active is None else np.array(active, np.bool_)
+        self._chunk = actions.shape[1] if actions.ndim == 3 else 0
+        for rank, manager in enumerate(self.managers):
+            rows = slice(self._offsets[rank], self._offsets[rank + 1])
+            try:
+                manager.step_async(actions[rows], self._active[rows])
+            except _FAULTS as error:
+                self._failed[rank] = error
+
+    def wait(self, timeout: float | None = None, *, copy: bool = False) -> EnvStep:
+        """Return what the chunk of ``step_async`` led to, in all environments."""
+        parts: list[EnvStep] = []
+        for rank, manager in enumerate(self.managers):
+            try:
+                self._raise_failed(rank)
+                step = self._quarantine(rank, manager.wait(timeout))
+            except _FAULTS as error:
+                step = self._lost_step(rank, error)
+            parts.append(step)
+        self._last = [part.observation for part in parts]
+        if not self._batch:
+            return copy_step(parts[0]) if copy else parts[0]
+        slot = self._next_slot()
+        for rank, part in enumerate(parts):
+            slot.rows(self._offsets[rank], self._offsets[rank + 1]).write_step(part)
+        return copy_step(slot.step(self._chunk)) if copy else slot.step(self._chunk)
+
+    def step(
+        self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None, *, copy: bool = False
+    ) -> EnvStep:
+        """Play a chunk and wait for it."""
+        self.step_async(actions, active)
+        return self.wait(copy=copy)
+
+    def _next_slot(self) -> ResultSlot:
+        self._turn = (self._turn + 1) % len(self._batch)
+        return self._batch[self._turn]
+
+    def _raise_failed(self, rank: int) -> None:
+        error = self._failed.pop(rank, None)
+        if error is not None:
+            raise error
+
+    def _checked(self, manager: EnvManager, observation: Observation) -> Observation:
+        if not np.isfinite(observation.state).all():
+            raise EnvRaised(f"{manager}: the state after a reset is not finite", "look at the simulator")
+        return observation
+
+    def _recover(self, rank: int, error: EnvError) -> Observation:
+        """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up."""
+        manager = self.managers[rank]
+        while True:
+            if self.faults.restarts >= self.max_restarts:
+                raise type(error)(
+                    f"given up after {self.max_restarts} restarts: {error.message}", error.remedy
+                ) from error
+            self.faults.restarts += 1
+            logger.warning("restart %d of %d: %s", self.faults.restarts, self.max_restarts, error.message)
+            try:
+                manager.restart()
+                seeds = np.where(manager.seeds < 0, manager.first_env + np.arange(len(manager.seeds)), manager.seeds)
+                return self._checked(manager, manager.reset(seeds, manager.task_ids.copy()))
+            except _FAULTS as again:
+                error = again
+
+    def _lost_step(self, rank: int, error: EnvError) -> EnvStep:
+        batch, last = self.managers[rank].spec.num_envs, self._last[rank]
+        last = None if last is None else copy_observation(last)
+        observation = copy_observation(self._recover(rank, error))
+        step = EnvStep(
+            observation=observation,
+            reward=np.zeros((batch, self._chunk), np.float32),
+            valid=np.zeros((batch, self._chunk), np.bool_),
+            terminated=np.zeros((batch, self._chunk), np.bool_),
+            truncated=np.zeros((batch, self._chunk), np.bool_),
+            success=np.zeros(batch, np.bool_),
+            episode_return=np.zeros(batch, np.float32),
+            episode_length=np.zeros(batch, np.int32),
+            episode_seed=self.managers[rank].seeds.copy(),
+            final_mask=np.zeros(batch, np.bool_),
+            final_observation=None,
+        )
+        rows = np.flatnonzero(self._active[self._offsets[rank] : self._offsets[rank + 1]])
+        self._end_as_invalid(step, rows, last)
+        return step
+
+    def _quarantine(self, rank: int, step: EnvStep) -> EnvStep:
+        """End the episodes of environments with a reward or state that is not finite, and reset those environments."""
+        bad = ~np.isfinite(step.reward).all(axis=1) | ~np.isfinite(step.observation.state).all(axis=1)
+        if step.final_observation is not None:
+            bad |= step.final_mask & ~np.isfinite(step.final_observation.state).all(axis=1)
+        if not bad.any():
+            return step
+        manager, last = self.managers[rank], self._last[rank]
+        rows = np.flatnonzero(bad)
+        logger.warning(
+            "%s: reward or state of environments %s is not finite", manager, (rows + manager.first_env).tolist()
+        )
+        step, last = copy_step(step), None if last is None else copy_observation(last)
+        seeds = np.where(manager.seeds < 0, manager.first_env + np.arange(len(manager.seeds)), manager.seeds)
+        step.observation = copy_observation(
+            self._checked(manager, manager.reset(seeds[rows], manager.task_ids[rows], rows))
+        )
+        self._end_as_invalid(step, rows, last)
+        self.faults.quarantined += len(rows)
+        return step
+
+    def _end_as_invalid(self, step: EnvStep, rows: NDArray[np.int64], last: Observation | None) -> None:
+        for array in (step.reward, step.valid, step.terminated, step.truncated, step.success):
+            array[rows] = 0
+        step.episode_return[rows], step.episode_length[rows] = 0.0, 0
+        step.truncated[rows, 0] = True
+        step.final_mask[rows] = last is not None
+        if last is not None:
+            if step.final_observation is None:
+                step.final_observation = last
+            else:
+                final = step.final_observation
+                final.images[rows], final.state[rows], final.task_id[rows] = (
+                    last.images[rows],
+                    last.state[rows],
+                    last.task_id[rows],
+                )
+                for row in rows.tolist():
+                    final.instruction[row] = last.instruction[row]
+        self.faults.lost_episodes += len(rows)
