@@ -11,9 +11,9 @@ from torch import Tensor
 class ActionBins:
     """Maps normalised actions to token ids and back.
 
-    With n bins there are n edges, ``linspace(-1, 1, n)``, and n - 1 centres between them. A value in ``[edge[k-1], edge[k])``
-    has the id ``action_vocab_size - k`` (k from 1), and +1 itself has ``k = n``. Both k = n - 1 and k = n decode to the last
-    centre: for OpenVLA, ids 31745 and 31744 mean the same action.
+    With n bins there are n edges, ``linspace(-1, 1, n)``, and n - 1 centres between them. A value in ``[edge[k-1],
+    edge[k])`` has the id ``action_vocab_size - k`` (k from 1), and +1 itself has ``k = n``. Both k = n - 1 and k = n
+    decode to the last centre: for OpenVLA, ids 31745 and 31744 mean the same action.
 
     Args:
         action_vocab_size: 32000 for OpenVLA.

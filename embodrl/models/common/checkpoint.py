@@ -78,8 +78,8 @@ def load_strict(
         ``report``.
 
     Raises:
-        CheckpointError: a file is corrupt, or a name is missing, unexpected or of another shape. Nothing is left half loaded
-            unnoticed: the module must not be used after that.
+        CheckpointError: a file is corrupt, or a name is missing, unexpected or of another shape. The module
+            must not be used after that.
     """
     aliases, ignore = aliases or {}, ignore or {}
     expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
@@ -118,7 +118,7 @@ def load_strict(
 
 
 def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write tensors as one safetensors file, or as shards with an index where they are larger than ``max_shard_bytes``."""
+    """Write tensors as one safetensors file, or as shards with an index beyond ``max_shard_bytes``."""
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, tensor in state.items():
@@ -147,7 +147,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 @contextmanager
 def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yield a new directory that becomes ``target`` when the block ends; if the block raises, ``target`` stays as it was."""
+    """Yield a new directory that becomes ``target`` when the block ends; on an error it is untouched."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     staging.chmod(0o755)
@@ -187,7 +187,7 @@ def resolve(model_path: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(
             f"'{model_path}' is no local directory and could not be fetched from the hub: {type(error).__name__}",
-            "check the name and the network, or download the checkpoint elsewhere and give its directory as model.model_path",
+            "check the name and the network, or give a local directory as model.model_path",
         ) from error
 
 

@@ -22,10 +22,10 @@ _BICUBIC_SUPPORT = 2.0
 def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
     """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]`` as ``PIL.Image.resize(..., BICUBIC)`` does.
 
-    Pillow filters along the width, rounds to 8 bits, then along the height, with coefficients in fixed point; here the same
-    integers go through float64 matrix products, which are exact at that size. (Newer versions of Pillow begin with the height
-    where that shrinks more; on such upright images results may differ by rounding.) Images that have the size already are
-    returned as they are.
+    Pillow filters along the width, rounds to 8 bits, then along the height, with coefficients in fixed point; here
+    the same integers go through float64 matrix products, which are exact at that size. (Newer versions of Pillow
+    begin with the height where that shrinks more; on such upright images results may differ by rounding.) Images that
+    have the size already are returned as they are.
     """
     if images.dtype != torch.uint8:
         raise TypeError(f"images are {images.dtype}, not uint8")
@@ -39,8 +39,8 @@ def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
 def center_crop_area(images: Tensor, area: float = 0.9) -> Tensor:
     """Cut the middle ``area`` of ``uint8[B,H,W,3]`` and enlarge it bilinearly to the old size.
 
-    The counterpart at inference of training with random crops of that area; corners of the crop map to corners of the image,
-    as in ``tf.image.crop_and_resize``.
+    The counterpart at inference of training with random crops of that area; corners of the crop map to corners of the
+    image, as in ``tf.image.crop_and_resize``.
     """
     batch, height, width, _ = images.shape
     scale = math.sqrt(area)
@@ -52,7 +52,7 @@ def center_crop_area(images: Tensor, area: float = 0.9) -> Tensor:
 
 
 def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return ``float32[B,3,H,W]``: ``(images / 255 - mean) / std`` of ``uint8[B,H,W,3]``; ``mean`` and ``std`` are ``[3]``."""
+    """Return ``(images / 255 - mean) / std`` as ``float32[B,3,H,W]``; images ``uint8[B,H,W,3]``, the others ``[3]``."""
     return ((images.float() / 255.0 - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 

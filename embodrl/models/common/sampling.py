@@ -20,8 +20,8 @@ def log_distribution(logits: Tensor, sampling: SamplingParams, taken: Tensor | N
     Args:
         logits: ``[...,K]``.
         sampling: temperature and top k.
-        taken: ``int64[...]`` bins that stay in the support even if they have since left the top k, so that the ratio of a
-            stored action is never 0/0.
+        taken: ``int64[...]`` bins that stay in the support even if they have since left the top k, so that the ratio
+            of a stored action is never 0/0.
     """
     scaled = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scaled.shape[-1]:
@@ -56,7 +56,7 @@ def draw(logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tens
 
 @functools.lru_cache(maxsize=8)
 def smoothed_targets(num_bins: int, sigma: float, device: torch.device) -> Tensor:
-    """Return ``float32[K,K]``: row k is a Gaussian of that standard deviation (in bins) around k, cut off and renormalised."""
+    """Return ``float32[K,K]``: row k is a Gaussian around k of deviation sigma in bins, cut off and renormalised."""
     bins = torch.arange(num_bins, dtype=torch.float64)
     weights = torch.exp(-0.5 * ((bins[None] - bins[:, None]) / sigma) ** 2)
     return (weights / weights.sum(dim=1, keepdim=True)).float().to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ class ValueHead(nn.Module):
     def __init__(self, input_dim: int, hidden_sizes: Sequence[int], output_dim: int) -> None:
         super().__init__()
         sizes = [input_dim, *hidden_sizes]
-        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.out = nn.Linear(sizes[-1], output_dim, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -137,7 +137,8 @@ class AttentionPool(nn.Module):
 class VisionTransformer(nn.Module):
     """Patch features from the second-to-last block, without the final norm and without prefix tokens.
 
-    The last block, the norm and the pooling head only exist so that public checkpoints load strictly and save unchanged.
+    The last block, the norm and the pooling head only exist so that public checkpoints load strictly and save
+    unchanged.
     """
 
     def __init__(self, spec: VitSpec) -> None:

@@ -30,8 +30,9 @@ def build_openvla(
 ) -> tuple[OpenVLAPolicy, LoadReport]:
     """Build the policy that a configuration asks for.
 
-    With ``model_path`` it is a checkpoint in the public layout, from a directory or the Hugging Face hub. Without, it has the
-    dimensions of ``architecture`` and the weights of ``warm_start``; random ones are a function of ``seed`` and ``device``.
+    With ``model_path`` it is a checkpoint in the public layout, from a directory or the Hugging Face hub. Without, it
+    has the dimensions of ``architecture`` and the weights of ``warm_start``; random ones are a function of ``seed``
+    and ``device``.
 
     Args:
         config: the section ``model``.
@@ -159,6 +160,6 @@ def _value_head(
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="pt") as reader:
-            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118 - no mapping
+            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error

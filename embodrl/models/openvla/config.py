@@ -140,7 +140,8 @@ class OpenVLAConfig:
             source: named in errors.
 
         Raises:
-            CheckpointError: another family, an older OpenVLA (one vision tower, or letterboxed images) or unknown towers.
+            CheckpointError: another family, an older OpenVLA (one vision tower, or letterboxed images) or unknown
+                towers.
         """
         _reject_other_families(raw, source)
         extra = raw.get("embodrl", {})
@@ -244,7 +245,7 @@ def _reject_other_families(raw: dict[str, Any], source: str) -> None:
         "vision_backbone_id", "dinosiglip"
     ):
         raise CheckpointError(
-            f"{source}: an older OpenVLA with the single vision tower '{raw.get('vision_backbone_id')}' is not supported",
+            f"{source}: older OpenVLA with the one vision tower '{raw.get('vision_backbone_id')}' is not supported",
             "use a checkpoint with the fused DINOv2 + SigLIP backbone (openvla-7b or a fine-tune of it)",
         )
     strategy = raw.get("image_resize_strategy", "resize-naive")

@@ -1,7 +1,7 @@
 """Autoregressive decoding of action tokens on Llama's weights, without the per-call overhead of the generic classes.
 
-The images and the prompt go through the model once; each further token runs on static key-value buffers, and only the rows
-of lm_head that belong to action tokens are computed. Results equal the transformers forward pass (tested).
+The images and the prompt go through the model once; each further token runs on static key-value buffers, and only the
+rows of lm_head that belong to action tokens are computed. Results equal the transformers forward pass (tested).
 Legend: B batch, P prefix (image and prompt tokens), N action tokens, D hidden size.
 """
 
@@ -74,7 +74,7 @@ class ActionDecoder:
         Returns:
             ``tokens int64[B,N]``, ``logits float32[B,N,256]`` and the last prompt token's hidden state ``[B,D]``.
         """
-        batch, length = prefix.shape[:2]
+        length = prefix.shape[1]
         cos, sin = self._rotary(prefix, attention_mask, num_tokens)
         bias = None if attention_mask is None else causal_mask(attention_mask)
         visible = None
@@ -124,7 +124,7 @@ class ActionDecoder:
         return _rms_norm(x, weight, self.eps).to(self.dtype)
 
     def _rotary(self, prefix: Tensor, attention_mask: Tensor | None, num_tokens: int) -> tuple[Tensor, Tensor]:
-        batch, length = prefix.shape[:2]
+        length = prefix.shape[1]
         if attention_mask is None:
             positions = torch.arange(length + num_tokens, device=prefix.device)[None]
         else:

@@ -83,7 +83,7 @@ class OpenVLAModel(nn.Module):
         return output.last_hidden_state
 
     def action_logits(self, hidden: Tensor) -> Tensor:
-        """Return the ``float32[...,256]`` logits of the action ids, in order of id; no other row of lm_head is computed."""
+        """Return the ``float32[...,256]`` logits of the action ids, in order; no other row of lm_head is computed."""
         first = self.config.first_action_id
         weight = self.language_model.lm_head.weight[first : first + self.config.n_action_bins]
         with torch.autocast(hidden.device.type, enabled=False):
@@ -135,9 +135,9 @@ def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
     """Draw weights for training from scratch.
 
     Matrices: normal with variance 1/fan_in, divided by sqrt(2 * blocks) where they write to a residual stream
-    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). LayerScale starts at 1 and positions are
-    2-d sines and cosines: at a width of about a hundred, DINOv2's 1e-5 and small random positions hide the image from the
-    language model for hundreds of steps.
+    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). LayerScale starts at 1 and
+    positions are 2-d sines and cosines: at a width of about a hundred, DINOv2's 1e-5 and small random positions hide
+    the image from the language model for hundreds of steps.
     """
     for vit in (model.vision_backbone.featurizer, model.vision_backbone.fused_featurizer):
         _init_linears(vit, generator, residual=("attn.proj", "mlp.fc2"), blocks=vit.spec.depth)

@@ -90,8 +90,8 @@ class OpenVLAPolicy(VLAPolicy):
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
 
-        ``forward_inputs`` has what ``preprocess`` returns and ``action_tokens int64[B,C,A]``. Of its randomness, each call
-        takes one block from ``generator``, whatever the tokens.
+        ``forward_inputs`` has what ``preprocess`` returns and ``action_tokens int64[B,C,A]``. Of its randomness, each
+        call takes one block from ``generator``, whatever the tokens.
 
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
@@ -147,7 +147,8 @@ class OpenVLAPolicy(VLAPolicy):
 
         Args:
             batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
-            label_smoothing_bins: standard deviation, in bins, of the Gaussian target around the right bin; 0 is one-hot.
+            label_smoothing_bins: standard deviation, in bins, of the Gaussian target around the right bin; 0 is
+                one-hot.
         """
         logits, _ = self._teacher_forced(batch)
         tokens = batch["action_tokens"]
@@ -172,7 +173,7 @@ class OpenVLAPolicy(VLAPolicy):
         return (nll * weight).sum() / total, scalars
 
     def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the trainable parameters by group: vision, projector, language, value_head; empty groups are left out."""
+        """Return the trainable parameters by group (vision, projector, language, value_head), without empty groups."""
         parts: dict[str, nn.Module | None] = {
             "vision": self.model.vision_backbone,
             "projector": self.model.projector,
@@ -187,7 +188,7 @@ class OpenVLAPolicy(VLAPolicy):
         return {name: parameters for name, parameters in groups.items() if parameters}
 
     def lora_target_modules(self) -> list[str]:
-        """Return the dotted names of the linear layers that low-rank adapters can be put on; the value head stays full."""
+        """Return the dotted names of the linear layers that low-rank adapters can be put on, without the value head."""
         return [
             name
             for name, module in self.named_modules()
@@ -207,8 +208,8 @@ class OpenVLAPolicy(VLAPolicy):
     def save_pretrained(self, directory: Path) -> None:
         """Write config.json, safetensors, tokenizer.json, dataset_statistics.json and preprocessor_config.json.
 
-        The value head goes to a file of its own, so that the rest is a plain OpenVLA checkpoint. The directory appears, or is
-        replaced, in one step.
+        The value head goes to a file of its own, so that the rest is a plain OpenVLA checkpoint. The directory
+        appears, or is replaced, in one step.
         """
         config = self.model.config
         with checkpoint.atomic_directory(directory) as staging:

@@ -40,8 +40,9 @@ class OpenVLAProcessor:
     def prompt_row(self, instruction: str) -> tuple[list[int], list[int]]:
         """Return L ids and an L-long mask: BOS, padding, the prompt.
 
-        Padding sits between BOS and the text, so that in every row of a batch the last prompt token, from which the first
-        action and the value are read, is in the last place. Masks and positions make the place of padding irrelevant.
+        Padding sits between BOS and the text, so that in every row of a batch the last prompt token, from which the
+        first action and the value are read, is in the last place. Masks and positions make the place of padding
+        irrelevant.
 
         Raises:
             EmbodrlError: the prompt is longer than L.
