@@ -11,9 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # In pieces, so that this file does not match itself.
 PATTERNS = {
-    "a path of somebody's machine": re.compile(r"(?<![\w.])/(?:" + "|".join(("home/\\w", "root/", "work" + "/", "Users/\\w")) + ")"),
+    "a path of somebody's machine": re.compile(
+        r"(?<![\w.])/(?:" + "|".join(("home/\\w", "root/", "work" + "/", "Users/\\w")) + ")"
+    ),
     "a package host (leave the choice of index to pip's configuration)": re.compile(
-        r"(?:pypi\.|files\.python" + r"hosted|download\.py" + r"torch|deb\.deb" + r"ian|archive\.ub" + r"untu|--index" + "-url)"
+        r"(?:pypi\.|files\.python"
+        + r"hosted|download\.py"
+        + r"torch|deb\.deb"
+        + r"ian|archive\.ub"
+        + r"untu|--index"
+        + "-url)"
     ),
     "a note to self": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b"),
 }

@@ -115,7 +115,12 @@ def backports_stanza(sources: list[Source], codename: str) -> str | None:
     with_updates = {uri for source in sources if f"{codename}-updates" in source.suites for uri in source.uris}
     for source in sources:
         if codename in source.suites and "main" in source.components and with_updates.intersection(source.uris):
-            lines = ["Types: deb", f"URIs: {' '.join(source.uris)}", f"Suites: {codename}-backports", "Components: main"]
+            lines = [
+                "Types: deb",
+                f"URIs: {' '.join(source.uris)}",
+                f"Suites: {codename}-backports",
+                "Components: main",
+            ]
             if source.signed_by:
                 lines.append(f"Signed-By: {source.signed_by}")
             return "\n".join(lines) + "\n"
@@ -188,7 +193,9 @@ def may_install(prefix: list[str]) -> tuple[bool, str]:
 def carry_out(plan: Plan, prefix: list[str]) -> bool:
     """Write the files and run the commands; return whether all went well."""
     for path, text in plan.files.items():
-        done = subprocess.run([*prefix, "tee", str(path)], input=text, text=True, stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            [*prefix, "tee", str(path)], input=text, text=True, stdout=subprocess.DEVNULL, check=False
+        )
         if done.returncode != 0:
             return False
     return all(

@@ -184,7 +184,9 @@ def probe_in_subprocess(timeout_s: float = 30.0) -> VulkanReport:
     except subprocess.TimeoutExpired:
         return VulkanReport(NO_DEVICE, [], f"the Vulkan driver did not answer within {timeout_s:g} s")
     if done.returncode not in (USABLE, NO_LOADER, NO_DEVICE, NO_FEATURE):
-        return VulkanReport(NO_DEVICE, [], f"the Vulkan probe ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
+        return VulkanReport(
+            NO_DEVICE, [], f"the Vulkan probe ended with status {done.returncode}: {done.stderr.strip()[-500:]}"
+        )
     fields = json.loads(done.stdout.splitlines()[-1])
     return VulkanReport(fields["status"], [VulkanDevice(**device) for device in fields["devices"]], fields["detail"])
 
@@ -197,7 +199,9 @@ def main(arguments: list[str]) -> int:
     else:
         for device in report.devices:
             verdict = "usable" if device.partially_bound else "lacks descriptorBindingPartiallyBound"
-            sys.stdout.write(f"{device.name} [{device.kind}], {device.driver}, Vulkan {device.api_version}: {verdict}\n")
+            sys.stdout.write(
+                f"{device.name} [{device.kind}], {device.driver}, Vulkan {device.api_version}: {verdict}\n"
+            )
         if report.detail:
             sys.stdout.write(report.detail + "\n")
     return report.status

@@ -1,0 +1,262 @@
+"""`embodrl doctor`: can this machine train, and if not, what is missing and how to get it.
+
+The checks import neither torch nor a simulator into this process; what needs them runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from embodrl.errors import MissingDependencyError
+from embodrl.scheduler import vulkan
+from embodrl.scheduler.findings import Finding, as_json, can_train, show
+from embodrl.scheduler.presets import Machine, preset_lacks
+
+GIB = 1 << 30
+SUPPORTED_PYTHONS = ((3, 11), (3, 12))
+MIN_MEMORY_GIB = 4.0
+MIN_SHARED_MEMORY_MIB = 256.0
+MIN_DISK_GIB = 2.0
+RENDER_TIMEOUT_S = 120.0
+
+SIMULATOR_REMEDY = "pip install 'embodrl[maniskill]' (in a clone: make setup)"
+INSTALLER = "in a clone: scripts/install_system_packages.sh"
+MESA = "apt install mesa-vulkan-drivers, on Debian 12 with -t bookworm-backports"
+VULKAN_REMEDIES = {
+    vulkan.NO_LOADER: f"install the Vulkan loader: apt install libvulkan1 ({INSTALLER})",
+    vulkan.NO_DEVICE: f"install a Vulkan driver: {MESA} ({INSTALLER})",
+    vulkan.NO_FEATURE: f"install a newer Mesa: {MESA} ({INSTALLER})",
+}
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def check_python(found: tuple[int, int] = sys.version_info[:2]) -> Finding:
+    """Python 3.11 or 3.12."""
+    text = f"{found[0]}.{found[1]} ({sys.executable})"
+    if found in SUPPORTED_PYTHONS:
+        return Finding("Python", "ok", text)
+    return Finding("Python", "error", text, "make the virtual environment with Python 3.11 or 3.12")
+
+
+def check_cpu() -> Finding:
+    """Cores that this process may use."""
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    text = f"{usable} of {present} cores usable"
+    if usable < 2:
+        return Finding("CPU", "warning", text, "simulation and training share one core; two or more are faster")
+    return Finding("CPU", "ok", text)
+
+
+def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that this process may use: the machine's, or a container's limit if that is less."""
+    total = psutil.virtual_memory().total
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        path = cgroup / name
+        if path.is_file():
+            text = path.read_text().strip()
+            if text.isdigit():
+                total = min(total, int(text))
+    return total
+
+
+def check_memory() -> Finding:
+    """Memory for two simulators, the policy and its optimizer."""
+    limit, available = memory_limit_bytes() / GIB, psutil.virtual_memory().available / GIB
+    text = f"{limit:.1f} GiB, {min(limit, available):.1f} GiB available"
+    if limit < MIN_MEMORY_GIB:
+        return Finding("memory", "warning", text, "lower env.num_processes and env.train.total_num_envs")
+    return Finding("memory", "ok", text)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm"), min_mib: float = MIN_SHARED_MEMORY_MIB) -> Finding:
+    """Room for the rings that carry observations and actions."""
+    if not path.is_dir():
+        return Finding("shared memory", "error", f"{path} is missing", "mount it: mount -t tmpfs tmpfs /dev/shm")
+    free_mib = shutil.disk_usage(path).free / (1 << 20)
+    text = f"{free_mib:.0f} MiB free in {path}"
+    if free_mib < min_mib:
+        remedy = "give the container more (docker run --shm-size=1g), or remount: mount -o remount,size=1g /dev/shm"
+        return Finding("shared memory", "error" if free_mib < min_mib / 8 else "warning", text, remedy)
+    return Finding("shared memory", "ok", text)
+
+
+def check_disk(path: Path, min_gib: float = MIN_DISK_GIB) -> Finding:
+    """Room for checkpoints and videos where runs are written."""
+    existing = path.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    free_gib = shutil.disk_usage(existing).free / GIB
+    text = f"{free_gib:.1f} GiB free in {existing}"
+    if free_gib < min_gib:
+        return Finding("disk", "warning", text, "free some, or set runner.output_dir to another disk")
+    return Finding("disk", "ok", text)
+
+
+def check_torch() -> Finding:
+    """Which torch, told from its metadata."""
+    found = installed_version("torch")
+    if found is None:
+        return Finding("torch", "error", "not installed", "pip install torch (in a clone: make setup)")
+    return Finding("torch", "ok", f"{found} ({'CPU build' if '+cpu' in found else 'CUDA build'})")
+
+
+def check_torchvision(torch: str | None, torchvision: str | None) -> Finding:
+    """A torchvision built for CUDA beside a CPU torch breaks every import of transformers."""
+    if torchvision is None:
+        return Finding("torchvision", "ok", "not installed (embodrl does not need it)")
+    text = f"{torchvision} beside torch {torch}"
+    if torch is not None and "+cpu" in torch and "+cpu" not in torchvision:
+        return Finding("torchvision", "error", f"{text}: `import transformers` fails", "pip uninstall torchvision")
+    return Finding("torchvision", "ok", text)
+
+
+def check_simulator() -> Finding:
+    """ManiSkill and SAPIEN, without importing them."""
+    missing = [
+        name for name in ("mani_skill", "sapien", "fast_simplification") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        return Finding("ManiSkill", "error", f"not installed: {', '.join(missing)}", SIMULATOR_REMEDY)
+    return Finding(
+        "ManiSkill", "ok", f"mani_skill {installed_version('mani_skill')}, sapien {installed_version('sapien')}"
+    )
+
+
+def check_vulkan(report: vulkan.VulkanReport) -> Finding:
+    """A Vulkan device with what SAPIEN's renderer needs."""
+    if not report.usable:
+        return Finding("Vulkan", "error", report.detail, VULKAN_REMEDIES[report.status])
+    devices = [f"{d.name}: {d.driver}, Vulkan {d.api_version}" for d in report.devices if d.partially_bound]
+    return Finding("Vulkan", "ok", "; ".join(devices))
+
+
+def check_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
+    """One simulated step and one frame, for real."""
+    command = [sys.executable, "-m", "embodrl.scheduler.render_check"]
+    remedy = "run it yourself to see more: python -m embodrl.scheduler.render_check"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("rendering", "error", f"no frame within {timeout_s:g} s", remedy)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"]
+        return Finding("rendering", "error", lines[-1], remedy)
+    result = json.loads(done.stdout.splitlines()[-1])
+    if result["contrast"] == 0:
+        return Finding("rendering", "error", f"{result['device']} draws an empty picture", remedy)
+    return Finding("rendering", "ok", f"one step and one frame on {result['device']} in {result['seconds']:.1f} s")
+
+
+def list_gpus() -> list[tuple[str, int]]:
+    """Return name and memory in bytes of the NVIDIA GPUs that the driver reports; empty without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        gpus: list[tuple[str, int]] = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            gpus.append((str(pynvml.nvmlDeviceGetName(handle)), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)))
+        return gpus
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> Finding:
+    """GPUs, and whether torch can use them."""
+    if not gpus:
+        return Finding("GPU", "ok", "none; the policy runs on the CPU")
+    text = "; ".join(f"{name}, {size / GIB:.1f} GiB" for name, size in gpus)
+    if torch is not None and "+cpu" in torch:
+        return Finding("GPU", "warning", text, "torch is a CPU build: EMBODRL_TORCH=cuda make setup")
+    return Finding("GPU", "ok", text)
+
+
+def preflight_rendering() -> None:
+    """Refuse before anything is started where no camera can be rendered. Takes about 0.1 s.
+
+    Raises:
+        MissingDependencyError: ManiSkill, the Vulkan loader or a sufficient driver is missing; names the package.
+    """
+    checks: tuple[Callable[[], Finding], ...] = (check_simulator, lambda: check_vulkan(vulkan.probe_in_subprocess()))
+    for check in checks:
+        finding = check()
+        if finding.status == "error":
+            raise MissingDependencyError(f"{finding.name}: {finding.detail}", finding.remedy)
+
+
+def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
+    """Run every check; a frame is drawn only where the driver could do it."""
+    torch = installed_version("torch")
+    simulator, driver = check_simulator(), vulkan.probe_in_subprocess()
+    findings = [
+        check_python(),
+        check_cpu(),
+        check_memory(),
+        check_shared_memory(),
+        check_disk(output_dir),
+        check_torch(),
+        check_torchvision(torch, installed_version("torchvision")),
+        check_gpu(gpus, torch),
+        simulator,
+        check_vulkan(driver),
+    ]
+    if driver.usable and simulator.status == "ok":
+        findings.append(check_rendering())
+    return findings
+
+
+def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
+    """Return what the presets need to know."""
+    simulator_checks = ("ManiSkill", "Vulkan", "rendering")
+    troubles = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
+    usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
+    return Machine(
+        simulators={"maniskill": "; ".join(troubles)},
+        memory_bytes=memory_limit_bytes(),
+        gpu_bytes=tuple(size for _, size in usable_gpus),
+        has_wandb=installed_version("wandb") is not None,
+    )
+
+
+def run_doctor(json_output: bool = False, output_dir: Path = Path("outputs"), console: Console | None = None) -> int:
+    """Examine the machine and show what was found.
+
+    Args:
+        json_output: one JSON object in place of tables.
+        output_dir: where runs will be written.
+        console: where to write; standard output by default.
+
+    Returns:
+        0 if training can run, 1 otherwise.
+    """
+    console = console or Console()
+    gpus = list_gpus() if importlib.util.find_spec("pynvml") else []
+    findings = examine(output_dir, gpus)
+    presets = preset_lacks(summarize(findings, gpus))
+    if json_output:
+        console.out(as_json(findings, presets), highlight=False)
+    else:
+        show(findings, presets, console)
+    return 0 if can_train(findings) else 1

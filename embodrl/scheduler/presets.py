@@ -1,0 +1,89 @@
+"""Which of the shipped presets run on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodrl.config import Config, load_config
+from embodrl.config.compose import presets
+from embodrl.config.schema import ArchitectureConfig, VitConfig
+from embodrl.errors import ConfigError
+
+GROUPS = ("env", "model", "experiment")
+VOCABULARY = 32064  # of Llama 2 as OpenVLA pads it; the tiny size has less, and is small anyway
+# Weights, gradients and the two moments of AdamW, all in actor.param_dtype.
+COPIES_IN_TRAINING = 4
+BYTES = {"fp32": 4, "bf16": 2}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks found, as far as presets care.
+
+    Attributes:
+        simulators: env_type -> why it does not run here; "" if it does. An env_type that was not checked is absent.
+        memory_bytes: of the host.
+        gpu_bytes: memory of each CUDA GPU that torch can use.
+        has_wandb: the package is installed.
+    """
+
+    simulators: dict[str, str]
+    memory_bytes: int
+    gpu_bytes: tuple[int, ...]
+    has_wandb: bool
+
+
+def _vit_parameters(vit: VitConfig) -> int:
+    return vit.depth * (4 * vit.width**2 + 2 * vit.width * vit.mlp_dim)
+
+
+def num_parameters(architecture: ArchitectureConfig) -> int:
+    """Return about how many parameters the policy has: matrices only, no biases and norms."""
+    vision = architecture.dino.width + architecture.siglip.width
+    hidden = architecture.hidden_size
+    projector = vision * 4 * vision + 4 * vision * hidden + hidden**2
+    layer = 4 * hidden**2 + 3 * hidden * architecture.intermediate_size
+    language = architecture.num_hidden_layers * layer + 2 * VOCABULARY * hidden
+    return _vit_parameters(architecture.dino) + _vit_parameters(architecture.siglip) + projector + language
+
+
+def lacks(config: Config, machine: Machine) -> str:
+    """Return what this machine lacks for a configuration; "" if it runs."""
+    missing: list[str] = []
+    simulator = machine.simulators.get(config.env.env_type, "")
+    if simulator:
+        missing.append(simulator)
+    wants_gpu = {
+        "cluster.device=cuda": config.cluster.device == "cuda",
+        "env.sim_backend=physx_cuda": config.env.sim_backend == "physx_cuda",
+        "env.render_backend=gpu": config.env.render_backend == "gpu",
+    }
+    missing += [
+        f"{setting} needs a CUDA GPU" for setting, wanted in wants_gpu.items() if wanted and not machine.gpu_bytes
+    ]
+    if config.model.model_path is None:
+        needed = num_parameters(config.model.architecture) * BYTES[config.actor.param_dtype] * COPIES_IN_TRAINING
+        on_gpu = bool(machine.gpu_bytes) and config.cluster.device != "cpu"
+        room = max(machine.gpu_bytes) if on_gpu else machine.memory_bytes
+        if needed > room:
+            place = "GPU memory" if on_gpu else "memory"
+            missing.append(
+                f"training in {config.actor.param_dtype} needs about {needed / GIB:.0f} GiB of {place}, {room / GIB:.0f} GiB are there"
+            )
+    if config.runner.logger.wandb_mode != "off" and not machine.has_wandb:
+        missing.append("W&B needs pip install 'embodrl[wandb]'")
+    return "; ".join(missing)
+
+
+def preset_lacks(machine: Machine) -> dict[str, str]:
+    """Return ``group=preset`` -> what it lacks here; "" where it runs with everything else left at its default."""
+    result: dict[str, str] = {}
+    for group in GROUPS:
+        for name in presets(group):
+            choice = f"{group}={name}"
+            try:
+                result[choice] = lacks(load_config([choice]).config, machine)
+            except ConfigError as error:
+                result[choice] = error.problems[0].message
+    return result
