@@ -5,6 +5,7 @@ Legend: B environments over all managers, C actions in a chunk, A action dimensi
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +65,8 @@ class EnvPool:
         self.faults = faults or FaultCounts()
         self._spec: EnvSpec | None = None
         self._offsets: list[int] = []
-        self._batch: tuple[ResultSlot, ...] = ()
+        self._batch: list[ResultSlot] = []
+        self._parts: list[list[ResultSlot]] = []
         self._turn = 0
         self._last: list[Observation | None] = [None] * len(self.managers)
         self._failed: dict[int, EnvError] = {}
@@ -134,7 +136,9 @@ class EnvPool:
             self._spec = replace(specs[0], num_envs=sum(counts))
             self._offsets = np.cumsum([0, *counts]).tolist()
             if len(self.managers) > 1:
-                self._batch = tuple(ResultSlot.allocate(self._spec) for _ in range(NUM_SLOTS))
+                self._batch = [ResultSlot.allocate(self._spec) for _ in range(NUM_SLOTS)]
+                borders = list(itertools.pairwise(self._offsets))
+                self._parts = [[slot.rows(start, stop) for start, stop in borders] for slot in self._batch]
         return self._spec
 
     def start(self) -> None:
@@ -225,10 +229,11 @@ class EnvPool:
         self._last = list(parts)
         if not self._batch:
             return copy_observation(parts[0]) if copy else parts[0]
-        slot = self._next_slot()
-        for rank, part in enumerate(parts):
-            slot.rows(self._offsets[rank], self._offsets[rank + 1]).write_observation(part)
-        return copy_observation(slot.observation()) if copy else slot.observation()
+        self._turn = (self._turn + 1) % NUM_SLOTS
+        for target, part in zip(self._parts[self._turn], parts, strict=True):
+            target.write_observation(part)
+        result = self._batch[self._turn].observation()
+        return copy_observation(result) if copy else result
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
         """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
@@ -257,10 +262,11 @@ class EnvPool:
         self._last = [part.observation for part in parts]
         if not self._batch:
             return copy_step(parts[0]) if copy else parts[0]
-        slot = self._next_slot()
-        for rank, part in enumerate(parts):
-            slot.rows(self._offsets[rank], self._offsets[rank + 1]).write_step(part)
-        return copy_step(slot.step(self._chunk)) if copy else slot.step(self._chunk)
+        self._turn = (self._turn + 1) % NUM_SLOTS
+        for target, part in zip(self._parts[self._turn], parts, strict=True):
+            target.write_step(part)
+        result = self._batch[self._turn].step(self._chunk)
+        return copy_step(result) if copy else result
 
     def step(
         self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None, *, copy: bool = False
@@ -268,10 +274,6 @@ class EnvPool:
         """Play a chunk and wait for it."""
         self.step_async(actions, active)
         return self.wait(copy=copy)
-
-    def _next_slot(self) -> ResultSlot:
-        self._turn = (self._turn + 1) % len(self._batch)
-        return self._batch[self._turn]
 
     def _raise_failed(self, rank: int) -> None:
         error = self._failed.pop(rank, None)

@@ -115,10 +115,15 @@ def _views(buffer: Any, fields: dict[str, tuple[int, tuple[int, ...], type[np.ge
 
 
 class ResultSlot:
-    """Room for one result (observation, and outcome of a chunk) of B environments."""
+    """Room for one result (observation, and outcome of a chunk) of B environments.
+
+    Instructions seldom change, so the last ones written and read are remembered; one object must do all the writing.
+    """
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
+        self._written: list[str] = []
+        self._read: tuple[bytes, bytes, list[str]] = (b"", b"", [])
 
     @staticmethod
     def allocate(spec: EnvSpec) -> ResultSlot:
@@ -137,7 +142,10 @@ class ResultSlot:
         """
         for name in ("images", "state", "task_id"):
             self._copy(name, getattr(observation, name), self.arrays[name])
-        self._write_instructions("", observation.instruction, range(len(self.arrays["task_id"])))
+        if observation.instruction != self._written:
+            self._written = []  # stays so if writing fails half-way
+            self._write_instructions("", observation.instruction, range(len(self.arrays["task_id"])))
+            self._written = list(observation.instruction)
 
     def write_step(self, step: EnvStep) -> None:
         """Copy the outcome of a chunk in; of ``final_observation`` only the rows that are valid.
@@ -166,19 +174,17 @@ class ResultSlot:
 
     def observation(self, prefix: str = "") -> Observation:
         """Return views of the observation."""
-        lengths = self.arrays[f"{prefix}instruction_length"].tolist()
-        texts = self.arrays[f"{prefix}instruction"]
-        instructions = [texts[row, :length].tobytes().decode() for row, length in enumerate(lengths)]
         return Observation(
-            self.arrays[f"{prefix}images"], self.arrays[f"{prefix}state"], instructions, self.arrays[f"{prefix}task_id"]
+            self.arrays[f"{prefix}images"],
+            self.arrays[f"{prefix}state"],
+            self._read_instructions(prefix),
+            self.arrays[f"{prefix}task_id"],
         )
 
     def step(self, chunk: int) -> EnvStep:
         """Return views of the outcome of a chunk of that many actions."""
         arrays = self.arrays
         has_final = bool(arrays["final_mask"].any())
-        if has_final:
-            arrays["final_instruction_length"][~arrays["final_mask"]] = 0
         return EnvStep(
             observation=self.observation(),
             **{name: arrays[name][:, :chunk] for name in _PER_ACTION},
@@ -187,9 +193,10 @@ class ResultSlot:
         )
 
     def poison(self) -> None:
-        """Overwrite everything, so that a view kept for too long shows at once."""
-        for array in self.arrays.values():
-            array.fill(np.nan if array.dtype.kind == "f" else POISON_BYTE)
+        """Overwrite all that is handed out as a view, so that a view kept for too long shows at once."""
+        for name, array in self.arrays.items():
+            if "instruction" not in name:
+                array.fill(np.nan if array.dtype.kind == "f" else POISON_BYTE)
 
     def _check(self, name: str, source: Any, target: NDArray[Any]) -> None:
         if not isinstance(source, np.ndarray) or source.shape != target.shape or source.dtype != target.dtype:
@@ -202,6 +209,14 @@ class ResultSlot:
     def _copy(self, name: str, source: Any, target: NDArray[Any]) -> None:
         self._check(name, source, target)
         np.copyto(target, source)
+
+    def _read_instructions(self, prefix: str) -> list[str]:
+        texts, lengths = self.arrays[f"{prefix}instruction"], self.arrays[f"{prefix}instruction_length"]
+        raw, raw_lengths = texts.tobytes(), lengths.tobytes()
+        if (raw, raw_lengths) != self._read[:2]:
+            decoded = [texts[row, :length].tobytes().decode() for row, length in enumerate(lengths.tolist())]
+            self._read = (raw, raw_lengths, decoded)
+        return list(self._read[2])
 
     def _write_instructions(self, prefix: str, texts: list[str], rows: Any) -> None:
         target, lengths = self.arrays[f"{prefix}instruction"], self.arrays[f"{prefix}instruction_length"]
