@@ -1,0 +1,21 @@
+"""Scripted experts: privileged controllers that show how a task is done."""
+
+from __future__ import annotations
+
+from embodrl.envs.experts.base import Expert
+from embodrl.envs.experts.maniskill import EXPERTS
+from embodrl.errors import EnvError
+
+
+def make_expert(task: str) -> Expert:
+    """Return a new expert for one episode of that task.
+
+    Raises:
+        EnvError: there is no expert for that task.
+    """
+    if task not in EXPERTS:
+        raise EnvError(f"there is no scripted expert for '{task}'", f"choose one of {', '.join(EXPERTS)}")
+    return EXPERTS[task]()
+
+
+__all__ = ["EXPERTS", "Expert", "make_expert"]

@@ -1,0 +1,175 @@
+"""Experts for the ManiSkill tasks, in pd_ee_delta_pose: proportional control through a few waypoints.
+
+They work on the present state only (a phase may advance, never the clock), so that they recover from perturbations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.experts.base import CLOSED, OPEN, ROTATION_STEP_RAD, Expert, reach
+
+Vector = NDArray[np.float32]
+
+
+def _position(thing: Any) -> Vector:
+    result: Vector = thing.pose.p[0].cpu().numpy().astype(np.float32)
+    return result
+
+
+def _offset(point: Vector, x: float = 0.0, y: float = 0.0, z: float = 0.0) -> Vector:
+    return point + np.array([x, y, z], np.float32)
+
+
+class SlideCube(Expert):
+    """PushCube and PullCube: put the closed gripper behind the cube and shove it onto the target.
+
+    Args:
+        direction: +1 pushes away from the robot, -1 pulls towards it.
+    """
+
+    behind_m = 0.055
+    height_m = 0.02
+    clear_m = 0.09
+
+    def __init__(self, direction: float) -> None:
+        self.direction = direction
+
+    def act(self, env: Any) -> Vector:
+        """See Expert."""
+        tcp, cube, goal = _position(env.agent.tcp), _position(env.obj), _position(env.goal_region)
+        start = _offset(cube, x=-self.direction * self.behind_m)
+        start[2] = self.height_m
+        # How far the tool is short of the place behind the cube, along the way of the cube.
+        ahead = self.direction * (tcp[0] - start[0])
+        aligned = abs(tcp[1] - cube[1]) < 0.015
+        if ahead > 0.03 and not (aligned and tcp[2] < 0.045 and ahead < self.behind_m):
+            over = start.copy()
+            over[2] = self.clear_m
+            return reach(tcp, over, CLOSED)
+        if not aligned or tcp[2] > 0.035:
+            return reach(tcp, start, CLOSED)
+        return reach(tcp, np.array([goal[0], cube[1], self.height_m], np.float32), CLOSED)
+
+
+class PickCube(Expert):
+    """Grasp a cube and bring it somewhere.
+
+    Args:
+        cube: attribute of the environment.
+    """
+
+    approach_m = 0.08
+
+    def __init__(self, cube: str = "cube") -> None:
+        self.cube = cube
+        self.closing = 0
+
+    def act(self, env: Any) -> Vector:
+        """See Expert."""
+        tcp, cube = _position(env.agent.tcp), _position(getattr(env, self.cube))
+        if bool(env.agent.is_grasping(getattr(env, self.cube))[0]):
+            return self.carry(env, tcp, cube)
+        if np.linalg.norm(tcp[:2] - cube[:2]) > 0.015:
+            self.closing = 0
+            height = max(cube[2] + self.approach_m, 0.0) if np.linalg.norm(tcp[:2] - cube[:2]) > 0.03 else tcp[2]
+            return reach(tcp, np.array([cube[0], cube[1], height], np.float32), OPEN)
+        if tcp[2] - cube[2] > 0.01 and self.closing == 0:
+            return reach(tcp, cube, OPEN)
+        self.closing = (self.closing + 1) % 6
+        return reach(tcp, cube, CLOSED)
+
+    def carry(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
+        """Return the action with the cube in hand."""
+        return reach(tcp, tcp + _position(env.goal_site) - cube, CLOSED)
+
+
+class StackCube(PickCube):
+    """Put cube A on cube B and let go."""
+
+    def __init__(self) -> None:
+        super().__init__("cubeA")
+
+    def act(self, env: Any) -> Vector:
+        """See Expert."""
+        tcp, top, base = _position(env.agent.tcp), _position(env.cubeA), _position(env.cubeB)
+        if np.linalg.norm(top[:2] - base[:2]) < 0.02 and abs(top[2] - base[2] - 0.04) < 0.006:
+            return reach(tcp, _offset(tcp, z=0.02), OPEN)
+        return super().act(env)
+
+    def carry(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
+        """See PickCube."""
+        base = _position(env.cubeB)
+        apart = float(np.linalg.norm(cube[:2] - base[:2]))
+        if apart > 0.012:
+            height = base[2] + 0.09
+            target = np.array([base[0], base[1], height], np.float32)
+            if apart > 0.05 and cube[2] < base[2] + 0.06:
+                target[:2] = cube[:2]
+            return reach(tcp, tcp + target - cube, CLOSED)
+        return reach(tcp, tcp + _offset(base, z=0.04) - cube, CLOSED)
+
+
+class LiftPegUpright(Expert):
+    """Grasp the peg near its far end, turn it upright about the y axis and set it down."""
+
+    grip_m = 0.06
+
+    def __init__(self) -> None:
+        self.closing = 0
+        self.side = 0.0
+
+    def act(self, env: Any) -> Vector:
+        """See Expert."""
+        tcp, peg = _position(env.agent.tcp), _position(env.peg)
+        axis = env.peg.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy().astype(np.float32)
+        if self.side == 0.0:
+            self.side = 1.0 if axis[0] > 0 else -1.0
+        axis = axis * self.side
+        grip = peg + axis * self.grip_m
+        tilt_rad = float(np.arcsin(np.clip(axis[2], -1, 1)))
+        if bool(env.agent.is_grasping(env.peg)[0]):
+            return self._turn(tcp, peg, tilt_rad)
+        if np.linalg.norm(tcp[:2] - grip[:2]) > 0.015 and tcp[2] - grip[2] < 0.05 and self.closing == 0:
+            height = grip[2] + 0.08 if np.linalg.norm(tcp[:2] - grip[:2]) > 0.03 else tcp[2]
+            return reach(tcp, np.array([grip[0], grip[1], height], np.float32), OPEN)
+        if np.linalg.norm(tcp[:2] - grip[:2]) > 0.015:
+            self.closing = 0
+            return reach(tcp, np.array([grip[0], grip[1], grip[2] + 0.06], np.float32), OPEN)
+        if tcp[2] - grip[2] > 0.01 and self.closing == 0:
+            return reach(tcp, grip, OPEN)
+        self.closing = (self.closing + 1) % 8
+        return reach(tcp, grip, CLOSED)
+
+    def _turn(self, tcp: Vector, peg: Vector, tilt_rad: float) -> Vector:
+        remaining_rad = np.pi / 2 - tilt_rad
+        # The lower end must clear the table while the peg turns about the gripper.
+        low_m = 0.12 * np.sin(max(tilt_rad, 0.0)) + 0.025 * np.cos(tilt_rad)
+        height = low_m + (0.02 if remaining_rad > 0.06 else 0.0)
+        target = tcp.copy()
+        target[2] += height - peg[2]
+        action = reach(tcp, target, CLOSED, gain=1.5)
+        action[4] = np.clip(1.0 * remaining_rad / ROTATION_STEP_RAD, -1, 1)
+        return action
+
+
+def push_cube() -> Expert:
+    """Return an expert of PushCube-v1."""
+    return SlideCube(direction=1.0)
+
+
+def pull_cube() -> Expert:
+    """Return an expert of PullCube-v1."""
+    return SlideCube(direction=-1.0)
+
+
+EXPERTS = {
+    "PushCube-v1": push_cube,
+    "PullCube-v1": pull_cube,
+    "PickCube-v1": PickCube,
+    "StackCube-v1": StackCube,
+    "LiftPegUpright-v1": LiftPegUpright,
+}

@@ -1,0 +1,205 @@
+"""The scenes of one process: many of one environment each on a CPU, one of many on a GPU.
+
+On a CPU each scene keeps a journal of its resets and actions. PhysX carries history that no state dictionary shows
+(contact caches, the order of pairs), so a scene is restored to the bit by building it anew and replaying the journal;
+``rebuild`` empties it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.experts import Expert, make_expert
+from embodrl.envs.maniskill.sim import ManiSkillSim
+from embodrl.errors import EnvError
+
+_RESET, _STEP = 0, 1
+
+
+class Journal:
+    """Resets and actions of one scene since it was built."""
+
+    def __init__(self) -> None:
+        self.kinds: list[int] = []
+        self.seeds: list[int] = []
+        self.actions: list[NDArray[np.float32]] = []
+
+    def reset(self, seed: int) -> None:
+        self.kinds.append(_RESET)
+        self.seeds.append(seed)
+
+    def step(self, action: NDArray[np.float32]) -> None:
+        self.kinds.append(_STEP)
+        self.actions.append(action.copy())
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return ``kinds uint8[n]``, ``seeds int64[n_resets]`` and ``actions float32[n_steps,A]``."""
+        actions = np.stack(self.actions) if self.actions else np.zeros((0, 0), np.float32)
+        return {"kinds": np.array(self.kinds, np.uint8), "seeds": np.array(self.seeds, np.int64), "actions": actions}
+
+    @staticmethod
+    def replay(arrays: dict[str, NDArray[Any]], sim: ManiSkillSim) -> Journal:
+        """Do on a new scene what was done on the old one; return the journal of that."""
+        journal = Journal()
+        seeds, actions = iter(arrays["seeds"]), iter(arrays["actions"])
+        for kind in arrays["kinds"]:
+            if kind == _RESET:
+                seed = next(seeds)
+                sim.reset(np.array([seed]), np.zeros(1, np.int64))
+                journal.reset(int(seed))
+            else:
+                action = next(actions)
+                sim.step(action[None])
+                journal.step(action)
+        return journal
+
+
+class Fleet:
+    """B environments over the scenes of this process.
+
+    Args:
+        num_envs: B.
+        tasks: names; an environment is given one at each reset.
+        sim_kwargs: keyword arguments of ManiSkillSim without task and num_envs.
+    """
+
+    def __init__(self, num_envs: int, tasks: tuple[str, ...], sim_kwargs: dict[str, Any]) -> None:
+        self.num_envs = num_envs
+        self.tasks = tasks
+        self.task_id = np.zeros(num_envs, np.int32)
+        self._kwargs = sim_kwargs
+        self._batched: ManiSkillSim | None = None
+        self._sims: dict[tuple[int, int], ManiSkillSim] = {}
+        self._journals: dict[tuple[int, int], Journal] = {}
+        self._experts: list[Expert | None] = [None] * num_envs
+        if sim_kwargs["sim_backend"] == "physx_cuda":
+            if len(tasks) > 1:
+                raise EnvError("physx_cuda simulates one task at a time", "give one task or set env.sim_backend=physx_cpu")
+            self._batched = ManiSkillSim(tasks[0], num_envs, **sim_kwargs)
+        else:
+            for row in range(num_envs):
+                self._sim(row)
+
+    def any_sim(self) -> ManiSkillSim:
+        """Return a scene, to ask for its spaces."""
+        return self._batched or next(iter(self._sims.values()))
+
+    def _sim(self, row: int) -> ManiSkillSim:
+        """Return the scene of an environment and its present task (CPU), building it on first use."""
+        key = (row, int(self.task_id[row]))
+        if key not in self._sims:
+            self._sims[key] = ManiSkillSim(self.tasks[key[1]], 1, **self._kwargs)
+            self._journals[key] = Journal()
+        return self._sims[key]
+
+    def _journal(self, row: int) -> Journal:
+        return self._journals[row, int(self.task_id[row])]
+
+    def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
+        """Give the tasks of the next episodes."""
+        self.task_id[rows] = task_ids
+
+    def reset(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        """Start new episodes in ``rows``."""
+        if self._batched is not None:
+            self._batched.reset(seeds, rows)
+            return
+        for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
+            self._sim(row).reset(np.array([seed]), np.zeros(1, np.int64))
+            self._journal(row).reset(seed)
+
+    def step(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Play ``actions float32[B,A]`` in the running rows; return dense reward and success, 0 elsewhere."""
+        if self._batched is not None:
+            return self._batched.step(actions)
+        reward, success = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, np.bool_)
+        for row in np.flatnonzero(running).tolist():
+            dense, solved = self._sim(row).step(actions[row : row + 1])
+            self._journal(row).step(actions[row])
+            reward[row], success[row] = dense[0], solved[0]
+        return reward, success
+
+    def dense_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the normalised dense reward ``float32[len(rows)]`` of the present states."""
+        if self._batched is not None:
+            return self._batched.dense_reward()[rows]
+        return np.array([self._sim(row).dense_reward()[0] for row in rows.tolist()], np.float32)
+
+    def render(self, rows: NDArray[np.int64], images: NDArray[np.uint8]) -> None:
+        """Write what the cameras see into ``images uint8[B,V,H,W,3]``, in ``rows`` only."""
+        if self._batched is not None:
+            if len(rows):
+                images[rows] = self._batched.images()[rows]
+            return
+        for row in rows.tolist():
+            images[row] = self._sim(row).images()[0]
+
+    def render_human(self, row: int) -> NDArray[np.uint8]:
+        """Return ``uint8[H,W,3]`` of the camera for people."""
+        return self._batched.render_human()[row] if self._batched is not None else self._sim(row).render_human()[0]
+
+    def proprioception(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return ``float32[len(rows),S]``."""
+        if self._batched is not None:
+            return self._batched.proprioception()[rows]
+        return np.concatenate([self._sim(row).proprioception() for row in rows.tolist()])
+
+    # -- experts ------------------------------------------------------------------------------------------------------
+
+    def expert_reset(self, rows: NDArray[np.int64]) -> None:
+        """Let scripted experts begin anew in ``rows``, whose episodes have just begun (CPU only)."""
+        if self._batched is not None:
+            raise EnvError("experts run on physx_cpu only", "set env.sim_backend=physx_cpu")
+        for row in rows.tolist():
+            self._experts[row] = make_expert(self.tasks[self.task_id[row]])
+
+    def expert_actions(self) -> NDArray[np.float32]:
+        """Return what the experts would do now: ``float32[B,A]``, 0 in rows without one."""
+        actions = np.zeros((self.num_envs, len(self.any_sim().action_low)), np.float32)
+        for row, expert in enumerate(self._experts):
+            if expert is not None:
+                actions[row] = expert.act(self._sim(row).env)
+        return actions
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def rebuild(self) -> None:
+        """Build the scenes anew, so that what follows does not depend on what went before (CPU only)."""
+        if self._batched is not None:
+            return
+        for key, sim in list(self._sims.items()):
+            sim.close()
+            self._sims[key] = ManiSkillSim(self.tasks[key[1]], 1, **self._kwargs)
+            self._journals[key] = Journal()
+
+    def get_state(self) -> dict[str, Any]:
+        """Return all that ``set_state`` needs."""
+        if self._batched is not None:
+            return {"task_id": self.task_id, "physics": self._batched.get_state()}
+        scenes = [{"key": list(key), "journal": self._journals[key].to_arrays()} for key in self._sims]
+        return {"task_id": self.task_id, "scenes": scenes}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore the scenes: replayed to the bit on a CPU."""
+        self.task_id = state["task_id"].copy()
+        if self._batched is not None:
+            self._batched.set_state(state["physics"])
+            return
+        for sim in self._sims.values():
+            sim.close()
+        self._sims, self._journals = {}, {}
+        for scene in state["scenes"]:
+            row, task = scene["key"]
+            self._sims[row, task] = ManiSkillSim(self.tasks[task], 1, **self._kwargs)
+            self._journals[row, task] = Journal.replay(scene["journal"], self._sims[row, task])
+
+    def close(self) -> None:
+        """Free all scenes."""
+        for sim in self._sims.values():
+            sim.close()
+        self._sims, self._journals = {}, {}
+        if self._batched is not None:
+            self._batched.close()

@@ -1,0 +1,193 @@
+"""Rendering ManiSkill on a CPU: which Vulkan device, and lighter meshes.
+
+SAPIEN draws through Vulkan; on a machine without a GPU that is Mesa's lavapipe. Its cost is the number of triangles:
+a Panda has about 135 000 visual ones and the stock ground 20 000, which is nearly all of the time of a 64 x 64 frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.errors import MissingDependencyError
+
+GROUND_WIDTH_M = 100.0
+GROUND_ALTITUDE_M = -0.9196429
+GROUND_TEXTURE_SQUARE_M = 4.0
+MIN_PART_TRIANGLES = 12
+
+_decimated: dict[tuple[str, int, float], tuple[Any, ...]] = {}
+
+
+def render_device_name(render_backend: str) -> str:
+    """Return what to call the Vulkan device in ``sapien.Device`` for ``render_backend`` auto, cpu or gpu.
+
+    Raises:
+        MissingDependencyError: there is no Vulkan device of that kind that can draw.
+    """
+    import sapien
+
+    if render_backend in ("auto", "gpu"):
+        try:
+            if sapien.Device("cuda").can_render():
+                return "cuda"
+        except RuntimeError:
+            if render_backend == "gpu":
+                raise MissingDependencyError(
+                    "env.render_backend is gpu, and SAPIEN finds no CUDA device that can render",
+                    "install the NVIDIA driver with its Vulkan part, or set env.render_backend=cpu",
+                ) from None
+    for index in range(8):
+        try:
+            device = sapien.Device(f"pci:{index}")
+        except RuntimeError:
+            continue
+        if device.can_render():
+            return f"pci:{index}"
+    raise MissingDependencyError(
+        "no Vulkan device can render",
+        "install a Vulkan CPU driver (Debian/Ubuntu: mesa-vulkan-drivers 23 or newer); `embodrl doctor` says more",
+    )
+
+
+def accept_pci_devices() -> None:
+    """Let ManiSkill take ``pci:<id>`` for a render backend: its parser splits the name at the colon."""
+    from mani_skill.envs.utils.system import backend
+
+    original = backend.parse_backend_device_id
+    if getattr(original, "accepts_pci", False):
+        return
+
+    def parse_backend_device_id(name: str) -> Any:
+        return (name, None) if name.startswith("pci:") else original(name)
+
+    parse_backend_device_id.accepts_pci = True  # type: ignore[attr-defined]
+    backend.parse_backend_device_id = parse_backend_device_id
+
+
+def decimate(
+    vertices: NDArray[np.float32], triangles: NDArray[np.uint32], reduction: float
+) -> tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.float32]]:
+    """Simplify a mesh by quadric error (Garland and Heckbert, 1997).
+
+    Args:
+        vertices: ``float32[N,3]``.
+        triangles: ``uint32[M,3]``.
+        reduction: part of the triangles to drop, in [0, 1).
+
+    Returns:
+        Vertices ``[N',3]``, triangles ``[M',3]`` and area-weighted vertex normals ``[N',3]``.
+    """
+    import fast_simplification
+
+    # Seams split vertices by normal and texture; the simplifier would tear the mesh there.
+    unique, inverse = np.unique(np.round(vertices, 6), axis=0, return_inverse=True)
+    faces = inverse.reshape(-1)[triangles.astype(np.int64)].reshape(-1, 3)
+    faces = faces[(faces[:, 0] != faces[:, 1]) & (faces[:, 1] != faces[:, 2]) & (faces[:, 2] != faces[:, 0])]
+    if len(faces) * (1 - reduction) >= MIN_PART_TRIANGLES:
+        unique, faces = fast_simplification.simplify(
+            unique.astype(np.float32), faces.astype(np.int32), target_reduction=reduction
+        )
+    faces = np.asarray(faces, dtype=np.uint32)
+    points = np.asarray(unique, dtype=np.float32)
+    corners = points[faces.astype(np.int64)]
+    face_normals = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
+    normals = np.zeros_like(points)
+    for corner in range(3):
+        np.add.at(normals, faces[:, corner], face_normals)
+    normals /= np.maximum(np.linalg.norm(normals, axis=1, keepdims=True), 1e-12)
+    return points, faces, normals.astype(np.float32)
+
+
+def _light_shapes(shape: Any, reduction: float, min_triangles: int) -> list[Any] | None:
+    """Return decimated stand-ins for a triangle mesh, or None if it is small already."""
+    import sapien
+
+    if not isinstance(shape, sapien.render.RenderShapeTriangleMesh):
+        return None
+    parts = shape.parts
+    if sum(len(part.triangles) for part in parts) < min_triangles:
+        return None
+    result = []
+    for index, part in enumerate(parts):
+        key = (shape.filename, index, reduction)
+        if key not in _decimated:
+            _decimated[key] = decimate(part.vertices, part.triangles, reduction)
+        points, faces, normals = _decimated[key]
+        light = sapien.render.RenderShapeTriangleMesh(
+            vertices=points * np.asarray(shape.scale, dtype=np.float32),
+            triangles=faces,
+            normals=normals,
+            uvs=np.zeros((len(points), 2), dtype=np.float32),
+            material=part.material,
+        )
+        light.local_pose = shape.local_pose
+        result.append(light)
+    return result
+
+
+def _replace_body(entity: Any, old: Any, shapes: list[Any]) -> None:
+    import sapien
+
+    body = sapien.render.RenderBodyComponent()
+    for shape in shapes:
+        body.attach(shape)
+    body.name = old.name
+    entity.remove_component(old)
+    entity.add_component(body)
+
+
+def decimate_robot(links: list[Any], reduction: float, min_triangles: int = 500) -> int:
+    """Swap the visual meshes of a robot's links for light ones; collision meshes stay as they are.
+
+    Args:
+        links: ManiSkill ``Link`` objects.
+        reduction: part of the triangles to drop, in (0, 1).
+        min_triangles: meshes smaller than this stay.
+
+    Returns:
+        How many visual bodies were swapped.
+    """
+    import sapien
+
+    swapped = 0
+    for link in links:
+        for physx_link in link._objs:
+            entity = physx_link.entity
+            body = entity.find_component_by_type(sapien.render.RenderBodyComponent)
+            if body is None:
+                continue
+            light = [(_light_shapes(shape, reduction, min_triangles), shape) for shape in body.render_shapes]
+            if all(stand_ins is None for stand_ins, _ in light):
+                continue
+            shapes = [
+                s for stand_ins, shape in light for s in (stand_ins if stand_ins is not None else [shape.clone()])
+            ]
+            _replace_body(entity, body, shapes)
+            swapped += 1
+    return swapped
+
+
+def simplify_ground(ground: Any) -> None:
+    """Draw the chequered ground with 2 triangles in place of 20 000; the picture is the same."""
+    import sapien
+
+    half = GROUND_WIDTH_M / 2
+    corners = np.array([[-half, -half], [half, -half], [half, half], [-half, half]], dtype=np.float32)
+    for entity in ground._objs:
+        body = entity.find_component_by_type(sapien.render.RenderBodyComponent)
+        if body is None:
+            continue
+        material = body.render_shapes[0].parts[0].material
+        # The stock texture coordinates, evaluated at the corners: they are linear in x and y.
+        uvs = (corners * (GROUND_WIDTH_M / GROUND_TEXTURE_SQUARE_M) + half) / GROUND_WIDTH_M
+        quad = sapien.render.RenderShapeTriangleMesh(
+            vertices=np.concatenate([corners, np.full((4, 1), GROUND_ALTITUDE_M, dtype=np.float32)], axis=1),
+            triangles=np.array([[0, 1, 2], [0, 2, 3]], dtype=np.uint32),
+            normals=np.tile(np.array([0, 0, 1], dtype=np.float32), (4, 1)),
+            uvs=uvs,
+            material=material,
+        )
+        _replace_body(entity, body, [quad])

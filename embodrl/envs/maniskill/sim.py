@@ -1,0 +1,162 @@
+"""One ManiSkill scene, without what a VLA policy does not need: rendering happens on request only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.maniskill.rendering import (
+    accept_pci_devices,
+    decimate_robot,
+    render_device_name,
+    simplify_ground,
+)
+from embodrl.envs.maniskill.tasks import TASKS
+
+
+def to_numpy(tensor: Any) -> NDArray[Any]:
+    """Return a torch tensor of any device as numpy."""
+    result: NDArray[Any] = tensor.detach().cpu().numpy()
+    return result
+
+
+class ManiSkillSim:
+    """N environments of one task: N is 1 on a CPU (PhysX steps one scene) and any number on a GPU.
+
+    Args:
+        task: a key of ``TASKS``.
+        num_envs: N.
+        cameras: keyword arguments of the sensors: name -> width, height, and optionally fov_rad, eye, target.
+        sim_backend: physx_cpu or physx_cuda.
+        render_backend: auto, cpu or gpu.
+        mesh_decimation: part of the robot's visual triangles to drop; None is 0.95 on a CPU and 0 on a GPU.
+        human_size: height and width in pixels of ``render_human``.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        num_envs: int,
+        cameras: dict[str, dict[str, Any]],
+        sim_backend: str,
+        render_backend: str,
+        mesh_decimation: float | None,
+        human_size: tuple[int, int],
+    ) -> None:
+        import gymnasium
+        import mani_skill.envs  # noqa: F401  registers the tasks
+        from mani_skill.utils import sapien_utils
+
+        accept_pci_devices()
+        device = render_device_name(render_backend)
+        sensor_configs: dict[str, dict[str, Any]] = {}
+        for name, camera in cameras.items():
+            sensor = {"width": camera["width"], "height": camera["height"]}
+            if camera.get("fov_rad") is not None:
+                sensor["fov"] = camera["fov_rad"]
+            if camera.get("eye") is not None:
+                sensor["pose"] = sapien_utils.look_at(eye=camera["eye"], target=camera["target"])
+            sensor_configs[name] = sensor
+        self.task = TASKS[task]
+        self.num_envs = num_envs
+        self.camera_names = tuple(cameras)
+        self.env: Any = gymnasium.make(
+            task,
+            num_envs=num_envs,
+            obs_mode="rgb",
+            control_mode="pd_ee_delta_pose",
+            reward_mode="none",
+            render_mode="rgb_array",
+            robot_uids="panda",
+            sim_backend=sim_backend,
+            render_backend=device,
+            sensor_configs=sensor_configs,
+            human_render_camera_configs={"height": human_size[0], "width": human_size[1]},
+            reconfiguration_freq=0,
+        ).unwrapped
+        self.env.reset(seed=[0] * num_envs)
+        if self.task.show_hidden:
+            self.env._hidden_objects.clear()
+        reduction = (0.0 if device == "cuda" else 0.95) if mesh_decimation is None else mesh_decimation
+        if reduction > 0:
+            decimate_robot(self.env.agent.robot.links, reduction)
+            simplify_ground(self.env.table_scene.ground)
+        space = self.env.single_action_space
+        self.action_low = tuple(float(x) for x in space.low)
+        self.action_high = tuple(float(x) for x in space.high)
+        self.state_dim = 2 * int(self.env.agent.robot.max_dof)
+
+    def reset(self, seeds: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
+        """Start new episodes in ``rows`` from ``seeds int64[N']``."""
+        options = {} if self.num_envs == 1 else {"env_idx": self._tensor(rows)}
+        env = self.env
+        # ManiSkill would render the first observation; the caller asks for it when it needs one.
+        env.get_obs, keep = (lambda info, unflattened=False: {}), env.get_obs
+        try:
+            env.reset(seed=[int(s) for s in seeds], options=options)
+        finally:
+            env.get_obs = keep
+
+    def _tensor(self, array: NDArray[Any]) -> Any:
+        from mani_skill.utils import common
+
+        return common.to_tensor(array, device=self.env.device)
+
+    def step(self, actions: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Play ``actions float32[N,A]`` for one control step (1/20 s).
+
+        Returns:
+            The normalised dense reward ``float32[N]`` (ManiSkill's own, 1 at success) and success ``bool[N]``.
+        """
+        env = self.env
+        action = env._step_action(actions)
+        env._elapsed_steps += 1
+        info = env.get_info()
+        reward = env.compute_normalized_dense_reward(obs={}, action=action, info=info)
+        return to_numpy(reward).astype(np.float32), to_numpy(info["success"]).astype(np.bool_)
+
+    def dense_reward(self) -> NDArray[np.float32]:
+        """Return the normalised dense reward of the present state, ``float32[N]``."""
+        info = self.env.get_info()
+        return to_numpy(self.env.compute_normalized_dense_reward(obs={}, action=None, info=info)).astype(np.float32)
+
+    def images(self) -> NDArray[np.uint8]:
+        """Render the cameras: ``uint8[N,V,H,W,3]``."""
+        data = self.env._get_obs_sensor_data()
+        views = [to_numpy(data[name]["rgb"]) for name in self.camera_names]
+        return np.stack(views, axis=1).astype(np.uint8, copy=False)
+
+    def render_human(self) -> NDArray[np.uint8]:
+        """Render the camera for people: ``uint8[N,H,W,3]``."""
+        return to_numpy(self.env.render_rgb_array()).astype(np.uint8, copy=False)
+
+    def proprioception(self) -> NDArray[np.float32]:
+        """Joint positions (rad, m) and velocities: ``float32[N,S]``."""
+        robot = self.env.agent.robot
+        return np.concatenate([to_numpy(robot.get_qpos()), to_numpy(robot.get_qvel())], axis=1).astype(np.float32)
+
+    def get_state(self) -> dict[str, NDArray[np.float32]]:
+        """Return the physical state by actor and articulation, as ``kind/name -> float32[N,...]``.
+
+        PhysX keeps more (contact caches, pair order), so that a restored CPU scene continues closely, not to the bit;
+        ``journal.Journal`` restores to the bit.
+        """
+        flat: dict[str, NDArray[np.float32]] = {}
+        for kind, members in self.env.get_state_dict().items():
+            for name, value in members.items():
+                flat[f"{kind}/{name}"] = to_numpy(value).astype(np.float32)
+        return flat
+
+    def set_state(self, state: dict[str, NDArray[np.float32]]) -> None:
+        """Restore what ``get_state`` returned."""
+        nested: dict[str, dict[str, Any]] = {}
+        for key, value in state.items():
+            kind, _, name = key.partition("/")
+            nested.setdefault(kind, {})[name] = self._tensor(value)
+        self.env.set_state_dict(nested)
+
+    def close(self) -> None:
+        """Free the scene."""
+        self.env.close()

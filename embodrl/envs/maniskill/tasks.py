@@ -1,0 +1,32 @@
+"""The ManiSkill tasks: what they are called in words, and what differs from stock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of ManiSkill.
+
+    Attributes:
+        name: gymnasium id.
+        instruction: what the policy is told.
+        show_hidden: draw what ManiSkill hides from cameras (the goal of PickCube can't be seen otherwise).
+    """
+
+    name: str
+    instruction: str
+    show_hidden: bool = False
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("PushCube-v1", "push the blue cube to the target"),
+        Task("PullCube-v1", "pull the blue cube to the target"),
+        Task("PickCube-v1", "pick up the red cube and hold it at the green goal", show_hidden=True),
+        Task("StackCube-v1", "stack the red cube on the green cube"),
+        Task("LiftPegUpright-v1", "lift the peg and stand it upright"),
+    )
+}
