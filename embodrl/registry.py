@@ -101,6 +101,9 @@ MODELS.register(
     "embodrl.models.openvla.build:build_openvla",
     "OpenVLA: DINOv2 + SigLIP vision, Llama, 256-bin action tokens",
     value_head=True,
+    num_cameras=1,
+    num_bins=256,
+    uses_state=False,
 )
 
 ENVS = Registry("environment")

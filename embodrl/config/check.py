@@ -20,7 +20,7 @@ def validate(tree: Node) -> tuple[Config, set[str], list[ConfigProblem]]:
     """Validate a tree against the schema.
 
     Returns:
-        The configuration, in which every wrong value is replaced by the schema's default; the keys replaced; the problems.
+        The configuration, with the schema's default for every wrong value; the keys replaced; the problems.
     """
     problems: list[ConfigProblem] = []
     pruned: set[str] = set()
@@ -63,8 +63,8 @@ def describe(error: ValidationError, tree: Node) -> list[tuple[str, ConfigProble
     result: dict[str, ConfigProblem] = {}
     for item in error.errors(include_url=False):
         key = _key(tree, item["loc"], item["type"])
-        if key in result:
-            continue  # the branches of a union complain one by one
+        if key in result or any(known.startswith(f"{key}.") for known in result):
+            continue  # the branches of a union complain one by one, and a list complains about its lost item
         node = lookup(tree, key)
         value = node.plain() if node is not None else None
         origin = str(origin_of(tree, key))
@@ -140,7 +140,7 @@ def _remedy(kind: str, key: str, value: Any, allowed: str) -> str:
         example = key.split(".")[-1]
         return f"give keys below it, as {key}.KEY=VALUE or '{example}: {{KEY: VALUE}}'"
     if kind == "finite_number":
-        return "give a finite number; null switches a setting off where null is allowed"
+        return "give a finite number" + (", or null to switch it off" if "null" in allowed else "")
     return f"give {allowed}" if allowed else "see docs/configuration.md"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.nodes import Node, Origin, from_plain, parse_yaml, read_yaml
+from embodrl.config.nodes import Node, Origin, from_plain, read_yaml
 from embodrl.errors import ConfigProblem
 from embodrl.registry import nearest
 
@@ -81,10 +81,14 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             remedy = "options go before a lone '--' or are listed by --help; settings are written key=value"
             problems.append(ConfigProblem(text, "is not an option of this command", origin, remedy=remedy))
             continue
+        if "=" not in text and not text.startswith("~"):
+            remedy = f"write {key}=VALUE; a YAML file is given with --config FILE"
+            problems.append(ConfigProblem(key, "is not of the form key=value", origin, "key=value", remedy=remedy))
+            continue
         try:
             parsed = parser.parse_override(text)
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
+        except (HydraException, ValueError) as error:
+            reason = str(error).splitlines()[0].partition(" expecting ")[0]
             remedy = "write key=value without blanks, e.g. runner.seed=3 or env.tasks=[PushCube-v1,PullCube-v1];"
             remedy += " quote text that holds blanks, commas, colons or brackets: \"runner.name='my run'\""
             problems.append(ConfigProblem(key, f"can't be parsed: {reason}", origin, "key=value", remedy=remedy))
@@ -297,7 +301,7 @@ def compose(overrides: list[str], config_file: Path | None) -> Composition:
 
 def compose_resolved(path: Path, overrides: list[str]) -> Composition:
     """Read a file that holds a whole configuration, e.g. ``DIR/config.yaml`` of a run; presets play no part."""
-    tree, problems = read_yaml(path, str(path))
+    tree, problems = read_yaml(path, str(path), "run")
     arguments, wrong = parse_arguments(overrides)
     problems += wrong
     for argument in arguments:
@@ -307,10 +311,4 @@ def compose_resolved(path: Path, overrides: list[str]) -> Composition:
                 ConfigProblem(argument.key, "the presets of a run are fixed", str(argument.origin), remedy=remedy)
             )
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
-    return Composition(tree, {}, problems)
-
-
-def compose_text(text: str, name: str) -> Composition:
-    """As ``compose_resolved`` for YAML text."""
-    tree, problems = parse_yaml(text, name)
     return Composition(tree, {}, problems)

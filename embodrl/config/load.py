@@ -98,7 +98,7 @@ def origin_of_value(tree: Node, key: str) -> Origin:
 
 
 def leaf_keys(value: Any, key: str = "") -> list[str]:
-    """Return the dotted keys of all values in a nested mapping; lists of mappings are entered, other lists are leaves."""
+    """Return the dotted keys of all values; lists of mappings are entered, other lists are one value."""
     if isinstance(value, dict) and value:
         mapping: dict[str, Any] = value
         return [leaf for name, child in mapping.items() for leaf in leaf_keys(child, f"{key}.{name}" if key else name)]
@@ -114,7 +114,11 @@ def remove_special(tree: Node) -> list[ConfigProblem]:
     for key, node in list(walk(tree)):
         for name, child in list(node.children.items()):
             full = f"{key}.{name}" if key else name
-            if SPECIAL_KEY.fullmatch(name):
+            if "." in name or not name:  # from a mapping on the command line; files are checked when read
+                remedy = "write sections as nested mappings: {runner: {seed: 3}}"
+                problems.append(ConfigProblem(full, "is a dotted or empty key", str(child.origin), remedy=remedy))
+                del node.children[name]
+            elif SPECIAL_KEY.fullmatch(name):
                 remedy = "remove it; models, environments and algorithms are chosen by their registered names"
                 message = (
                     "names an object to build; embodrl never builds objects or calls functions from a configuration"

@@ -1,4 +1,4 @@
-"""YAML with a memory: every value knows the file and line, or the argument, that it came from. Runs no tags, no code."""
+"""YAML with a memory: every value knows the file and line, or the argument, that it came from. Runs no code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from embodrl.errors import ConfigProblem
 
 INT = re.compile(r"[-+]?[0-9][0-9_]*")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
+MAX_NODES = 10_000
+MAX_DIGITS = 100
 SPECIAL_KEY = re.compile(r"_[a-z]+_")
 STANDARD_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:str")
 
@@ -23,7 +25,7 @@ class Origin:
     """Where a value came from.
 
     Attributes:
-        kind: ``schema``, ``preset``, ``file`` or ``argument``.
+        kind: ``schema``, ``preset``, ``run`` (the file that a run wrote), ``file`` or ``argument``.
         source: file name, or the argument as written.
         line: line in the file, from 1; 0 if there is none.
     """
@@ -125,7 +127,7 @@ def parse_scalar(text: str) -> Any:
         return None
     if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
         return text.lower() == "true"
-    if INT.fullmatch(text):
+    if INT.fullmatch(text) and len(text) <= MAX_DIGITS:
         return int(text.replace("_", ""))
     if FLOAT.fullmatch(text):
         number = text.replace("_", "").lower()
@@ -139,6 +141,7 @@ class _Reader:
     def __init__(self, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
         self.problems: list[ConfigProblem] = []
+        self.count = 0
 
     def origin(self, node: yaml.Node) -> Origin:
         return Origin(self.kind, self.name, int(node.start_mark.line) + 1)
@@ -149,6 +152,11 @@ class _Reader:
     def read(self, node: yaml.Node, key: str, depth: int = 0) -> Node:
         origin = self.origin(node)
         tag = str(node.tag)
+        self.count += 1
+        if self.count > MAX_NODES:  # aliases of aliases grow without bound
+            if self.count == MAX_NODES + 1:
+                self.problem(key, node, f"has more than {MAX_NODES} values", "write aliases (*name) out")
+            return Node(None, origin)
         if depth > 20:
             self.problem(key, node, "is nested more than 20 levels deep", "the configuration has at most four levels")
             return Node(None, origin)
@@ -183,6 +191,9 @@ class _Reader:
                 self.problem(
                     full, key_node, f"is given twice in one mapping, first in line {first}", "remove one of them"
                 )
+            elif "." in name or not name:
+                remedy = "write sections as nested mappings: 'runner: {seed: 3}'"
+                self.problem(full, key_node, "is a dotted or empty key", remedy)
             elif name == "<<":
                 self.problem(full, key_node, "is a YAML merge key", "write the keys out, or put them into a preset")
             else:

@@ -1,19 +1,28 @@
-"""The typed configuration. Unknown keys are errors; cross-field rules are in ``rules.py``. Imports no torch.
+"""The typed configuration. Unknown keys are errors; cross-field rules are in ``rules/``. Imports no torch.
 
-Every field's description is its documentation: docs/configuration.md and ``--help`` are made from it.
+Every field's description is its documentation: docs/configuration.md is made from it.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _rank_text(value: object) -> object:
+    """YAML reads the placement ``0`` as an integer; it is text like ``0-3``."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Ranks = Annotated[str, BeforeValidator(_rank_text)]
 
 
 class Section(BaseModel):
@@ -49,7 +58,7 @@ class EnvTrainConfig(Section):
     use_fixed_reset_state_ids: bool = Field(
         False, description="every rollout starts from the same initial states (seeds) instead of fresh ones"
     )
-    seed: NonNegativeInt = Field(0, description="first reset seed; combined with runner.seed")
+    seed: Seed = Field(0, description="first reset seed; combined with runner.seed")
 
 
 class EnvEvalConfig(Section):
@@ -57,7 +66,7 @@ class EnvEvalConfig(Section):
 
     total_num_envs: PositiveInt = Field(32, description="environments over all processes")
     num_episodes: PositiveInt = Field(128, description="episodes an evaluation, spread evenly over the tasks")
-    seed: NonNegativeInt = Field(1_000_000, description="reset seed of the first episode; episode i uses seed + i")
+    seed: Seed = Field(1_000_000, description="reset seed of the first episode; episode i uses seed + i")
 
 
 class VideoConfig(Section):
@@ -263,7 +272,7 @@ class ClusterConfig(Section):
         "auto", description="of the policy; auto takes a GPU if there is one"
     )
     num_threads: PositiveInt | None = Field(None, description="torch threads of the policy; null takes all cores")
-    component_placement: dict[str, str] = Field(
+    component_placement: dict[str, Ranks] = Field(
         {"actor,rollout,env": "all"},
         description="components to devices, e.g. `actor,rollout: 0`; all, or 0 where there is one device",
     )
@@ -288,7 +297,7 @@ class RunnerConfig(Section):
     name: str = Field("auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
     output_dir: str = Field("auto", description="directory of the run; auto is outputs/<name>")
     max_iterations: PositiveInt = Field(60, description="rollout + update cycles")
-    seed: NonNegativeInt = Field(0, description="of everything random")
+    seed: Seed = Field(0, description="of everything random")
     eval_interval: NonNegativeInt = Field(
         10, description="iterations between evaluations; 0 for none; the last one always counts"
     )
@@ -307,7 +316,7 @@ class CollectConfig(Section):
         0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
     )
     noise_fraction: Fraction = Field(0.7, description="part of the episodes with noise")
-    seed: NonNegativeInt = Field(500_000, description="first reset seed")
+    seed: Seed = Field(500_000, description="first reset seed")
     keep_failures: bool = Field(False, description="keep episodes that failed, too")
 
 

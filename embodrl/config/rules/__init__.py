@@ -1,0 +1,35 @@
+"""Cross-field rules, by subject. All of them run; each reports on its own."""
+
+from __future__ import annotations
+
+from embodrl.config.nodes import Node
+from embodrl.config.rules import algorithm, cluster, env, model, runner
+from embodrl.config.rules.base import NOTES, RULES, Context, Rule
+from embodrl.config.schema import Config
+from embodrl.errors import ConfigProblem
+
+__all__ = ["NOTES", "RULES", "Rule", "algorithm", "cluster", "env", "model", "run_rules", "runner"]
+
+
+def run_rules(config: Config, tree: Node, invalid: set[str]) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
+    """Run every rule whose keys have a valid type.
+
+    Args:
+        config: the values; the schema's default where a value was invalid.
+        tree: where the values came from.
+        invalid: keys whose value was invalid.
+
+    Returns:
+        What is forbidden, and what is allowed but without effect or odd.
+    """
+    context = Context(config, tree)
+    sound = [
+        [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
+        for rules in (RULES, NOTES)
+    ]
+    errors, notes = ([context.problem(finding) for rule in rules for finding in rule.check(context)] for rules in sound)
+    return errors, notes
+
+
+def _overlap(key: str, bad: str) -> bool:
+    return key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.")

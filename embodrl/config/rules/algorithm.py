@@ -1,0 +1,251 @@
+"""PPO: estimators, levels, critic, clipping, batches, schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from embodrl.config.rules.base import Context, Finding, divisors, multiples, note, rule
+from embodrl.registry import ADVANTAGES, LOSSES, Registry, nearest
+
+PARTS: tuple[tuple[str, Registry], ...] = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
+
+
+def facts(context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what the registry knows about the estimator and the loss."""
+    names = (context.config.algorithm.adv_type, context.config.algorithm.loss_type)
+    adv, loss = (
+        table.entry(name).facts if name in table else {} for name, (_, table) in zip(names, PARTS, strict=True)
+    )
+    return adv, loss
+
+
+@rule("algorithm.adv_type", "algorithm.loss_type")
+def parts_are_registered(context: Context) -> Iterator[Finding]:
+    """Estimator and loss have names in the registry."""
+    for key, table in PARTS:
+        name: str = getattr(context.config.algorithm, key)
+        if name not in table:
+            hint = nearest(name, table.names())
+            remedy = f"write algorithm.{key}={hint}" if hint else "see `embodrl list algorithms`"
+            yield Finding(f"algorithm.{key}", f"there is no {table.kind} '{name}'", remedy, ", ".join(table), hint)
+
+
+@rule("algorithm.adv_type", "algorithm.loss_type", "model.add_value_head")
+def critic_is_complete(context: Context) -> Iterator[Finding]:
+    """Values are predicted, trained and used, or none of it."""
+    algorithm = context.config.algorithm
+    if algorithm.adv_type not in ADVANTAGES or algorithm.loss_type not in LOSSES:
+        return
+    adv, loss = (bool(part.get("needs_values")) for part in facts(context))
+    both = ("algorithm.adv_type", "algorithm.loss_type")
+    if adv and not loss:
+        message = (
+            f"adv_type '{algorithm.adv_type}' needs values, but loss_type '{algorithm.loss_type}' never trains them"
+        )
+        remedy = "set algorithm.loss_type=actor_critic"
+        fitting = ", ".join(name for name in LOSSES if LOSSES.entry(name).facts.get("needs_values"))
+        yield Finding("algorithm.loss_type", message, remedy, fitting, others=("algorithm.adv_type",))
+    if loss and not adv:
+        message = (
+            f"loss_type '{algorithm.loss_type}' trains values, but adv_type '{algorithm.adv_type}' never uses them"
+        )
+        yield Finding("algorithm.loss_type", message, "set algorithm.loss_type=actor", others=("algorithm.adv_type",))
+    if (adv or loss) and not context.config.model.add_value_head:
+        message = f"adv_type '{algorithm.adv_type}' with loss_type '{algorithm.loss_type}' needs a value head"
+        yield Finding("model.add_value_head", message, "set model.add_value_head=true", "true", others=both)
+    if not (adv or loss) and context.config.model.add_value_head:
+        message = f"adv_type '{algorithm.adv_type}' and loss_type '{algorithm.loss_type}' do not train a value head"
+        yield Finding("model.add_value_head", message, "set model.add_value_head=false", "false", others=both)
+
+
+@rule("algorithm.adv_type", "algorithm.loss_type", "algorithm.value_loss_coef", "actor.optim.critic_warmup_iterations")
+def critic_learns(context: Context) -> Iterator[Finding]:
+    """A critic has a loss; without one there is nothing to warm up."""
+    algorithm = context.config.algorithm
+    warm_up = context.config.actor.optim.critic_warmup_iterations
+    if algorithm.loss_type not in LOSSES:
+        return
+    if facts(context)[1].get("needs_values"):
+        if algorithm.value_loss_coef == 0:
+            message = "a weight of 0 leaves the value head as it started, and the advantages with it"
+            yield Finding(
+                "algorithm.value_loss_coef", message, "set it to 0.5", "above 0", others=("algorithm.loss_type",)
+            )
+    elif warm_up:
+        message = (
+            f"{warm_up} iterations would train the value head alone, and loss_type '{algorithm.loss_type}' has none"
+        )
+        remedy = "set actor.optim.critic_warmup_iterations=0"
+        yield Finding("actor.optim.critic_warmup_iterations", message, remedy, "0", others=("algorithm.loss_type",))
+
+
+@rule("algorithm.reward_type", "model.value_head.output", "model.add_value_head")
+def values_match_rewards(context: Context) -> Iterator[Finding]:
+    """One value a reward."""
+    config = context.config
+    wanted = {"chunk_level": "chunk", "action_level": "action"}[config.algorithm.reward_type]
+    if config.model.add_value_head and config.model.value_head.output != wanted:
+        yield Finding(
+            "model.value_head.output",
+            f"reward_type '{config.algorithm.reward_type}' needs one value an {wanted}"
+            if wanted == "action"
+            else f"reward_type '{config.algorithm.reward_type}' needs one value a {wanted}",
+            f"set model.value_head.output={wanted}, or change algorithm.reward_type",
+            wanted,
+            others=("algorithm.reward_type",),
+        )
+
+
+@rule("algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type", "model.num_action_chunks")
+def levels_fit(context: Context) -> Iterator[Finding]:
+    """A ratio is at most as coarse as the advantages that it is multiplied with."""
+    algorithm = context.config.algorithm
+    if algorithm.reward_type != "action_level" or context.config.model.num_action_chunks == 1:
+        return
+    for key, value in (("logprob_type", algorithm.logprob_type), ("entropy_type", algorithm.entropy_type)):
+        if value == "chunk_level":
+            yield Finding(
+                f"algorithm.{key}",
+                "with reward_type 'action_level' each action has its own advantage; one number a chunk can't match",
+                f"set algorithm.{key}=action_level, or algorithm.reward_type=chunk_level",
+                "token_level, action_level",
+                others=("algorithm.reward_type",),
+            )
+
+
+@rule("algorithm.adv_type", "algorithm.group_size")
+def groups_for_group_estimators(context: Context) -> Iterator[Finding]:
+    """Estimators that compare the episodes of a group need groups."""
+    algorithm = context.config.algorithm
+    if facts(context)[0].get("needs_groups") and algorithm.group_size < 2:
+        message = f"adv_type '{algorithm.adv_type}' compares the episodes of a group; a group of 1 can't be compared"
+        yield Finding("algorithm.group_size", message, "set it to 8", "at least 2", others=("algorithm.adv_type",))
+
+
+@rule("algorithm.clip_ratio_low")
+def clip_leaves_a_ratio(context: Context) -> Iterator[Finding]:
+    """The lower clip bound 1 - clip_ratio_low is a positive ratio below 1."""
+    low = context.config.algorithm.clip_ratio_low
+    if low in (0, 1):
+        message = f"the ratio would be clipped at 1 - {low:g} = {1 - low:g}"
+        yield Finding("algorithm.clip_ratio_low", message, "set it to 0.2", "above 0 and below 1")
+
+
+@rule("algorithm.sampling")
+def sampling_explores(context: Context) -> Iterator[Finding]:
+    """A policy that always takes the most probable action has no gradient."""
+    if context.config.algorithm.sampling.top_k == 1:
+        message = "the one bin kept has probability 1, so there is nothing to explore and no gradient"
+        yield Finding("algorithm.sampling.top_k", message, "set it to 0, which keeps all", "0, or 2 and above")
+
+
+@rule("env.train", "model.num_action_chunks", "algorithm.rollout_epoch", "actor.global_batch_size")
+def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
+    """A rollout is a whole number of optimizer steps."""
+    config = context.config
+    train, chunk, batch = config.env.train, config.model.num_action_chunks, config.actor.global_batch_size
+    if train.max_steps_per_rollout_epoch % chunk:
+        return  # has a rule of its own
+    chunks = train.max_steps_per_rollout_epoch // chunk
+    total = train.total_num_envs * chunks * config.algorithm.rollout_epoch
+    if total % batch:
+        yield Finding(
+            "actor.global_batch_size",
+            f"a rollout has {train.total_num_envs} environments x {chunks} chunks x {config.algorithm.rollout_epoch} epochs"
+            f" = {total} chunks, and {total} / {batch} leaves {total % batch}",
+            f"set it to {divisors(total, batch)}, or change env.train.total_num_envs or max_steps_per_rollout_epoch",
+            f"a divisor of {total}",
+            others=(
+                "env.train.total_num_envs",
+                "env.train.max_steps_per_rollout_epoch",
+                "model.num_action_chunks",
+                "algorithm.rollout_epoch",
+            ),
+        )
+
+
+@rule("actor.global_batch_size", "actor.micro_batch_size")
+def micro_batches_fill_batches(context: Context) -> Iterator[Finding]:
+    """An optimizer step is a whole number of passes."""
+    actor = context.config.actor
+    rest = actor.global_batch_size % actor.micro_batch_size
+    if rest:
+        yield Finding(
+            "actor.micro_batch_size",
+            f"actor.global_batch_size = {actor.global_batch_size} is not a multiple of {actor.micro_batch_size}:"
+            f" {actor.global_batch_size} / {actor.micro_batch_size} leaves {rest}",
+            f"set it to {divisors(actor.global_batch_size, actor.micro_batch_size)},"
+            f" or the global batch to {multiples(actor.global_batch_size, actor.micro_batch_size)}",
+            f"a divisor of {actor.global_batch_size}",
+            others=("actor.global_batch_size",),
+        )
+
+
+@rule("actor.precision", "rollout.precision")
+def precisions_agree(context: Context) -> Iterator[Finding]:
+    """Rollout and training compute log-probs in the same precision."""
+    actor, rollout = context.config.actor.precision, context.config.rollout.precision
+    if actor != rollout:
+        message = f"rollouts in '{rollout}' and training in '{actor}' disagree about log-probs, so no ratio starts at 1"
+        remedy = f"set rollout.precision={actor}, or both to auto"
+        yield Finding("rollout.precision", message, remedy, actor, others=("actor.precision",))
+
+
+@rule("actor.optim.betas")
+def betas_forget(context: Context) -> Iterator[Finding]:
+    """A beta of 1 never forgets its starting value of 0."""
+    for index, beta in enumerate(context.config.actor.optim.betas):
+        if beta == 1:
+            message = "a beta of 1 keeps the moving average at 0 for ever"
+            yield Finding(f"actor.optim.betas.{index}", message, "set betas to [0.9,0.95]", "0 to below 1")
+
+
+WARM_UPS = ("actor.optim.critic_warmup_iterations", "actor.optim.lr_warmup_iterations")
+
+
+def warm_up_findings(context: Context) -> Iterator[Finding]:
+    """Yield what is wrong with the length of the warm-ups."""
+    optim, iterations = context.config.actor.optim, context.config.runner.max_iterations
+    critic, rate = optim.critic_warmup_iterations, optim.lr_warmup_iterations
+    others = ("runner.max_iterations",)
+    if critic >= iterations:
+        message = f"the policy would never train: the critic's warm-up takes {critic} of {iterations} iterations"
+        remedy = f"set it below {iterations}, or raise runner.max_iterations"
+        yield Finding(WARM_UPS[0], message, remedy, f"0 to {iterations - 1}", others=others)
+    elif critic + rate > iterations:
+        message = f"the learning rate would never reach its peak: {critic} iterations of the critic alone, then {rate}"
+        message += f" of warm-up, are more than the {iterations} of the run"
+        remedy = f"set it to at most {iterations - critic}, or raise runner.max_iterations"
+        yield Finding(WARM_UPS[1], message, remedy, f"0 to {iterations - critic}", others=(WARM_UPS[0], *others))
+
+
+@rule(*WARM_UPS, "runner.max_iterations")
+def chosen_warm_ups_end(context: Context) -> Iterator[Finding]:
+    """Warm-ups that the user chose end before the run does."""
+    yield from (finding for finding in warm_up_findings(context) if context.by_user(finding.key))
+
+
+@note(*WARM_UPS, "runner.max_iterations")
+def default_warm_ups_end(context: Context) -> Iterator[Finding]:
+    """In a very short run the default warm-ups are all there is."""
+    yield from (finding for finding in warm_up_findings(context) if not context.by_user(finding.key))
+
+
+@note("algorithm", "actor.optim", "model.add_value_head")
+def keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings that do nothing beside the others."""
+    algorithm, optim = context.config.algorithm, context.config.actor.optim
+    adv, loss = facts(context)
+    inert = [
+        ("algorithm.entropy_type", algorithm.entropy_bonus == 0, "algorithm.entropy_bonus is 0"),
+        ("algorithm.gae_lambda", algorithm.adv_type != "gae", f"adv_type is '{algorithm.adv_type}'"),
+        ("algorithm.value_clip", not loss.get("needs_values"), f"loss_type '{algorithm.loss_type}' has no critic"),
+        ("algorithm.value_loss_coef", not loss.get("needs_values"), f"loss_type '{algorithm.loss_type}' has no critic"),
+        ("algorithm.bootstrap_type", not adv.get("needs_values"), f"adv_type '{algorithm.adv_type}' uses no values"),
+        ("actor.optim.value_lr", not context.config.model.add_value_head, "model.add_value_head is false"),
+        ("actor.optim.min_lr_ratio", optim.lr_scheduler == "constant", "lr_scheduler is 'constant'"),
+    ]
+    for key, idle, reason in inert:
+        if idle and context.by_user(key):
+            yield Finding(key, f"has no effect: {reason}", "leave it out")

@@ -1,0 +1,127 @@
+"""What a rule is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from embodrl.config.nodes import Node, Origin, lookup, origin_of
+from embodrl.config.schema import Config
+from embodrl.errors import ConfigProblem
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule objects to.
+
+    Attributes:
+        key: the key to be changed first.
+        message: what is wrong, with the arithmetic.
+        remedy: what to change.
+        allowed: values that would do, in words.
+        nearest: the nearest valid name.
+        others: further keys that are part of it; the report names their origins, too.
+    """
+
+    key: str
+    message: str
+    remedy: str
+    allowed: str = ""
+    nearest: str = ""
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Context:
+    """A configuration whose types are right, and where its values came from."""
+
+    config: Config
+    tree: Node
+
+    @cached_property
+    def _defaults(self) -> Any:
+        return json.loads(Config().model_dump_json())
+
+    def origin(self, key: str) -> Origin:
+        """Return the origin of a value, or of the list or section that it is in."""
+        return origin_of(self.tree, key) if lookup(self.tree, key) else Origin("schema")
+
+    def by_user(self, key: str) -> bool:
+        """Tell whether the user asked for this value: on the command line, or in a file and not just the default."""
+        node = lookup(self.tree, key)
+        if node is None:
+            return False
+        if node.children:
+            return any(self.by_user(f"{key}.{name}") for name in node.children)
+        default = self._defaults
+        for part in key.split("."):
+            default = default.get(part) if isinstance(default, dict) else None
+        return node.origin.kind == "argument" or (node.origin.by_user and node.plain() != default)
+
+    def problem(self, finding: Finding) -> ConfigProblem:
+        """Return the finding with origins."""
+        keys = (finding.key, *finding.others)
+        origin = (
+            "; ".join(f"{key}: {self.origin(key)}" for key in keys) if finding.others else str(self.origin(finding.key))
+        )
+        return ConfigProblem(finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.remedy)
+
+
+Check = Callable[[Context], Iterator[Finding]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check and the keys that it reads; it is skipped while one of them is invalid."""
+
+    check: Check
+    keys: tuple[str, ...]
+
+
+RULES: list[Rule] = []
+NOTES: list[Rule] = []
+
+
+def rule(*keys: str) -> Callable[[Check], Check]:
+    """Register a check whose findings are errors."""
+    return _register(RULES, keys)
+
+
+def note(*keys: str) -> Callable[[Check], Check]:
+    """Register a check whose findings are told, but do not stop anything."""
+    return _register(NOTES, keys)
+
+
+def _register(rules: list[Rule], keys: tuple[str, ...]) -> Callable[[Check], Check]:
+    def add(check: Check) -> Check:
+        rules.append(Rule(check, keys))
+        return check
+
+    return add
+
+
+def what_is(text: str) -> str:
+    """Return ``directory``, ``file`` or "" for what a path leads to; ~ is the home directory."""
+    try:
+        path = Path(text).expanduser()
+        return "directory" if path.is_dir() else "file" if path.exists() else ""
+    except (OSError, RuntimeError, ValueError):  # too long a name, no such user, a zero byte: nothing is there
+        return ""
+
+
+def multiples(value: int, of: int) -> str:
+    """Name the nearest multiples: below and above."""
+    below, above = value // of * of, (value // of + 1) * of
+    return f"{below} or {above}" if below else str(above)
+
+
+def divisors(of: int, near: int) -> str:
+    """Name the divisors of ``of`` nearest to ``near``: below and above."""
+    all_divisors = [n for n in range(1, min(of, 100_000) + 1) if of % n == 0]
+    below = max((n for n in all_divisors if n <= near), default=1)
+    above = min((n for n in all_divisors if n > near), default=below)
+    return f"{below} or {above}" if below != above else str(below)

@@ -1,0 +1,111 @@
+"""Devices and placement."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from embodrl.config.placement import COMPONENTS, PlacementError, parse_ranks
+from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.registry import nearest
+
+KEY = "cluster.component_placement"
+
+
+def count_devices(device: str) -> int | None:
+    """Return how many devices this machine offers, without importing torch; None if it can't be told.
+
+    A machine without GPUs has one device, the CPU.
+    """
+    if device == "cpu":
+        return 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    else:
+        gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return gpus or (1 if device == "auto" else None)
+
+
+@rule(KEY)
+def components_are_placed_once(context: Context) -> Iterator[Finding]:
+    """Every component has exactly one place."""
+    seen: list[str] = []
+    for names in context.config.cluster.component_placement:
+        for name in (part.strip() for part in names.split(",")):
+            if name not in COMPONENTS:
+                hint = nearest(name, list(COMPONENTS))
+                remedy = f"write {hint}" if hint else "remove it"
+                yield Finding(
+                    KEY, f"there is no component '{name}' (in '{names}')", remedy, ", ".join(COMPONENTS), hint
+                )
+            elif name in seen:
+                yield Finding(KEY, f"the component '{name}' is placed twice", "name it in one line only", "once each")
+            seen.append(name)
+    missing = [name for name in COMPONENTS if name not in seen]
+    if missing:
+        remedy = "add a line for it, e.g. '" + ",".join(missing) + ": all'"
+        yield Finding(KEY, f"no place is given for {', '.join(missing)}", remedy, f"all of {', '.join(COMPONENTS)}")
+
+
+@rule(KEY, "cluster.device", "actor.training_backend", "rollout.backend")
+def places_exist(context: Context) -> Iterator[Finding]:
+    """Placements can be read, and name devices that there are and that the backends can use."""
+    cluster = context.config.cluster
+    available = count_devices(cluster.device)
+    used: dict[str, tuple[int, ...]] = {}
+    for names, text in cluster.component_placement.items():
+        try:
+            place = parse_ranks(text)
+        except PlacementError as error:
+            yield Finding(
+                KEY, f"'{names}: {text}' can't be read: {error}", "write all, 0, 0-3 or 0-1:0-3", error.allowed
+            )
+            continue
+        if place is None:
+            continue
+        beyond = [rank for rank in place.devices if available is not None and rank >= available]
+        if beyond:
+            last = f"0 to {(available or 1) - 1}" if available != 1 else "0"
+            message = f"'{names}: {text}' needs {max(place.devices) + 1} devices, and this machine offers {available}"
+            yield Finding(KEY, message, f"write '{names}: all'", f"all, {last}", others=("cluster.device",))
+            continue
+        for name in (part.strip() for part in names.split(",")):
+            used[name] = place.devices
+            if name in ("actor", "rollout") and (len(place.devices) > 1 or place.num_processes > 1):
+                backend = "actor.training_backend" if name == "actor" else "rollout.backend"
+                what = context.config.actor.training_backend if name == "actor" else context.config.rollout.backend
+                message = f"'{names}: {text}' puts {name} on {len(place.devices)} devices in {place.num_processes}"
+                message += f" processes, but {backend} '{what}' is 1 process on 1 device"
+                yield Finding(
+                    KEY, message, f"write '{names}: 0' or '{names}: all'", "all, or one device", others=(backend,)
+                )
+    actor, rollout = used.get("actor"), used.get("rollout")
+    if actor is not None and rollout is not None and len(actor) == len(rollout) == 1 and actor != rollout:
+        yield Finding(
+            KEY,
+            f"actor on device {actor[0]} and rollout on device {rollout[0]}: rollout.backend"
+            f" '{context.config.rollout.backend}' acts with the weights of the actor, in its process",
+            f"write 'actor,rollout: {actor[0]}'",
+            "the same device for both",
+            others=("rollout.backend",),
+        )
+
+
+@rule("cluster.device", "env.render_backend", "actor.param_dtype", "actor.precision")
+def device_has_the_dtype(context: Context) -> Iterator[Finding]:
+    """Weights in bf16 are multiplied in bf16."""
+    actor = context.config.actor
+    if actor.param_dtype == "bf16" and actor.precision == "fp32":
+        message = "weights in bf16 can't be computed with in fp32 precision"
+        remedy = "set actor.precision=auto and rollout.precision=auto, or actor.param_dtype=fp32"
+        yield Finding("actor.precision", message, remedy, "auto, bf16", others=("actor.param_dtype",))
+
+
+@note("cluster.num_threads")
+def threads_have_cores(context: Context) -> Iterator[Finding]:
+    """More threads than cores get in each other's way."""
+    threads, cores = context.config.cluster.num_threads, os.cpu_count() or 1
+    if threads is not None and threads > cores:
+        yield Finding("cluster.num_threads", f"{threads} threads share {cores} cores", f"set it to {cores}, or null")

@@ -1,0 +1,368 @@
+"""Environments: counts, episodes, tasks, seeds, cameras, backends."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from embodrl.config.rules.base import Context, Finding, multiples, note, rule
+from embodrl.registry import ADVANTAGES, ENVS, nearest
+
+
+@rule("env.train.total_num_envs", "env.eval.total_num_envs", "env.num_processes")
+def processes_share_the_environments(context: Context) -> Iterator[Finding]:
+    """The environments are spread evenly over the processes."""
+    env = context.config.env
+    for split, count in (("train", env.train.total_num_envs), ("eval", env.eval.total_num_envs)):
+        if count % env.num_processes:
+            yield Finding(
+                f"env.{split}.total_num_envs",
+                f"{count} environments can't be spread evenly over env.num_processes = {env.num_processes} processes:"
+                f" {count} / {env.num_processes} leaves {count % env.num_processes}",
+                f"set it to {multiples(count, env.num_processes)}, or change env.num_processes",
+                f"a multiple of {env.num_processes}",
+                others=("env.num_processes",),
+            )
+
+
+@rule("env.num_processes", "rollout.pipeline_stages")
+def stages_are_whole_processes(context: Context) -> Iterator[Finding]:
+    """A pipeline stage is a group of whole processes."""
+    processes, stages = context.config.env.num_processes, context.config.rollout.pipeline_stages
+    if processes % stages:
+        yield Finding(
+            "rollout.pipeline_stages",
+            f"{processes} processes can't be split into {stages} stages of whole processes:"
+            f" {processes} / {stages} leaves {processes % stages}",
+            f"set env.num_processes to {multiples(processes, stages)}, or rollout.pipeline_stages to 1",
+            f"a divisor of env.num_processes = {processes}",
+            others=("env.num_processes",),
+        )
+
+
+@rule("env.train.total_num_envs", "env.num_processes", "algorithm.group_size")
+def groups_stay_in_a_process(context: Context) -> Iterator[Finding]:
+    """The environments of a group are in one process."""
+    env, size = context.config.env, context.config.algorithm.group_size
+    per_process = env.train.total_num_envs // env.num_processes
+    if env.train.total_num_envs % env.num_processes == 0 and per_process % size:
+        yield Finding(
+            "algorithm.group_size",
+            f"{env.train.total_num_envs} environments / {env.num_processes} processes = {per_process} a process,"
+            f" which is not a multiple of the group size {size}",
+            f"set env.train.total_num_envs to a multiple of {size * env.num_processes}, or change the group size",
+            f"a divisor of {per_process}",
+            others=("env.train.total_num_envs", "env.num_processes"),
+        )
+
+
+@rule("env.train.total_num_envs", "algorithm.group_size", "env.tasks")
+def every_task_has_a_group(context: Context) -> Iterator[Finding]:
+    """There are at least as many groups of environments as tasks."""
+    config = context.config
+    groups = config.env.train.total_num_envs // config.algorithm.group_size
+    if groups < len(config.env.tasks):
+        yield Finding(
+            "env.train.total_num_envs",
+            f"{config.env.train.total_num_envs} environments in groups of {config.algorithm.group_size} make {groups}"
+            f" initial states for {len(config.env.tasks)} tasks",
+            f"set it to at least {len(config.env.tasks) * config.algorithm.group_size}, or name fewer tasks",
+            f"at least {len(config.env.tasks) * config.algorithm.group_size}",
+            others=("env.tasks", "algorithm.group_size"),
+        )
+
+
+@rule("env.train", "env.max_episode_steps", "model.num_action_chunks")
+def chunks_fill_episodes(context: Context) -> Iterator[Finding]:
+    """Episodes and rollouts are whole chunks."""
+    config = context.config
+    chunk = config.model.num_action_chunks
+    for key, steps in (
+        ("env.max_episode_steps", config.env.max_episode_steps),
+        ("env.train.max_steps_per_rollout_epoch", config.env.train.max_steps_per_rollout_epoch),
+    ):
+        if steps < chunk:
+            yield Finding(
+                "model.num_action_chunks",
+                f"a chunk of {chunk} actions is longer than {key} = {steps}",
+                f"set it to at most {steps}, or raise {key}",
+                f"1 to {steps}",
+                others=(key,),
+            )
+        elif steps % chunk:
+            yield Finding(
+                key,
+                f"{steps} steps are not a whole number of chunks of model.num_action_chunks = {chunk}:"
+                f" {steps} / {chunk} leaves {steps % chunk}",
+                f"set it to {multiples(steps, chunk)}, or change model.num_action_chunks",
+                f"a multiple of {chunk}",
+                others=("model.num_action_chunks",),
+            )
+
+
+@rule("env.train", "env.max_episode_steps")
+def rollouts_without_reset_end_with_the_episode(context: Context) -> Iterator[Finding]:
+    """Without auto-reset a rollout is at most one episode long."""
+    env = context.config.env
+    if not env.train.auto_reset and env.train.max_steps_per_rollout_epoch > env.max_episode_steps:
+        yield Finding(
+            "env.train.max_steps_per_rollout_epoch",
+            f"without auto_reset an episode ends after {env.max_episode_steps} steps and the other"
+            f" {env.train.max_steps_per_rollout_epoch - env.max_episode_steps} of the rollout would stay empty",
+            f"set it to at most {env.max_episode_steps}, or env.train.auto_reset=true",
+            f"1 to {env.max_episode_steps}",
+            others=("env.train.auto_reset", "env.max_episode_steps"),
+        )
+
+
+@rule("env.train", "algorithm.adv_type", "algorithm.group_size")
+def groups_keep_step(context: Context) -> Iterator[Finding]:
+    """Group estimators compare episodes from one initial state, so a group may not drift apart."""
+    config = context.config
+    facts = ADVANTAGES.entry(config.algorithm.adv_type).facts if config.algorithm.adv_type in ADVANTAGES else {}
+    if facts.get("needs_groups") and config.env.train.auto_reset and not config.env.train.ignore_terminations:
+        yield Finding(
+            "env.train.auto_reset",
+            f"adv_type '{config.algorithm.adv_type}' compares the episodes of a group, but after an auto-reset"
+            " its environments are in different episodes",
+            "set env.train.auto_reset=false, or env.train.ignore_terminations=true",
+            others=("algorithm.adv_type",),
+        )
+
+
+@rule("env.train", "env.reward_mode", "algorithm.adv_type")
+def success_is_worth_ending(context: Context) -> Iterator[Finding]:
+    """With sparse rewards an episode that goes on after its success earns nothing more."""
+    config = context.config
+    facts = ADVANTAGES.entry(config.algorithm.adv_type).facts if config.algorithm.adv_type in ADVANTAGES else {}
+    if config.env.train.ignore_terminations and config.env.reward_mode == "sparse" and facts.get("needs_values"):
+        yield Finding(
+            "env.train.ignore_terminations",
+            "with reward_mode 'sparse' the steps after a success earn nothing, and a critic would learn that"
+            " solved states are worthless",
+            "set env.train.ignore_terminations=false, or env.reward_mode=dense_delta",
+            others=("env.reward_mode",),
+        )
+
+
+@rule("env.reward_mode", "env.success_bonus")
+def sparse_reward_exists(context: Context) -> Iterator[Finding]:
+    """Sparse rewards are the success bonus."""
+    env = context.config.env
+    if env.reward_mode == "sparse" and env.success_bonus == 0:
+        yield Finding(
+            "env.success_bonus",
+            "with reward_mode 'sparse' and a bonus of 0 there is never any reward",
+            "set it to 1, or env.reward_mode=dense_delta",
+            "above 0",
+            others=("env.reward_mode",),
+        )
+
+
+@rule("env.env_type")
+def env_is_registered(context: Context) -> Iterator[Finding]:
+    """The environment has a name in the registry."""
+    name = context.config.env.env_type
+    if name not in ENVS:
+        hint = nearest(name, ENVS.names())
+        remedy = f"write env.env_type={hint}" if hint else "choose a known one, or name the module that registers it"
+        yield Finding("env.env_type", f"there is no environment '{name}'", remedy, ", ".join(ENVS), hint)
+
+
+@rule("env.env_type", "env.tasks")
+def tasks_exist(context: Context) -> Iterator[Finding]:
+    """The environment knows the tasks, and each is named once."""
+    env = context.config.env
+    known: tuple[str, ...] = ENVS.entry(env.env_type).facts.get("tasks", ()) if env.env_type in ENVS else ()
+    for index, task in enumerate(env.tasks):
+        if task in env.tasks[:index]:
+            yield Finding(
+                "env.tasks", f"the task '{task}' is named twice", "name each task once; they share the episodes"
+            )
+        elif known and task not in known:
+            hint = nearest(task, list(known))
+            remedy = f"write {hint}" if hint else "see `embodrl list envs`"
+            yield Finding("env.tasks", f"{env.env_type} has no task '{task}'", remedy, ", ".join(known), hint)
+
+
+@rule("env.env_type", "model.action_dim")
+def action_dims_agree(context: Context) -> Iterator[Finding]:
+    """The policy's actions are what the environment takes."""
+    config = context.config
+    facts = ENVS.entry(config.env.env_type).facts if config.env.env_type in ENVS else {}
+    wanted = facts.get("action_dim")
+    if wanted is not None and wanted != config.model.action_dim:
+        yield Finding(
+            "model.action_dim",
+            f"the policy gives {config.model.action_dim} numbers an action, {config.env.env_type} takes {wanted}",
+            f"set it to {wanted}",
+            str(wanted),
+            others=("env.env_type",),
+        )
+
+
+@rule("env.eval.num_episodes", "env.tasks")
+def every_task_is_evaluated(context: Context) -> Iterator[Finding]:
+    """An evaluation has at least one episode a task."""
+    env = context.config.env
+    if env.eval.num_episodes < len(env.tasks):
+        yield Finding(
+            "env.eval.num_episodes",
+            f"{env.eval.num_episodes} episodes can't cover {len(env.tasks)} tasks",
+            f"set it to a multiple of {len(env.tasks)}",
+            f"at least {len(env.tasks)}",
+            others=("env.tasks",),
+        )
+
+
+@rule("env.train.seed", "env.train.total_num_envs", "env.eval", "collect.seed", "collect.num_episodes")
+def seeds_are_apart(context: Context) -> Iterator[Finding]:
+    """Evaluation never sees an initial state that the policy was trained or fine-tuned on."""
+    config = context.config
+    first, last = config.env.eval.seed, config.env.eval.seed + config.env.eval.num_episodes - 1
+    for key, start, count in (
+        ("env.train.seed", config.env.train.seed, config.env.train.total_num_envs),
+        ("collect.seed", config.collect.seed, config.collect.num_episodes),
+    ):
+        if start <= last and first <= start + count - 1:
+            yield Finding(
+                key,
+                f"seeds {start} to {start + count - 1} overlap the evaluation's seeds {first} to {last}",
+                "keep the two ranges well apart, so that evaluation has initial states of its own",
+                f"below {max(0, first - count)} or above {last}",
+                others=("env.eval.seed", "env.eval.num_episodes"),
+            )
+
+
+@rule("env.cameras", "model.model_type")
+def cameras_are_sound(context: Context) -> Iterator[Finding]:
+    """Cameras have different names, a field of view below pi, one size, and a direction if they have a position."""
+    cameras = context.config.env.cameras
+    names = [camera.name for camera in cameras]
+    for index, camera in enumerate(cameras):
+        key = f"env.cameras.{index}"
+        if camera.name in names[:index]:
+            yield Finding(
+                f"{key}.name", f"two cameras are called '{camera.name}'", "give each camera a name of its own"
+            )
+        if camera.fov_rad is not None and camera.fov_rad >= math.pi:
+            remedy = f"it is in radians: {camera.fov_rad:g} degrees are {math.radians(camera.fov_rad):.3g}"
+            yield Finding(
+                f"{key}.fov_rad", f"{camera.fov_rad:g} radians are half a turn or more", remedy, "below 3.14159"
+            )
+        if (camera.eye is None) != (camera.target is None):
+            given, absent = ("eye", "target") if camera.eye is not None else ("target", "eye")
+            yield Finding(
+                f"{key}.{given}",
+                f"{given} is given without {absent}",
+                f"give {absent}, too, or neither",
+                "both or none",
+            )
+        if camera.eye is not None and camera.eye == camera.target:
+            yield Finding(f"{key}.target", "the camera looks at its own position", "move target away from eye")
+        if (camera.height, camera.width) != (cameras[0].height, cameras[0].width):
+            yield Finding(
+                f"{key}.height",
+                f"{camera.height}x{camera.width} pixels, not {cameras[0].height}x{cameras[0].width} as the first camera",
+                "give all cameras one size; their pictures are one array",
+            )
+
+
+@rule("env.sim_backend", "env.render_backend", "env.num_processes", "cluster.device")
+def gpu_physics_fits(context: Context) -> Iterator[Finding]:
+    """GPU physics: a GPU, GPU rendering, one process."""
+    env, device = context.config.env, context.config.cluster.device
+    if env.sim_backend != "physx_cuda":
+        return
+    if device == "cpu":
+        yield Finding(
+            "env.sim_backend",
+            "physx_cuda simulates on a GPU, but cluster.device is cpu",
+            "set env.sim_backend=physx_cpu, or cluster.device=cuda",
+            "auto, physx_cpu",
+            others=("cluster.device",),
+        )
+    if env.render_backend == "cpu":
+        yield Finding(
+            "env.render_backend",
+            "physx_cuda keeps its scenes on the GPU, where the CPU renderer can't see them",
+            "set env.render_backend=gpu",
+            "auto, gpu",
+            others=("env.sim_backend",),
+        )
+    if env.num_processes != 1:
+        yield Finding(
+            "env.num_processes",
+            f"physx_cuda batches all environments in one process a GPU, not {env.num_processes}",
+            "set env.num_processes=1",
+            "1",
+            others=("env.sim_backend",),
+        )
+
+
+@rule("env.mesh_decimation")
+def some_triangles_remain(context: Context) -> Iterator[Finding]:
+    """Decimation leaves something to be seen."""
+    if context.config.env.mesh_decimation == 1:
+        remedy = "set it to 0.95, or auto"
+        yield Finding(
+            "env.mesh_decimation", "dropping all triangles leaves an invisible robot", remedy, "0 to below 1, or auto"
+        )
+
+
+@rule("env.python")
+def interpreter_exists(context: Context) -> Iterator[Finding]:
+    """The interpreter of the simulator processes can be run."""
+    python = context.config.env.python
+    if python is not None and not (Path(python).is_file() and os.access(python, os.X_OK)):
+        remedy = "give the path of a Python interpreter that has the simulator, or null for this one"
+        yield Finding(
+            "env.python", f"'{python}' is not a program that can be run", remedy, "the path of an interpreter, or null"
+        )
+
+
+@rule("env.video")
+def videos_have_even_sizes(context: Context) -> Iterator[Finding]:
+    """H.264 in the usual pixel format wants even sizes."""
+    video = context.config.env.video
+    for name, size in (("height", video.height), ("width", video.width)):
+        if video.enabled and size % 2:
+            yield Finding(
+                f"env.video.{name}",
+                f"video encoders want an even size, not {size}",
+                f"set it to {size + 1}",
+                "even numbers",
+            )
+
+
+@note("env.eval.num_episodes", "env.tasks")
+def tasks_have_equal_shares(context: Context) -> Iterator[Finding]:
+    """An even spread of episodes over tasks."""
+    env = context.config.env
+    if env.eval.num_episodes > len(env.tasks) and env.eval.num_episodes % len(env.tasks):
+        yield Finding(
+            "env.eval.num_episodes",
+            f"{env.eval.num_episodes} episodes are not the same number for each of {len(env.tasks)} tasks",
+            f"{multiples(env.eval.num_episodes, len(env.tasks))} would be",
+        )
+
+
+@note("env.num_processes")
+def processes_have_cores(context: Context) -> Iterator[Finding]:
+    """More processes than cores get in each other's way."""
+    processes, cores = context.config.env.num_processes, os.cpu_count() or 1
+    if processes > cores and context.by_user("env.num_processes"):
+        yield Finding(
+            "env.num_processes", f"{processes} processes share {cores} cores", f"{cores} would be as fast, or faster"
+        )
+
+
+@note("env.video", "env.eval.num_episodes")
+def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
+    """No more episodes are filmed than there are."""
+    env = context.config.env
+    if context.by_user("env.video.num_episodes") and env.video.num_episodes > env.eval.num_episodes:
+        message = f"only env.eval.num_episodes = {env.eval.num_episodes} episodes exist to be filmed"
+        yield Finding("env.video.num_episodes", message, f"set it to {env.eval.num_episodes}")

@@ -1,0 +1,141 @@
+"""The loop, its output, demonstrations and fine-tuning."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+
+
+@rule("runner.name")
+def name_is_one_directory(context: Context) -> Iterator[Finding]:
+    """The name of a run is the name of a directory in outputs/."""
+    name = context.config.runner.name
+    if not re.fullmatch(r"\w[\w.+@=-]{0,199}", name):
+        hint = re.sub(r"[^\w.+@=-]+", "-", name).strip("-.")[:200] or "my-run"
+        message = f"'{name}' can't be the name of a directory in outputs/"
+        remedy = f"write runner.name={hint}; a place elsewhere is given by runner.output_dir"
+        yield Finding("runner.name", message, remedy, "letters, digits and _ . + @ = -, at most 200 of them")
+
+
+@rule("runner.output_dir", "collect.output_dir", "sft.output_dir")
+def outputs_can_be_written(context: Context) -> Iterator[Finding]:
+    """Output goes to a directory that exists or can be made."""
+    config = context.config
+    for key, text in (
+        ("runner.output_dir", config.runner.output_dir),
+        ("collect.output_dir", config.collect.output_dir),
+        ("sft.output_dir", config.sft.output_dir),
+    ):
+        if key == "runner.output_dir" and text == "auto":
+            continue
+        if not text or "\0" in text:
+            yield Finding(key, "the path is empty or holds a zero byte", "give a directory", "a directory")
+            continue
+        path = Path(text).absolute()
+        present = next(p for p in (path, *path.parents) if what_is(str(p)))
+        if what_is(str(present)) == "file":
+            yield Finding(
+                key, f"'{present}' is a file, not a directory", "give another directory", "a directory, new or old"
+            )
+        elif not os.access(present, os.W_OK | os.X_OK):
+            yield Finding(key, f"'{present}' can't be written to", "give another directory, or change its permissions")
+
+
+@rule("runner.logger.wandb_mode", "runner.logger.wandb_project")
+def wandb_is_installed(context: Context) -> Iterator[Finding]:
+    """Weights & Biases is an extra."""
+    logger = context.config.runner.logger
+    if logger.wandb_mode != "off" and importlib.util.find_spec("wandb") is None:
+        message = f"mode '{logger.wandb_mode}' needs the package wandb, which is not installed"
+        yield Finding("runner.logger.wandb_mode", message, "pip install 'embodrl[wandb]', or set it to off", "off")
+    if logger.wandb_mode != "off" and not logger.wandb_project:
+        yield Finding("runner.logger.wandb_project", "the project has no name", "give one, e.g. embodrl", "text")
+
+
+@rule("sft")
+def sft_warm_up_ends(context: Context) -> Iterator[Finding]:
+    """The warm-up is shorter than the fine-tuning."""
+    sft = context.config.sft
+    if sft.lr_warmup_steps >= sft.max_steps:
+        message = f"{sft.lr_warmup_steps} warm-up steps fill all of sft.max_steps = {sft.max_steps}"
+        remedy = f"set it to {sft.max_steps // 10}, or raise sft.max_steps"
+        others = ("sft.max_steps",)
+        yield Finding("sft.lr_warmup_steps", message, remedy, f"0 to {sft.max_steps - 1}", others=others)
+
+
+@rule("sft.label_smoothing_bins")
+def smoothing_is_narrower_than_the_range(context: Context) -> Iterator[Finding]:
+    """The Gaussian target is narrower than the 256 bins."""
+    bins = context.config.sft.label_smoothing_bins
+    if bins >= 128:
+        message = f"a standard deviation of {bins:g} bins blurs all 256 bins into one"
+        yield Finding("sft.label_smoothing_bins", message, "set it to 4", "0 to below 128")
+
+
+@rule("collect.num_episodes", "env.tasks")
+def every_task_is_demonstrated(context: Context) -> Iterator[Finding]:
+    """At least one demonstration a task."""
+    episodes, tasks = context.config.collect.num_episodes, len(context.config.env.tasks)
+    if episodes < tasks:
+        message = f"{episodes} demonstrations can't cover {tasks} tasks"
+        remedy = f"set it to a multiple of {tasks}"
+        yield Finding("collect.num_episodes", message, remedy, f"at least {tasks}", others=("env.tasks",))
+
+
+@rule("sft.random_shift_px", "env.cameras")
+def shifts_stay_in_the_picture(context: Context) -> Iterator[Finding]:
+    """Random shifts leave most of the picture."""
+    shift = context.config.sft.random_shift_px
+    side = min(min(camera.height, camera.width) for camera in context.config.env.cameras)
+    if 2 * shift > side:
+        message = f"shifts of up to {shift} pixels move most of a picture of {side} pixels out of sight"
+        remedy = f"set it to {max(1, side // 16)}"
+        yield Finding("sft.random_shift_px", message, remedy, f"0 to {side // 2}", others=("env.cameras",))
+
+
+@note("runner")
+def intervals_are_reached(context: Context) -> Iterator[Finding]:
+    """Intervals longer than the run."""
+    runner = context.config.runner
+    for key, interval in (("eval_interval", runner.eval_interval), ("save_interval", runner.save_interval)):
+        if interval > runner.max_iterations and context.by_user(f"runner.{key}"):
+            message = f"{interval} is longer than the run of {runner.max_iterations} iterations, so only the end counts"
+            yield Finding(f"runner.{key}", message, f"set it to at most {runner.max_iterations}")
+
+
+@note("runner.eval_interval", "env.eval", "env.video")
+def evaluation_happens(context: Context) -> Iterator[Finding]:
+    """Settings of evaluations that do not happen."""
+    if context.config.runner.eval_interval == 0 and not context.config.runner.eval_at_start:
+        for key in ("env.eval.num_episodes", "env.eval.seed", "env.video.every_eval"):
+            if context.by_user(key):
+                yield Finding(
+                    key,
+                    "has no effect on training: runner.eval_interval is 0",
+                    "leave it out, or set runner.eval_interval",
+                )
+
+
+@note("collect")
+def noise_is_noisy(context: Context) -> Iterator[Finding]:
+    """Both parts of the noise are needed."""
+    collect = context.config.collect
+    for key, other, idle in (
+        ("noise_std", "noise_fraction", collect.noise_fraction == 0),
+        ("noise_fraction", "noise_std", collect.noise_std == 0),
+    ):
+        if idle and context.by_user(f"collect.{key}") and getattr(collect, key) > 0:
+            yield Finding(f"collect.{key}", f"has no effect: collect.{other} is 0", "leave it out")
+
+
+@note("runner.logger")
+def logger_is_on(context: Context) -> Iterator[Finding]:
+    """A project name without W&B."""
+    if context.config.runner.logger.wandb_mode == "off" and context.by_user("runner.logger.wandb_project"):
+        message = "has no effect: runner.logger.wandb_mode is off"
+        yield Finding("runner.logger.wandb_project", message, "set runner.logger.wandb_mode=online or offline")
