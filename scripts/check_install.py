@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import distributions
 
 REASONS = {
-    "torchvision": "the default build needs CUDA libraries; without them `import transformers` fails as soon as it is installed",
+    "torchvision": "its default build needs CUDA libraries, and without them `import transformers` fails",
     "triton": "it is of no use without a GPU",
 }
 

@@ -10,18 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # In pieces, so that this file does not match itself.
+MACHINE_PATHS = ("ho" + r"me/\w", "ro" + "ot/", "wo" + "rk/", "Us" + r"ers/\w")
+HOSTS = (r"py" + r"pi\.", "files.python" + "hosted", "download.py" + "torch", "deb.deb" + "ian", "archive.ub" + "untu")
 PATTERNS = {
-    "a path of somebody's machine": re.compile(
-        r"(?<![\w.])/(?:" + "|".join(("home/\\w", "root/", "work" + "/", "Users/\\w")) + ")"
-    ),
-    "a package host (leave the choice of index to pip's configuration)": re.compile(
-        r"(?:pypi\.|files\.python"
-        + r"hosted|download\.py"
-        + r"torch|deb\.deb"
-        + r"ian|archive\.ub"
-        + r"untu|--index"
-        + "-url)"
-    ),
+    "a path of somebody's machine": re.compile(r"(?<![\w.*])/(?:" + "|".join(MACHINE_PATHS) + ")"),
+    "a package host (the choice is pip's and apt's configuration)": re.compile("|".join(HOSTS)),
     "a note to self": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b"),
 }
 EXEMPT = {"LICENSE"}

@@ -15,10 +15,13 @@ describe_python='import sys; print(sys.version, sys.base_prefix)'
 
 install_cpu_torch() {
     # pip alone would fetch several gigabytes of CUDA libraries, so only a build that is marked as CPU will do.
-    if $venv_python -m pip install -q "torch==$torch_version+cpu"; then return; fi
+    local log=.venv/pip-torch.log
+    if $venv_python -m pip install -q "torch==$torch_version+cpu" 2>"$log"; then return; fi
     say "the configured package indexes have no CPU build of torch $torch_version; trying uv, which knows PyTorch's own"
     $venv_python -m pip install -q -c constraints.txt uv &&
         $venv_python -m uv pip install --python $venv_python --torch-backend=cpu "torch==$torch_version" && return
+    printf '\n' >&2
+    tail -n 3 "$log" >&2
     die "there is no CPU build of torch $torch_version for $($venv_python --version) to be had" \
         "let this machine reach PyTorch's CPU package index, or put the wheel into a directory and set PIP_FIND_LINKS to it; EMBODRL_TORCH=cuda takes the much larger CUDA build instead"
 }

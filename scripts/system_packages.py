@@ -54,8 +54,8 @@ class Source:
 class Plan:
     """What to do: files to write, then commands to run, all as root."""
 
-    files: dict[Path, str] = field(default_factory=dict)
-    commands: list[list[str]] = field(default_factory=list)
+    files: dict[Path, str] = field(default_factory=dict[Path, str])
+    commands: list[list[str]] = field(default_factory=list[list[str]])
 
 
 def parse_deb822(text: str) -> list[Source]:
@@ -109,8 +109,8 @@ def read_sources(directory: Path = APT_DIRECTORY) -> list[Source]:
 def backports_stanza(sources: list[Source], codename: str) -> str | None:
     """Return a deb822 stanza for the release's backports on the mirror that the release itself comes from.
 
-    Other vendors name their suites after the release, too; the distribution's own mirror is the one that also carries its
-    updates. None if there is no such repository.
+    Other vendors name their suites after the release, too; the distribution's own mirror is the one that also carries
+    its updates. None if there is no such repository.
     """
     with_updates = {uri for source in sources if f"{codename}-updates" in source.suites for uri in source.uris}
     for source in sources:

@@ -5,6 +5,7 @@ The checks import neither torch nor a simulator into this process; what needs th
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -167,8 +169,7 @@ def check_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
 
 def list_gpus() -> list[tuple[str, int]]:
     """Return name and memory in bytes of the NVIDIA GPUs that the driver reports; empty without a driver."""
-    import pynvml
-
+    pynvml: Any = importlib.import_module("pynvml")  # it has no types
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

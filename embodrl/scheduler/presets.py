@@ -59,17 +59,16 @@ def lacks(config: Config, machine: Machine) -> str:
         "env.sim_backend=physx_cuda": config.env.sim_backend == "physx_cuda",
         "env.render_backend=gpu": config.env.render_backend == "gpu",
     }
-    missing += [
-        f"{setting} needs a CUDA GPU" for setting, wanted in wants_gpu.items() if wanted and not machine.gpu_bytes
-    ]
+    if not machine.gpu_bytes:
+        missing += [f"{setting} needs a CUDA GPU" for setting, wanted in wants_gpu.items() if wanted]
     if config.model.model_path is None:
         needed = num_parameters(config.model.architecture) * BYTES[config.actor.param_dtype] * COPIES_IN_TRAINING
         on_gpu = bool(machine.gpu_bytes) and config.cluster.device != "cpu"
         room = max(machine.gpu_bytes) if on_gpu else machine.memory_bytes
         if needed > room:
-            place = "GPU memory" if on_gpu else "memory"
+            place, precision = "GPU memory" if on_gpu else "memory", config.actor.param_dtype
             missing.append(
-                f"training in {config.actor.param_dtype} needs about {needed / GIB:.0f} GiB of {place}, {room / GIB:.0f} GiB are there"
+                f"training in {precision} needs about {needed / GIB:.0f} GiB of {place}, {room / GIB:.0f} GiB are there"
             )
     if config.runner.logger.wandb_mode != "off" and not machine.has_wandb:
         missing.append("W&B needs pip install 'embodrl[wandb]'")

@@ -17,7 +17,8 @@ def draw_frame() -> dict[str, object]:
     """Return the device, the seconds that the first step and frame took, and the picture's contrast.
 
     Returns:
-        ``device`` (str), ``seconds`` (float) and ``contrast``: the standard deviation of the pixels, 0 for an empty picture.
+        ``device`` (str), ``seconds`` (float) and ``contrast``, the standard deviation of the pixels: 0 for an empty
+        picture.
 
     Raises:
         RuntimeError: SAPIEN can't simulate or render here.

@@ -1,7 +1,8 @@
 """Ask the Vulkan driver what it can do, without a simulator.
 
-Standard library only and runnable as a file (``python vulkan.py --json``), so that the set-up can use it before anything
-is installed. A driver that crashes takes its process with it: use :func:`probe_in_subprocess` from a program that matters.
+Standard library only and runnable as a file (``python vulkan.py --json``), so that the set-up can use it before
+anything is installed. A driver that crashes takes its process with it: a program that matters uses
+:func:`probe_in_subprocess`.
 
 Structure layouts: Vulkan 1.3 specification, VkPhysicalDeviceProperties2, VkPhysicalDeviceDriverProperties and
 VkPhysicalDeviceDescriptorIndexingFeatures.
@@ -143,10 +144,10 @@ def _describe(vulkan: Any, handle: ctypes.c_void_p) -> VulkanDevice:
     indexing = _DescriptorIndexing(type=_DESCRIPTOR_INDEXING)
     features = _Features2(type=_FEATURES2, next=ctypes.addressof(indexing))
     vulkan.vkGetPhysicalDeviceFeatures2(handle, ctypes.byref(features))
-    version = properties.api_version
+    version, device_type = int(properties.api_version), int(properties.device_type)
     return VulkanDevice(
         name=properties.device_name.decode(errors="replace"),
-        kind=DEVICE_KINDS[properties.device_type] if properties.device_type < len(DEVICE_KINDS) else "other",
+        kind=DEVICE_KINDS[device_type] if device_type < len(DEVICE_KINDS) else "other",
         driver=f"{driver.driver_name.decode(errors='replace')} {driver.driver_info.decode(errors='replace')}".strip(),
         api_version=f"{(version >> 22) & 0x7F}.{(version >> 12) & 0x3FF}.{version & 0xFFF}",
         partially_bound=bool(indexing.flags[_PARTIALLY_BOUND]),
@@ -183,10 +184,9 @@ def probe_in_subprocess(timeout_s: float = 30.0) -> VulkanReport:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return VulkanReport(NO_DEVICE, [], f"the Vulkan driver did not answer within {timeout_s:g} s")
+    last_words = done.stderr.strip()[-500:]
     if done.returncode not in (USABLE, NO_LOADER, NO_DEVICE, NO_FEATURE):
-        return VulkanReport(
-            NO_DEVICE, [], f"the Vulkan probe ended with status {done.returncode}: {done.stderr.strip()[-500:]}"
-        )
+        return VulkanReport(NO_DEVICE, [], f"the Vulkan probe ended with status {done.returncode}: {last_words}")
     fields = json.loads(done.stdout.splitlines()[-1])
     return VulkanReport(fields["status"], [VulkanDevice(**device) for device in fields["devices"]], fields["detail"])
 
