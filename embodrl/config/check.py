@@ -36,7 +36,7 @@ def validate(tree: Node) -> tuple[Config, set[str], list[ConfigProblem]]:
         for key, problem in wrong:
             problems.append(problem)
             pruned.add(key)
-            _prune(remaining, key)
+            prune(remaining, key)
     raise AssertionError("the schema's defaults are invalid")
 
 
@@ -46,7 +46,7 @@ def _copy(node: Node) -> Node:
     return Node(node.value, node.origin)
 
 
-def _prune(tree: Node, key: str) -> None:
+def prune(tree: Node, key: str) -> None:
     """Remove a key; a wrong item takes its whole list with it."""
     parts = key.split(".")
     for depth in range(1, len(parts) + 1):
@@ -159,7 +159,7 @@ def _unknown_key(key: str, origin: str) -> ConfigProblem:
     elsewhere = [full for full in schema_keys() if full.rpartition(".")[2] == name]
     hint = nearest(name, names)
     if elsewhere and (not hint or section == ""):
-        hint = elsewhere[0]
+        hint = min(elsewhere, key=lambda full: full.count("."))
     elif hint and section:
         hint = f"{section}.{hint}"
     if not hint:
@@ -235,6 +235,10 @@ NAMES: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or fa
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
+def _bound(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
+
+
 def in_words(annotation: Any, metadata: list[Any]) -> str:
     """Say what a type and its bounds allow."""
     origin = get_origin(annotation)
@@ -247,7 +251,10 @@ def in_words(annotation: Any, metadata: list[Any]) -> str:
         return ", ".join(_yaml(value) for value in get_args(annotation))
     bounds = [item for meta in metadata for item in [*getattr(meta, "metadata", []), meta]]
     limits = [
-        f"{word} {getattr(bound, name):g}" for bound in bounds for name, word in BOUNDS.items() if hasattr(bound, name)
+        f"{word} {_bound(getattr(bound, name))}"
+        for bound in bounds
+        for name, word in BOUNDS.items()
+        if hasattr(bound, name)
     ]
     if origin is tuple:
         args = get_args(annotation)
@@ -258,4 +265,4 @@ def in_words(annotation: Any, metadata: list[Any]) -> str:
         return "a mapping of text to text"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping with the keys {', '.join(annotation.model_fields)}"
-    return " ".join([NAMES.get(annotation, str(annotation)), " and ".join(limits)]).strip()
+    return " ".join([NAMES.get(annotation, ""), " and ".join(limits)]).strip()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from embodrl.config.check import validate
+from embodrl.config.check import prune, validate
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, lookup, origin_of, walk
 from embodrl.config.schema import Config
@@ -70,15 +70,13 @@ def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
 def finish(composition: Composition) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
-    problems = list(composition.problems)
-    problems += remove_special(tree)
-    problems += resolve_references(tree)
-    problems += import_extensions(tree)
-    config, pruned, wrong = validate(tree)
+    removed = remove_special(tree) + resolve_references(tree)
+    problems = composition.problems + removed + import_extensions(tree)
+    config, invalid, wrong = validate(tree)
     problems += wrong
     from embodrl.config.rules import run_rules
 
-    errors, notes = run_rules(config, tree, pruned)
+    errors, notes = run_rules(config, tree, invalid | {problem.key for problem in removed})
     problems += errors
     if problems:
         raise ConfigError(problems)
@@ -100,10 +98,10 @@ def origin_of_value(tree: Node, key: str) -> Origin:
 def leaf_keys(value: Any, key: str = "") -> list[str]:
     """Return the dotted keys of all values; lists of mappings are entered, other lists are one value."""
     if isinstance(value, dict) and value:
-        mapping: dict[str, Any] = value
+        mapping = cast(dict[str, Any], value)
         return [leaf for name, child in mapping.items() for leaf in leaf_keys(child, f"{key}.{name}" if key else name)]
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
-        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType]
+        items = cast(list[Any], value)
         return [leaf for index, item in enumerate(items) for leaf in leaf_keys(item, f"{key}.{index}")]
     return [key]
 
@@ -151,7 +149,8 @@ def resolve_references(tree: Node) -> list[ConfigProblem]:
                 problems.append(
                     ConfigProblem(key, message, str(node.origin), nearest=nearest(wrong, known), remedy=remedy)
                 )
-                node.value = None
+    for problem in problems:
+        prune(tree, problem.key)
     return problems
 
 
@@ -175,8 +174,8 @@ def expand(tree: Node, defaults: dict[str, Any], text: str, seen: tuple[str, ...
             for part in name.split("."):
                 if not isinstance(value, dict) or part not in value:
                     raise LookupError(name, "names no key")
-                value = value[part]  # pyright: ignore[reportUnknownVariableType]
-        if isinstance(value, (dict, list)):
+                value = cast(dict[str, Any], value)[part]
+        if type(value) in (dict, list):
             raise LookupError(name, "names a section or list, not a single value")
         return expand(tree, defaults, value, (*seen, name)) if isinstance(value, str) and "${" in value else value
 
@@ -221,12 +220,3 @@ def import_extensions(tree: Node) -> list[ConfigProblem]:
             message = f"importing '{name}' failed: {type(error).__name__}: {error}"
             problems.append(ConfigProblem("extensions", message, origin, remedy="mend the module"))
     return problems
-
-
-def with_origin(problem: ConfigProblem, tree: Node, keys: tuple[str, ...]) -> ConfigProblem:
-    """Return the problem with the origins of the keys that it concerns."""
-    if not keys:
-        return problem
-    if len(keys) == 1:
-        return replace(problem, origin=str(origin_of_value(tree, keys[0])))
-    return replace(problem, origin="; ".join(f"{key}: {origin_of_value(tree, key)}" for key in keys))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -60,37 +60,38 @@ class Node:
     @property
     def children(self) -> dict[str, Node]:
         """The nodes of a mapping; empty for anything else."""
-        return self.value if isinstance(self.value, dict) else {}
+        is_mapping = isinstance(self.value, dict)
+        return self.value if is_mapping else {}
+
+    @property
+    def items(self) -> list[Node]:
+        """The nodes of a list; empty for anything else."""
+        is_list = isinstance(self.value, list)
+        return self.value if is_list else []
 
     def plain(self) -> Any:
         """Return the value without origins."""
         if isinstance(self.value, dict):
-            mapping: dict[str, Node] = self.value
-            return {key: child.plain() for key, child in mapping.items()}
+            return {key: child.plain() for key, child in self.children.items()}
         if isinstance(self.value, list):
-            items: list[Node] = self.value
-            return [item.plain() for item in items]
+            return [item.plain() for item in self.items]
         return self.value
 
 
 def from_plain(value: Any, origin: Origin) -> Node:
     """Return a tree whose nodes all have that origin."""
     if isinstance(value, dict):
-        mapping: dict[Any, Any] = value
+        mapping = cast(dict[Any, Any], value)
         return Node({str(key): from_plain(child, origin) for key, child in mapping.items()}, origin)
     if isinstance(value, (list, tuple)):
-        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType]
-        return Node([from_plain(item, origin) for item in items], origin)
+        return Node([from_plain(item, origin) for item in cast(list[Any], value)], origin)
     return Node(value, origin)
 
 
 def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
     """Yield ``(dotted key, node)`` of every node, parents first; list items have their index as a key part."""
     yield key, node
-    parts: list[tuple[str, Node]] = list(node.children.items())
-    if isinstance(node.value, list):
-        items: list[Node] = node.value
-        parts = [(str(index), item) for index, item in enumerate(items)]
+    parts = [*node.children.items(), *((str(index), item) for index, item in enumerate(node.items))]
     for name, child in parts:
         yield from walk(child, f"{key}.{name}" if key else name)
 
@@ -101,8 +102,8 @@ def lookup(root: Node, key: str) -> Node | None:
     for part in key.split(".") if key else []:
         if part in node.children:
             node = node.children[part]
-        elif isinstance(node.value, list) and part.isdigit() and int(part) < len(node.value):  # pyright: ignore[reportUnknownArgumentType]
-            node = node.value[int(part)]
+        elif part.isdigit() and int(part) < len(node.items):
+            node = node.items[int(part)]
         else:
             return None
     return node
@@ -235,7 +236,7 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
     empty = Node({}, Origin(kind, name))
     reader = _Reader(name, kind)
     try:
-        documents = list(yaml.compose_all(text, Loader=_Loader))
+        documents: list[Any] = list(cast(Any, yaml).compose_all(text, Loader=_Loader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = int(mark.line) + 1 if mark else 0

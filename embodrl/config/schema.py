@@ -34,246 +34,267 @@ class Section(BaseModel):
 class CameraConfig(Section):
     """A camera of the simulator that the policy sees."""
 
-    name: str = Field("base_camera", description="camera name in the simulator")
-    height: PositiveInt = Field(64, description="pixels")
-    width: PositiveInt = Field(64, description="pixels")
+    name: str = Field(default="base_camera", description="camera name in the simulator")
+    height: PositiveInt = Field(default=64, description="pixels")
+    width: PositiveInt = Field(default=64, description="pixels")
     fov_rad: PositiveFloat | None = Field(
-        None, description="vertical field of view in radians; null keeps the task's own"
+        default=None, description="vertical field of view in radians; null keeps the task's own"
     )
     eye: tuple[float, float, float] | None = Field(
-        None, description="camera position in metres; null keeps the task's own"
+        default=None, description="camera position in metres; null keeps the task's own"
     )
-    target: tuple[float, float, float] | None = Field(None, description="point looked at, in metres; goes with eye")
+    target: tuple[float, float, float] | None = Field(
+        default=None, description="point looked at, in metres; goes with eye"
+    )
 
 
 class EnvTrainConfig(Section):
     """Environments that gather experience."""
 
-    total_num_envs: PositiveInt = Field(32, description="environments over all processes")
+    total_num_envs: PositiveInt = Field(default=32, description="environments over all processes")
     max_steps_per_rollout_epoch: PositiveInt = Field(
-        100, description="environment steps per environment and rollout epoch"
+        default=100, description="environment steps per environment and rollout epoch"
     )
-    auto_reset: bool = Field(True, description="start a new episode when one has ended, at the end of its chunk")
-    ignore_terminations: bool = Field(False, description="only the step limit ends an episode")
+    auto_reset: bool = Field(
+        default=True, description="start a new episode when one has ended, at the end of its chunk"
+    )
+    ignore_terminations: bool = Field(default=False, description="only the step limit ends an episode")
     use_fixed_reset_state_ids: bool = Field(
-        False, description="every rollout starts from the same initial states (seeds) instead of fresh ones"
+        default=False, description="every rollout starts from the same initial states (seeds) instead of fresh ones"
     )
-    seed: Seed = Field(0, description="first reset seed; combined with runner.seed")
+    seed: Seed = Field(default=0, description="first reset seed; combined with runner.seed")
 
 
 class EnvEvalConfig(Section):
     """Environments that measure the policy on fixed seeds."""
 
-    total_num_envs: PositiveInt = Field(32, description="environments over all processes")
-    num_episodes: PositiveInt = Field(128, description="episodes an evaluation, spread evenly over the tasks")
-    seed: Seed = Field(1_000_000, description="reset seed of the first episode; episode i uses seed + i")
+    total_num_envs: PositiveInt = Field(default=32, description="environments over all processes")
+    num_episodes: PositiveInt = Field(default=128, description="episodes an evaluation, spread evenly over the tasks")
+    seed: Seed = Field(default=1_000_000, description="reset seed of the first episode; episode i uses seed + i")
 
 
 class VideoConfig(Section):
     """Evaluation videos."""
 
-    enabled: bool = Field(True, description="write videos of the last evaluation")
-    every_eval: bool = Field(False, description="write videos of every evaluation, not only of the last")
-    num_episodes: PositiveInt = Field(6, description="episodes filmed, the first ones of the fixed seeds")
-    height: PositiveInt = Field(256, description="pixels")
-    width: PositiveInt = Field(256, description="pixels")
-    fps: PositiveInt = Field(20, description="frames a second; the control frequency is 20 Hz")
+    enabled: bool = Field(default=True, description="write videos of the last evaluation")
+    every_eval: bool = Field(default=False, description="write videos of every evaluation, not only of the last")
+    num_episodes: PositiveInt = Field(default=6, description="episodes filmed, the first ones of the fixed seeds")
+    height: PositiveInt = Field(default=256, description="pixels")
+    width: PositiveInt = Field(default=256, description="pixels")
+    fps: PositiveInt = Field(default=20, description="frames a second; the control frequency is 20 Hz")
 
 
 class EnvConfig(Section):
     """Simulator, tasks and how they are run."""
 
-    env_type: str = Field("maniskill", description="a name of `embodrl list envs`")
+    env_type: str = Field(default="maniskill", description="a name of `embodrl list envs`")
     tasks: tuple[str, ...] = Field(
-        ("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1
+        default=("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1
     )
-    control_mode: Literal["pd_ee_delta_pose"] = Field("pd_ee_delta_pose", description="meaning of an action")
-    max_episode_steps: PositiveInt = Field(50, description="environment steps after which an episode is truncated")
+    control_mode: Literal["pd_ee_delta_pose"] = Field(default="pd_ee_delta_pose", description="meaning of an action")
+    max_episode_steps: PositiveInt = Field(
+        default=50, description="environment steps after which an episode is truncated"
+    )
     reward_mode: Literal["dense_delta", "sparse"] = Field(
-        "dense_delta",
+        default="dense_delta",
         description="dense_delta: change of the normalised dense reward plus success_bonus; sparse: success_bonus only",
     )
-    success_bonus: NonNegativeFloat = Field(1.0, description="reward at the first success of an episode")
-    cameras: tuple[CameraConfig, ...] = Field((CameraConfig(),), description="what the policy sees", min_length=1)
-    include_state: bool = Field(False, description="add robot joint positions and velocities to the observation")
+    success_bonus: NonNegativeFloat = Field(default=1.0, description="reward at the first success of an episode")
+    cameras: tuple[CameraConfig, ...] = Field(
+        default=(CameraConfig(),), description="what the policy sees", min_length=1
+    )
+    include_state: bool = Field(
+        default=False, description="add robot joint positions and velocities to the observation"
+    )
     sim_backend: Literal["auto", "physx_cpu", "physx_cuda"] = Field(
-        "auto", description="physics; auto is physx_cpu, which gives bit-reproducible runs"
+        default="auto", description="physics; auto is physx_cpu, which gives bit-reproducible runs"
     )
     render_backend: Literal["auto", "cpu", "gpu"] = Field(
-        "auto", description="Vulkan device; auto takes a GPU if there is one"
+        default="auto", description="Vulkan device; auto takes a GPU if there is one"
     )
     mesh_decimation: Fraction | Literal["auto"] = Field(
-        "auto", description="part of the robot's visual triangles to drop; auto is 0.95 on a CPU and 0 on a GPU"
+        default="auto", description="part of the robot's visual triangles to drop; auto is 0.95 on a CPU and 0 on a GPU"
     )
-    num_processes: PositiveInt = Field(2, description="simulator processes (EnvManagers)")
-    pin_cpus: bool = Field(True, description="bind each process to its core and to the memory of its NUMA node")
-    python: str | None = Field(None, description="another interpreter for the simulator processes; null is this one")
-    start_timeout_s: PositiveFloat = Field(180.0, description="seconds a process may take to come up")
-    reset_timeout_s: PositiveFloat = Field(60.0, description="seconds a reset may take")
-    step_timeout_s: PositiveFloat = Field(60.0, description="seconds a chunk may take")
-    train: EnvTrainConfig = Field(EnvTrainConfig(), description="environments that gather experience")
-    eval: EnvEvalConfig = Field(EnvEvalConfig(), description="environments that measure the policy")
-    video: VideoConfig = Field(VideoConfig(), description="evaluation videos")
+    num_processes: PositiveInt = Field(default=2, description="simulator processes (EnvManagers)")
+    pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
+    python: str | None = Field(
+        default=None, description="another interpreter for the simulator processes; null is this one"
+    )
+    start_timeout_s: PositiveFloat = Field(default=180.0, description="seconds a process may take to come up")
+    reset_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a reset may take")
+    step_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a chunk may take")
+    train: EnvTrainConfig = Field(default=EnvTrainConfig(), description="environments that gather experience")
+    eval: EnvEvalConfig = Field(default=EnvEvalConfig(), description="environments that measure the policy")
+    video: VideoConfig = Field(default=VideoConfig(), description="evaluation videos")
 
 
 class VitConfig(Section):
     """A vision transformer."""
 
-    width: PositiveInt = Field(96, description="embedding dimension")
-    depth: PositiveInt = Field(4, description="blocks; the last one is stored but never run, as in OpenVLA", ge=2)
-    num_heads: PositiveInt = Field(3, description="attention heads; divides width")
-    mlp_dim: PositiveInt = Field(384, description="hidden units of the MLP")
+    width: PositiveInt = Field(default=96, description="embedding dimension")
+    depth: PositiveInt = Field(
+        default=4, description="blocks; the last one is stored but never run, as in OpenVLA", ge=2
+    )
+    num_heads: PositiveInt = Field(default=3, description="attention heads; divides width")
+    mlp_dim: PositiveInt = Field(default=384, description="hidden units of the MLP")
 
 
 class ArchitectureConfig(Section):
     """Dimensions of a model built without a checkpoint."""
 
-    image_size: PositiveInt = Field(64, description="pixels, square; divisible by patch_size")
-    patch_size: PositiveInt = Field(8, description="pixels")
-    dino: VitConfig = Field(VitConfig(), description="DINOv2 with 4 registers and a class token")
-    siglip: VitConfig = Field(VitConfig(), description="SigLIP")
-    hidden_size: PositiveInt = Field(192, description="Llama hidden size; divisible by num_attention_heads")
-    intermediate_size: PositiveInt = Field(512, description="Llama MLP size")
-    num_hidden_layers: PositiveInt = Field(4, description="Llama layers")
-    num_attention_heads: PositiveInt = Field(6, description="Llama heads")
-    max_prompt_tokens: PositiveInt = Field(48, description="prompts are padded to this length")
+    image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
+    patch_size: PositiveInt = Field(default=8, description="pixels")
+    dino: VitConfig = Field(default=VitConfig(), description="DINOv2 with 4 registers and a class token")
+    siglip: VitConfig = Field(default=VitConfig(), description="SigLIP")
+    hidden_size: PositiveInt = Field(default=192, description="Llama hidden size; divisible by num_attention_heads")
+    intermediate_size: PositiveInt = Field(default=512, description="Llama MLP size")
+    num_hidden_layers: PositiveInt = Field(default=4, description="Llama layers")
+    num_attention_heads: PositiveInt = Field(default=6, description="Llama heads")
+    max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
 
 
 class ValueHeadConfig(Section):
     """MLP from the hidden state of the last prompt token to the value."""
 
-    hidden_sizes: tuple[PositiveInt, ...] = Field((512, 128), description="hidden units")
-    output: Literal["chunk", "action"] = Field("chunk", description="one value a chunk, or one an action")
+    hidden_sizes: tuple[PositiveInt, ...] = Field(default=(512, 128), description="hidden units")
+    output: Literal["chunk", "action"] = Field(default="chunk", description="one value a chunk, or one an action")
 
 
 class ModelConfig(Section):
     """The policy."""
 
-    model_type: str = Field("openvla", description="a name of `embodrl list models`")
+    model_type: str = Field(default="openvla", description="a name of `embodrl list models`")
     model_path: str | None = Field(
-        None,
-        description="local directory or hub id of a checkpoint in the family's public layout; null builds the tiny size",
+        default=None,
+        description="local directory or hub id of a checkpoint in the family's public layout; null: the tiny size",
     )
     warm_start: str | None = Field(
-        "builtin",
+        default="builtin",
         description="weights of the tiny size: builtin (shipped with embodrl), a directory, or null for random ones;"
         " not used with model_path",
     )
-    architecture: ArchitectureConfig = Field(ArchitectureConfig(), description="dimensions of the tiny size")
-    num_action_chunks: PositiveInt = Field(5, description="actions predicted at once (C)")
-    action_dim: PositiveInt = Field(7, description="dimensions of an action (A)")
+    architecture: ArchitectureConfig = Field(default=ArchitectureConfig(), description="dimensions of the tiny size")
+    num_action_chunks: PositiveInt = Field(default=5, description="actions predicted at once (C)")
+    action_dim: PositiveInt = Field(default=7, description="dimensions of an action (A)")
     unnorm_key: str | None = Field(
-        None, description="which statistics un-normalise actions; null if the checkpoint has one set"
+        default=None, description="which statistics un-normalise actions; null if the checkpoint has one set"
     )
-    add_value_head: bool = Field(True, description="needed by actor-critic losses")
-    value_head: ValueHeadConfig = Field(ValueHeadConfig(), description="shape of the value head")
+    add_value_head: bool = Field(default=True, description="needed by actor-critic losses")
+    value_head: ValueHeadConfig = Field(default=ValueHeadConfig(), description="shape of the value head")
     center_crop: bool = Field(
-        False, description="crop 90 % of the image's area, for checkpoints trained with random crops"
+        default=False, description="crop 90 % of the image's area, for checkpoints trained with random crops"
     )
-    freeze_vision: bool = Field(False, description="do not train the vision backbone")
-    trust_remote_code: Literal[False] = Field(False, description="code from a checkpoint is never run")
+    freeze_vision: bool = Field(default=False, description="do not train the vision backbone")
+    trust_remote_code: Literal[False] = Field(default=False, description="code from a checkpoint is never run")
 
 
 class SamplingConfig(Section):
     """How actions are drawn."""
 
-    temperature: PositiveFloat = Field(0.5, description="of rollout and of the log-probs in training alike")
-    top_k: NonNegativeInt = Field(0, description="most probable bins kept; 0 keeps all")
+    temperature: PositiveFloat = Field(default=0.5, description="of rollout and of the log-probs in training alike")
+    top_k: NonNegativeInt = Field(default=0, description="most probable bins kept; 0 keeps all")
 
 
 class AlgorithmConfig(Section):
     """PPO and its parts."""
 
-    adv_type: str = Field("gae", description="a name of `embodrl list algorithms`")
-    loss_type: str = Field("actor_critic", description="a name of `embodrl list algorithms`")
+    adv_type: str = Field(default="gae", description="a name of `embodrl list algorithms`")
+    loss_type: str = Field(default="actor_critic", description="a name of `embodrl list algorithms`")
     reward_type: Literal["chunk_level", "action_level"] = Field(
-        "chunk_level", description="chunk_level sums the rewards of a chunk and has one value a chunk"
+        default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value a chunk"
     )
     logprob_type: Literal["token_level", "action_level", "chunk_level"] = Field(
-        "token_level", description="level of the importance ratio"
+        default="token_level", description="level of the importance ratio"
     )
     entropy_type: Literal["token_level", "action_level", "chunk_level"] = Field(
-        "token_level", description="level of the entropy bonus"
+        default="token_level", description="level of the entropy bonus"
     )
-    gamma: Fraction = Field(0.97, description="discount per reward step (chunk or action)")
-    gae_lambda: Fraction = Field(0.95, description="lambda of GAE")
-    normalize_advantages: bool = Field(True, description="to zero mean and unit variance over the rollout")
+    gamma: Fraction = Field(default=0.97, description="discount per reward step (chunk or action)")
+    gae_lambda: Fraction = Field(default=0.95, description="lambda of GAE")
+    normalize_advantages: bool = Field(default=True, description="to zero mean and unit variance over the rollout")
     bootstrap_type: Literal["truncation", "none"] = Field(
-        "truncation", description="add gamma * V(last observation) where the step limit, not the task, ended an episode"
+        default="truncation",
+        description="add gamma * V(last observation) where the step limit, not the task, ended an episode",
     )
-    clip_ratio_low: Fraction = Field(0.2, description="lower clip of the ratio")
-    clip_ratio_high: PositiveFloat = Field(0.28, description="upper clip of the ratio")
-    value_clip: PositiveFloat | None = Field(0.2, description="clip of the value change; null for none")
-    value_loss_coef: NonNegativeFloat = Field(0.5, description="weight of the value loss")
-    entropy_bonus: NonNegativeFloat = Field(0.0, description="weight of the entropy")
-    update_epoch: PositiveInt = Field(2, description="passes over a rollout")
-    rollout_epoch: PositiveInt = Field(1, description="rollouts gathered one after the other for an update")
-    group_size: PositiveInt = Field(1, description="environments that share an initial state")
+    clip_ratio_low: Fraction = Field(default=0.2, description="lower clip of the ratio")
+    clip_ratio_high: PositiveFloat = Field(default=0.28, description="upper clip of the ratio")
+    value_clip: PositiveFloat | None = Field(default=0.2, description="clip of the value change; null for none")
+    value_loss_coef: NonNegativeFloat = Field(default=0.5, description="weight of the value loss")
+    entropy_bonus: NonNegativeFloat = Field(default=0.0, description="weight of the entropy")
+    update_epoch: PositiveInt = Field(default=2, description="passes over a rollout")
+    rollout_epoch: PositiveInt = Field(default=1, description="rollouts gathered one after the other for an update")
+    group_size: PositiveInt = Field(default=1, description="environments that share an initial state")
     target_kl: PositiveFloat | None = Field(
-        None, description="end an update once the approximate KL per token exceeds this"
+        default=None, description="end an update once the approximate KL per token exceeds this"
     )
-    sampling: SamplingConfig = Field(SamplingConfig(), description="how actions are drawn")
+    sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")
 
 
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = Field(7e-5, description="peak learning rate of the policy")
-    value_lr: PositiveFloat = Field(1e-3, description="peak learning rate of the value head")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW betas")
-    eps: PositiveFloat = Field(1e-8, description="AdamW epsilon")
-    weight_decay: NonNegativeFloat = Field(0.0, description="AdamW weight decay")
-    clip_grad: PositiveFloat = Field(1.0, description="largest gradient norm")
+    lr: PositiveFloat = Field(default=7e-5, description="peak learning rate of the policy")
+    value_lr: PositiveFloat = Field(default=1e-3, description="peak learning rate of the value head")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="AdamW betas")
+    eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW weight decay")
+    clip_grad: PositiveFloat = Field(default=1.0, description="largest gradient norm")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="after the warm-up, over runner.max_iterations"
+        default="constant", description="after the warm-up, over runner.max_iterations"
     )
     lr_warmup_iterations: NonNegativeInt = Field(
-        4, description="linear warm-up of the policy, from the first iteration it trains"
+        default=4, description="linear warm-up of the policy, from the first iteration it trains"
     )
-    min_lr_ratio: Fraction = Field(0.0, description="last learning rate as a part of the peak")
-    critic_warmup_iterations: NonNegativeInt = Field(2, description="iterations in which only the value head trains")
+    min_lr_ratio: Fraction = Field(default=0.0, description="last learning rate as a part of the peak")
+    critic_warmup_iterations: NonNegativeInt = Field(
+        default=2, description="iterations in which only the value head trains"
+    )
 
 
 class ActorConfig(Section):
     """The trainer."""
 
-    training_backend: Literal["native"] = Field("native", description="native: one process, CPU or one GPU")
-    global_batch_size: PositiveInt = Field(160, description="chunks an optimizer step")
+    training_backend: Literal["native"] = Field(default="native", description="native: one process, CPU or one GPU")
+    global_batch_size: PositiveInt = Field(default=160, description="chunks an optimizer step")
     micro_batch_size: PositiveInt = Field(
-        80, description="chunks a forward and backward pass; divides global_batch_size"
+        default=80, description="chunks a forward and backward pass; divides global_batch_size"
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="autocast of the forward pass; auto is bf16 where the device has it in hardware"
+        default="auto", description="autocast of the forward pass; auto is bf16 where the device has it in hardware"
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B"
+        default="fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B"
     )
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
-    optim: OptimConfig = Field(OptimConfig(), description="optimizer")
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+    optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
 
 class RolloutConfig(Section):
     """The policy that acts."""
 
     backend: Literal["huggingface"] = Field(
-        "huggingface", description="huggingface: the training weights, in the same process"
+        default="huggingface", description="huggingface: the training weights, in the same process"
     )
     pipeline_stages: PositiveInt = Field(
-        1, description="groups of environments, so that simulation and inference overlap"
+        default=1, description="groups of environments, so that simulation and inference overlap"
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="autocast of inference; as actor.precision")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="autocast of inference; as actor.precision"
+    )
 
 
 class ClusterConfig(Section):
     """Where the parts run."""
 
-    num_nodes: Literal[1] = Field(1, description="machines")
+    num_nodes: Literal[1] = Field(default=1, description="machines")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="of the policy; auto takes a GPU if there is one"
+        default="auto", description="of the policy; auto takes a GPU if there is one"
     )
-    num_threads: PositiveInt | None = Field(None, description="torch threads of the policy; null takes all cores")
+    num_threads: PositiveInt | None = Field(
+        default=None, description="torch threads of the policy; null takes all cores"
+    )
     component_placement: dict[str, Ranks] = Field(
-        {"actor,rollout,env": "all"},
+        default={"actor,rollout,env": "all"},
         description="components to devices, e.g. `actor,rollout: 0`; all, or 0 where there is one device",
     )
 
@@ -281,76 +302,80 @@ class ClusterConfig(Section):
 class LoggerConfig(Section):
     """Where metrics go besides metrics.jsonl."""
 
-    tensorboard: bool = Field(True, description="write DIR/tensorboard")
+    tensorboard: bool = Field(default=True, description="write DIR/tensorboard")
     wandb_mode: Literal["off", "offline", "online"] = Field(
-        "off", description="Weights & Biases; needs the extra `wandb`"
+        default="off", description="Weights & Biases; needs the extra `wandb`"
     )
-    wandb_project: str = Field("embodrl", description="W&B project")
+    wandb_project: str = Field(default="embodrl", description="W&B project")
     console: Literal["auto", "rich", "plain", "off"] = Field(
-        "auto", description="auto is rich on a terminal and plain lines elsewhere"
+        default="auto", description="auto is rich on a terminal and plain lines elsewhere"
     )
 
 
 class RunnerConfig(Section):
     """The loop."""
 
-    name: str = Field("auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
-    output_dir: str = Field("auto", description="directory of the run; auto is outputs/<name>")
-    max_iterations: PositiveInt = Field(60, description="rollout + update cycles")
-    seed: Seed = Field(0, description="of everything random")
+    name: str = Field(default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
+    output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
+    max_iterations: PositiveInt = Field(default=60, description="rollout + update cycles")
+    seed: Seed = Field(default=0, description="of everything random")
     eval_interval: NonNegativeInt = Field(
-        10, description="iterations between evaluations; 0 for none; the last one always counts"
+        default=10, description="iterations between evaluations; 0 for none; the last one always counts"
     )
-    eval_at_start: bool = Field(True, description="evaluate before the first update")
-    save_interval: PositiveInt = Field(10, description="iterations between checkpoints; the last one is always saved")
-    keep_last_n: PositiveInt = Field(2, description="checkpoints kept")
-    logger: LoggerConfig = Field(LoggerConfig(), description="where metrics go")
+    eval_at_start: bool = Field(default=True, description="evaluate before the first update")
+    save_interval: PositiveInt = Field(
+        default=10, description="iterations between checkpoints; the last one is always saved"
+    )
+    keep_last_n: PositiveInt = Field(default=2, description="checkpoints kept")
+    logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics go")
 
 
 class CollectConfig(Section):
     """`embodrl collect`."""
 
-    output_dir: str = Field("data/demos", description="directory of the demonstrations")
-    num_episodes: PositiveInt = Field(400, description="successful episodes over all tasks")
+    output_dir: str = Field(default="data/demos", description="directory of the demonstrations")
+    num_episodes: PositiveInt = Field(default=400, description="successful episodes over all tasks")
     noise_std: NonNegativeFloat = Field(
-        0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
+        default=0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
     )
-    noise_fraction: Fraction = Field(0.7, description="part of the episodes with noise")
-    seed: Seed = Field(500_000, description="first reset seed")
-    keep_failures: bool = Field(False, description="keep episodes that failed, too")
+    noise_fraction: Fraction = Field(default=0.7, description="part of the episodes with noise")
+    seed: Seed = Field(default=500_000, description="first reset seed")
+    keep_failures: bool = Field(default=False, description="keep episodes that failed, too")
 
 
 class SftConfig(Section):
     """`embodrl sft`."""
 
-    data_dir: str = Field("data/demos", description="directory made by `embodrl collect`")
-    output_dir: str = Field("outputs/sft", description="directory of the policy")
-    max_steps: PositiveInt = Field(1000, description="optimizer steps")
-    batch_size: PositiveInt = Field(64, description="frames a step")
-    lr: PositiveFloat = Field(4e-4, description="peak learning rate")
-    lr_warmup_steps: NonNegativeInt = Field(50, description="linear warm-up")
-    weight_decay: NonNegativeFloat = Field(0.01, description="AdamW weight decay")
+    data_dir: str = Field(default="data/demos", description="directory made by `embodrl collect`")
+    output_dir: str = Field(default="outputs/sft", description="directory of the policy")
+    max_steps: PositiveInt = Field(default=1000, description="optimizer steps")
+    batch_size: PositiveInt = Field(default=64, description="frames a step")
+    lr: PositiveFloat = Field(default=4e-4, description="peak learning rate")
+    lr_warmup_steps: NonNegativeInt = Field(default=50, description="linear warm-up")
+    weight_decay: NonNegativeFloat = Field(default=0.01, description="AdamW weight decay")
     label_smoothing_bins: NonNegativeFloat = Field(
-        4.0, description="standard deviation, in bins, of the Gaussian target; 0 is one-hot"
+        default=4.0, description="standard deviation, in bins, of the Gaussian target; 0 is one-hot"
     )
-    random_shift_px: NonNegativeInt = Field(0, description="largest random shift of the image, in pixels")
-    max_episodes: PositiveInt | None = Field(None, description="use only the first episodes")
-    log_interval: PositiveInt = Field(25, description="steps between log lines")
-    eval_interval: NonNegativeInt = Field(0, description="steps between evaluations in the simulator; 0 for none")
+    random_shift_px: NonNegativeInt = Field(default=0, description="largest random shift of the image, in pixels")
+    max_episodes: PositiveInt | None = Field(default=None, description="use only the first episodes")
+    log_interval: PositiveInt = Field(default=25, description="steps between log lines")
+    eval_interval: NonNegativeInt = Field(
+        default=0, description="steps between evaluations in the simulator; 0 for none"
+    )
 
 
 class Config(Section):
     """A whole run."""
 
-    env: EnvConfig = Field(EnvConfig(), description="simulator and tasks")
-    model: ModelConfig = Field(ModelConfig(), description="the policy")
-    algorithm: AlgorithmConfig = Field(AlgorithmConfig(), description="advantages, losses, sampling")
-    actor: ActorConfig = Field(ActorConfig(), description="training backend and optimizer")
-    rollout: RolloutConfig = Field(RolloutConfig(), description="inference backend")
-    cluster: ClusterConfig = Field(ClusterConfig(), description="devices and placement")
-    runner: RunnerConfig = Field(RunnerConfig(), description="loop, evaluation, checkpoints, logs")
-    collect: CollectConfig = Field(CollectConfig(), description="demonstrations by scripted experts")
-    sft: SftConfig = Field(SftConfig(), description="supervised fine-tuning")
+    env: EnvConfig = Field(default=EnvConfig(), description="simulator and tasks")
+    model: ModelConfig = Field(default=ModelConfig(), description="the policy")
+    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
+    actor: ActorConfig = Field(default=ActorConfig(), description="training backend and optimizer")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="inference backend")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="devices and placement")
+    runner: RunnerConfig = Field(default=RunnerConfig(), description="loop, evaluation, checkpoints, logs")
+    collect: CollectConfig = Field(default=CollectConfig(), description="demonstrations by scripted experts")
+    sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
     extensions: tuple[str, ...] = Field(
-        (), description="modules imported first, which may register models and environments"
+        default=(), description="modules imported first, which may register models and environments"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from typing import Any, cast
 
 from embodrl.config.nodes import Origin, parse_scalar
 from embodrl.config.schema import Config
@@ -33,10 +33,10 @@ def scalar(value: Any) -> str:
 def flow(value: Any) -> str:
     """Return a value on one line."""
     if isinstance(value, (list, tuple)):
-        items: list[Any] = list(value)  # pyright: ignore[reportUnknownArgumentType]
+        items = cast(list[Any], value)
         return f"[{', '.join(flow(item) for item in items)}]"
     if isinstance(value, dict):
-        mapping: dict[str, Any] = value
+        mapping = cast(dict[str, Any], value)
         return "{" + ", ".join(f"{scalar(key)}: {flow(child)}" for key, child in mapping.items()) + "}"
     return scalar(value)
 
@@ -48,10 +48,10 @@ def lines(value: dict[str, Any], prefix: str, indent: int) -> list[tuple[str, st
         key = f"{prefix}.{name}" if prefix else name
         head = f"{' ' * indent}{scalar(name)}:"
         if isinstance(child, dict) and child:
-            mapping: dict[str, Any] = child
+            mapping = cast(dict[str, Any], child)
             result += [(head, ""), *lines(mapping, key, indent + 2)]
         elif isinstance(child, (list, tuple)) and child and isinstance(child[0], dict):
-            items: list[dict[str, Any]] = list(child)  # pyright: ignore[reportUnknownArgumentType]
+            items = cast(list[dict[str, Any]], child)
             result.append((head, ""))
             for index, item in enumerate(items):
                 inner = lines(item, f"{key}.{index}", indent + 4)

@@ -152,8 +152,8 @@ def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
     if total % batch:
         yield Finding(
             "actor.global_batch_size",
-            f"a rollout has {train.total_num_envs} environments x {chunks} chunks x {config.algorithm.rollout_epoch} epochs"
-            f" = {total} chunks, and {total} / {batch} leaves {total % batch}",
+            f"a rollout has {train.total_num_envs} environments x {chunks} chunks x {config.algorithm.rollout_epoch}"
+            f" epochs = {total} chunks, and {total} / {batch} leaves {total % batch}",
             f"set it to {divisors(total, batch)}, or change env.train.total_num_envs or max_steps_per_rollout_epoch",
             f"a divisor of {total}",
             others=(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from embodrl.config.nodes import Node, Origin, lookup, origin_of
 from embodrl.config.schema import Config
@@ -59,7 +59,7 @@ class Context:
             return any(self.by_user(f"{key}.{name}") for name in node.children)
         default = self._defaults
         for part in key.split("."):
-            default = default.get(part) if isinstance(default, dict) else None
+            default = cast(dict[str, Any], default).get(part) if isinstance(default, dict) else None
         return node.origin.kind == "argument" or (node.origin.by_user and node.plain() != default)
 
     def problem(self, finding: Finding) -> ConfigProblem:

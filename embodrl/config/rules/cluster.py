@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.placement import COMPONENTS, PlacementError, parse_ranks
+from embodrl.config.placement import COMPONENTS, Place, PlacementError, parse_ranks
 from embodrl.config.rules.base import Context, Finding, note, rule
 from embodrl.registry import nearest
 
@@ -54,7 +54,7 @@ def places_exist(context: Context) -> Iterator[Finding]:
     """Placements can be read, and name devices that there are and that the backends can use."""
     cluster = context.config.cluster
     available = count_devices(cluster.device)
-    used: dict[str, tuple[int, ...]] = {}
+    used: dict[str, Place] = {}
     for names, text in cluster.component_placement.items():
         try:
             place = parse_ranks(text)
@@ -65,29 +65,35 @@ def places_exist(context: Context) -> Iterator[Finding]:
             continue
         if place is None:
             continue
+        used |= {name.strip(): place for name in names.split(",")}
         beyond = [rank for rank in place.devices if available is not None and rank >= available]
         if beyond:
-            last = f"0 to {(available or 1) - 1}" if available != 1 else "0"
+            last = "0" if available == 1 else f"0 to {(available or 1) - 1}"
             message = f"'{names}: {text}' needs {max(place.devices) + 1} devices, and this machine offers {available}"
             yield Finding(KEY, message, f"write '{names}: all'", f"all, {last}", others=("cluster.device",))
-            continue
-        for name in (part.strip() for part in names.split(",")):
-            used[name] = place.devices
-            if name in ("actor", "rollout") and (len(place.devices) > 1 or place.num_processes > 1):
-                backend = "actor.training_backend" if name == "actor" else "rollout.backend"
-                what = context.config.actor.training_backend if name == "actor" else context.config.rollout.backend
-                message = f"'{names}: {text}' puts {name} on {len(place.devices)} devices in {place.num_processes}"
-                message += f" processes, but {backend} '{what}' is 1 process on 1 device"
-                yield Finding(
-                    KEY, message, f"write '{names}: 0' or '{names}: all'", "all, or one device", others=(backend,)
-                )
+    yield from native_is_one_process(context, used)
+
+
+def native_is_one_process(context: Context, used: dict[str, Place]) -> Iterator[Finding]:
+    """Yield what is wrong with the devices of actor and rollout: both backends are one process on one device."""
     actor, rollout = used.get("actor"), used.get("rollout")
-    if actor is not None and rollout is not None and len(actor) == len(rollout) == 1 and actor != rollout:
+    config = context.config
+    for name, place, key, backend in (
+        ("actor", actor, "actor.training_backend", config.actor.training_backend),
+        ("rollout", rollout, "rollout.backend", config.rollout.backend),
+    ):
+        if place is not None and (len(place.devices) > 1 or place.num_processes > 1):
+            message = f"{name} gets {len(place.devices)} device(s) x {place.num_processes} process(es), but {key}"
+            message += f" '{backend}' is 1 process on 1 device"
+            yield Finding(KEY, message, f"place {name} on 0, or on all", "all, or one device", others=(key,))
+    if actor is None or rollout is None or len(actor.devices) != 1 or len(rollout.devices) != 1:
+        return
+    if actor.devices != rollout.devices:
         yield Finding(
             KEY,
-            f"actor on device {actor[0]} and rollout on device {rollout[0]}: rollout.backend"
-            f" '{context.config.rollout.backend}' acts with the weights of the actor, in its process",
-            f"write 'actor,rollout: {actor[0]}'",
+            f"actor on device {actor.devices[0]} and rollout on device {rollout.devices[0]}: rollout.backend"
+            f" '{config.rollout.backend}' acts with the weights of the actor, in its process",
+            f"write 'actor,rollout: {actor.devices[0]}'",
             "the same device for both",
             others=("rollout.backend",),
         )

@@ -265,7 +265,7 @@ def cameras_are_sound(context: Context) -> Iterator[Finding]:
         if (camera.height, camera.width) != (cameras[0].height, cameras[0].width):
             yield Finding(
                 f"{key}.height",
-                f"{camera.height}x{camera.width} pixels, not {cameras[0].height}x{cameras[0].width} as the first camera",
+                f"{camera.height}x{camera.width} pixels, not {cameras[0].height}x{cameras[0].width} as the first",
                 "give all cameras one size; their pictures are one array",
             )
 
