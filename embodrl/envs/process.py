@@ -6,9 +6,11 @@ import contextlib
 import os
 import select
 import signal
+import site
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -34,9 +36,10 @@ _REAP_S = 10.0
 
 def importable_elsewhere() -> list[str]:
     """Return the entries of ``sys.path`` outside this interpreter's installation: the user's own code."""
-    installations = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
+    names = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = {Path(name).resolve() for name in [*names, *site.getsitepackages(), site.getusersitepackages()]}
     paths = [Path(entry or ".").resolve() for entry in sys.path]
-    return [str(path) for path in paths if path.is_dir() and not installations & {path, *path.parents}]
+    return [str(path) for path in paths if path.is_dir() and not installed & {path, *path.parents}]
 
 
 class WorkerProcess:

@@ -1,0 +1,236 @@
+"""Simulator processes that raise, die, hang or return nonsense, and parents that are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodrl.envs.manager import EnvManager, EnvTimeouts
+from embodrl.envs.pool import EnvPool
+from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
+
+SEEDS, TASKS = np.array([20, 21]), np.array([0, 1], np.int32)
+ACTIONS = np.full((2, 3, 7), 0.3, np.float32)
+HANG_S = 0.5
+
+
+def faulty(fault, **kwargs):
+    options = {"extensions": ["faulty_envs"], "timeouts": EnvTimeouts(step_s=HANG_S if "hang" in fault else 60)}
+    return EnvManager("faulty", {"fault": fault, **kwargs}, name=f"train/{fault}", **options)
+
+
+def faulty_pool(fault, marker, **kwargs):
+    """Two processes of two environments; the first process to reach its second chunk has the fault, once."""
+    options = {"extensions": ["faulty_envs"], "timeouts": EnvTimeouts(step_s=HANG_S if "hang" in fault else 60)}
+    shards = [{"fault": fault, "at_step": 2, "marker": str(marker)}, {"fault": "none"}]
+    return EnvPool.create("faulty", kwargs, total_num_envs=4, num_processes=2, shard_kwargs=shards, **options)
+
+
+def is_gone(pid):
+    """Whether the process has ended; one that only waits to be reaped (by whatever is process 1 here) has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_gone(pids, deadline_s=20.0):
+    deadline = time.monotonic() + deadline_s
+    while not all(map(is_gone, pids)):
+        assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if not is_gone(pid)]}"
+        time.sleep(0.01)
+
+
+def test_an_exception_in_a_step_leaves_the_process_usable():
+    with faulty("raise") as manager:
+        manager.reset(SEEDS, TASKS)
+        with pytest.raises(EnvRaised, match="contact solver diverged") as raised:
+            manager.step(ACTIONS)
+        assert "faulty_envs.py" in str(raised.value) and "seeds 20, 21" in str(raised.value)
+        assert manager.step(ACTIONS).valid.any()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill", "was killed by SIGKILL"),
+        ("exit", "exited with code 7"),
+        ("segfault", "was killed by SIGSEGV"),
+        ("fork_and_exit", "exited with code 3"),
+    ],
+)
+def test_a_dead_process_is_named_with_its_end(fault, words):
+    with faulty(fault) as manager:
+        manager.reset(SEEDS, TASKS)
+        pid = manager.pid
+        with pytest.raises(EnvWorkerDied, match=words) as died:
+            manager.step(ACTIONS)
+        message = str(died.value)
+        assert f"train/{fault}" in message and "envs 0-1" in message and "during STEP" in message
+        assert is_gone(pid) and manager.pid is None
+        if fault == "exit":
+            assert "lost the device" in message
+        if fault == "segfault":
+            assert "faulty_envs.py" in message  # the interpreter's own dump, from the log
+
+
+def test_restart_after_death():
+    with faulty("none") as manager:
+        manager.reset(SEEDS, TASKS)
+        before = manager.step(ACTIONS, copy=True)
+        os.kill(manager.pid, signal.SIGKILL)
+        wait_until_gone([manager.pid])
+        with pytest.raises(EnvWorkerDied):
+            manager.step(ACTIONS)
+        manager.restart()
+        manager.reset(SEEDS, TASKS)
+        np.testing.assert_array_equal(manager.step(ACTIONS).observation.images, before.observation.images)
+
+
+@pytest.mark.parametrize("fault", ["hang", "hang_in_native_code"])
+def test_a_hang_times_out_and_shows_where(fault):
+    with faulty(fault) as manager:
+        manager.reset(SEEDS, TASKS)
+        pid = manager.pid
+        with pytest.raises(EnvTimeout, match=r"no answer within 0\.5 s during STEP") as hung:
+            manager.step(ACTIONS)
+        assert is_gone(pid)
+        assert "faulty_envs.py" in str(hung.value) and "chunk_step" in str(hung.value)
+        manager.restart()
+        manager.reset(SEEDS, TASKS)
+
+
+def test_a_build_that_fails_says_why():
+    with pytest.raises(EnvRaised, match="no licence for the simulator"):
+        faulty("build").start()
+
+
+@pytest.mark.parametrize(("fault", "words"), [("long_instruction", "1000 bytes"), ("wrong_shape", "its spec promises")])
+def test_results_that_do_not_fit_are_refused(fault, words):
+    with faulty(fault) as manager:
+        manager.reset(SEEDS, TASKS)
+        with pytest.raises(EnvRaised, match=words):
+            manager.step(ACTIONS)
+        assert manager.step(ACTIONS).valid.any()
+
+
+def test_what_a_simulator_started_ends_with_it():
+    manager = faulty("none")
+    manager.start()
+    helper = manager.call("spawn_helper")
+    manager.close()
+    wait_until_gone([helper])
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang", "raise"])
+def test_a_pool_restarts_the_shard_and_keeps_the_others(fault, tmp_path):
+    with faulty_pool(fault, tmp_path / "fired") as pool:
+        start = pool.reset(np.arange(4), np.zeros(4, np.int32), copy=True)
+        actions = np.concatenate([ACTIONS, ACTIONS])
+        pids = [manager.pid for manager in pool.managers]
+        good = pool.step(actions, copy=True)
+        step = pool.step(actions, np.array([True, False, True, True]), copy=True)
+        assert (pool.faults.restarts, pool.faults.lost_episodes) == (1, 1)
+        np.testing.assert_array_equal(step.valid.all(axis=1), [False, False, True, True])
+        assert not step.valid[:2].any() and not step.reward[:2].any()
+        np.testing.assert_array_equal(step.done, [True, False, False, False])
+        assert step.truncated[0, 0] and step.final_mask.tolist() == [True, False, False, False]
+        np.testing.assert_array_equal(step.final_observation.images[0], good.observation.images[0])
+        np.testing.assert_array_equal(step.observation.images[:2], start.images[:2])
+        assert pool.managers[0].pid != pids[0] and pool.managers[1].pid == pids[1]
+        assert pool.step(actions).valid.all()
+        assert pool.faults.restarts == 1
+
+
+def test_death_between_steps_is_survived(tmp_path):
+    with faulty_pool("none", tmp_path / "fired") as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        actions = np.concatenate([ACTIONS, ACTIONS])
+        pid = pool.managers[1].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        assert pool.step(actions).valid.any(axis=1).tolist() == [True, True, False, False]
+        pid = pool.managers[0].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        assert pool.faults.restarts == 2
+        assert pool.step(actions).valid.all()
+
+
+def test_faults_that_go_on_stop_with_the_cause():
+    managers = [EnvManager("faulty", {"fault": "reset"}, extensions=["faulty_envs"])]
+    with EnvPool(managers, max_restarts=2) as pool:
+        with pytest.raises(EnvRaised, match=r"given up after 2 restarts(.|\n)*the scene is broken"):
+            pool.reset(SEEDS, TASKS)
+        assert pool.faults.restarts == 2
+
+
+@pytest.mark.parametrize("fault", ["nan_reward", "nan_state"])
+def test_what_is_not_finite_is_quarantined(fault, tmp_path):
+    with faulty_pool(fault, tmp_path / "fired", include_state=True) as pool:
+        start = pool.reset(np.arange(4), np.zeros(4, np.int32), copy=True)
+        actions = np.concatenate([ACTIONS, ACTIONS])
+        good = pool.step(actions, copy=True)
+        step = pool.step(actions)
+        assert (pool.faults.quarantined, pool.faults.lost_episodes, pool.faults.restarts) == (1, 1, 0)
+        assert np.isfinite(step.reward).all() and np.isfinite(step.observation.state).all()
+        assert step.valid.any(axis=1).tolist() == [True, False, True, True]
+        assert step.done.tolist() == [False, True, False, False]
+        np.testing.assert_array_equal(step.final_observation.state[1], good.observation.state[1])
+        np.testing.assert_array_equal(step.observation.state[1], start.state[1])
+        assert pool.step(actions).valid.all()
+
+
+PARENT = """
+import sys, threading, numpy as np
+from embodrl.envs.manager import EnvManager
+def start():
+    manager = EnvManager("faulty", {"fault": sys.argv[1]}, extensions=["faulty_envs"])
+    manager.start()
+    manager.reset(np.array([1, 2]), np.array([0, 0]))
+    if sys.argv[1] != "none":
+        manager.step_async(np.zeros((2, 1, 7), np.float32))
+    managers.append(manager)
+managers = []
+if sys.argv[2] == "thread":
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+else:
+    start()
+print(managers[0].pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"), [("none", "main"), ("hang_in_native_code", "main"), ("hang", "thread"), ("none", "thread")]
+)
+def test_no_orphan_survives_a_killed_parent(fault, where):
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, fault, where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ
+    )
+    with parent:
+        pid = int(parent.stdout.readline())
+        assert not is_gone(pid)
+        parent.kill()
+    wait_until_gone([pid])
+
+
+def test_ctrl_c_is_left_to_the_parent():
+    with faulty("none") as manager:
+        manager.reset(SEEDS, TASKS)
+        os.kill(manager.pid, signal.SIGINT)
+        assert manager.step(ACTIONS).valid.any()
+        pid = manager.pid
+        os.kill(pid, signal.SIGTERM)
+        wait_until_gone([pid])
+        with pytest.raises(EnvWorkerDied, match="SIGTERM"):
+            manager.step(ACTIONS)

@@ -1,0 +1,278 @@
+"""EnvManager and EnvPool with real processes, on the toy environment."""
+
+import os
+import threading
+import venv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodrl.envs.manager import EnvManager
+from embodrl.envs.pool import EnvPool
+from embodrl.envs.toy import ToyVectorEnv
+from embodrl.errors import EnvError, EnvRaised
+from embodrl.types import EnvStep, Observation
+
+KWARGS = {"num_envs": 3, "image_size": 16, "max_episode_steps": 7, "include_state": True}
+SEEDS, TASKS = np.array([10, 11, 12]), np.array([0, 1, 0], np.int32)
+
+
+def actions_of(step: int, num_envs: int = 3, chunk: int = 4) -> np.ndarray:
+    return np.random.default_rng(step).uniform(-1, 1, (num_envs, chunk, 7)).astype(np.float32)
+
+
+def assert_same_observation(left: Observation, right: Observation, rows: np.ndarray | slice = slice(None)) -> None:
+    np.testing.assert_array_equal(left.images[rows], right.images[rows])
+    np.testing.assert_array_equal(left.state[rows], right.state[rows])
+    np.testing.assert_array_equal(left.task_id[rows], right.task_id[rows])
+    assert np.array(left.instruction)[rows].tolist() == np.array(right.instruction)[rows].tolist()
+
+
+def assert_same_step(left: EnvStep, right: EnvStep) -> None:
+    assert_same_observation(left.observation, right.observation)
+    for name in ("reward", "valid", "terminated", "truncated", "success", "episode_return", "episode_length"):
+        np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
+    np.testing.assert_array_equal(left.episode_seed, right.episode_seed)
+    np.testing.assert_array_equal(left.final_mask, right.final_mask)
+    if left.final_mask.any():
+        assert_same_observation(left.final_observation, right.final_observation, left.final_mask)
+
+
+def test_a_process_gives_what_the_environment_gives():
+    local = ToyVectorEnv(**KWARGS)
+    with EnvManager("toy", KWARGS) as manager:
+        assert manager.spec == local.spec
+        assert_same_observation(manager.reset(SEEDS, TASKS), local.reset(SEEDS, TASKS, np.arange(3)))
+        truncations = 0
+        for number in range(12):
+            chunk = 1 + number % 5
+            active = np.array([True, number % 2 == 0, True])
+            step = manager.step(actions_of(number, chunk=chunk), active)
+            assert step.reward.shape == (3, chunk)
+            assert_same_step(step, local.chunk_step(actions_of(number, chunk=chunk), active))
+            truncations += step.final_mask.sum()
+        assert truncations > 0
+        some = manager.reset(np.array([99]), np.array([1], np.int32), np.array([2]))
+        assert_same_observation(some, local.reset(np.array([99]), np.array([1], np.int32), np.array([2])))
+
+
+def test_views_live_until_the_next_but_one_result():
+    with EnvManager("toy", KWARGS | {"auto_reset": False}, debug=True) as manager:
+        manager.reset(SEEDS, TASKS)
+        first = manager.step(actions_of(0))
+        before = first.observation.state.copy()
+        kept = manager.step(actions_of(1), copy=True)
+        np.testing.assert_array_equal(first.observation.state, before)
+        manager.step_async(actions_of(2))
+        assert kept.observation.state.flags.owndata
+        third = manager.wait()
+        assert np.shares_memory(third.observation.state, first.observation.state)
+        assert not np.array_equal(kept.observation.state, third.observation.state)
+
+
+def test_state_moves_to_another_process_bit_exactly():
+    with EnvManager("toy", KWARGS) as manager:
+        manager.reset(SEEDS, TASKS)
+        manager.step(actions_of(0))
+        state = manager.get_state()
+        straight = [manager.step(actions_of(n), copy=True) for n in range(1, 6)]
+        manager.set_state(state)
+        for number, step in enumerate(straight, start=1):
+            assert_same_step(manager.step(actions_of(number)), step)
+
+
+def test_offload_frees_the_process_and_onload_goes_on_bit_exactly():
+    with EnvManager("toy", KWARGS) as manager, EnvManager("toy", KWARGS) as twin:
+        for each in (manager, twin):
+            each.reset(SEEDS, TASKS)
+            each.step(actions_of(0))
+        pid = manager.pid
+        manager.offload()
+        assert not Path(f"/proc/{pid}").exists() and manager.pid is None
+        with pytest.raises(EnvError, match="is offloaded"):
+            manager.step_async(actions_of(1))
+        manager.onload()
+        assert manager.pid != pid
+        for number in range(1, 6):
+            assert_same_step(manager.step(actions_of(number)), twin.step(actions_of(number)))
+
+
+def test_a_large_state_passes():
+    with EnvManager("toy", {"num_envs": 20_000, "image_size": 2}) as manager:
+        seeds = np.arange(20_000)
+        manager.reset(seeds, np.zeros(20_000, np.int32))
+        state = manager.get_state()
+        assert len(state) > 1_000_000
+        manager.set_state(state)
+        assert manager.get_state() == state
+
+
+def test_call_takes_and_returns_arrays():
+    with EnvManager("toy", KWARGS) as manager:
+        manager.reset(SEEDS, TASKS)
+        expert = manager.call("expert_action")
+        assert expert.shape == (3, 7) and expert.dtype == np.float32
+        with pytest.raises(TypeError, match="plain"):
+            manager.call("expert_action", {"function": print})
+
+
+def test_an_exception_carries_the_traceback_and_the_process_goes_on():
+    with EnvManager("toy", KWARGS, name="train/0", first_env=6) as manager:
+        manager.reset(SEEDS, TASKS)
+        pid = manager.pid
+        with pytest.raises(EnvRaised) as raised:
+            manager.call("no_such_method")
+        message = str(raised.value)
+        assert "train/0" in message and "envs 6-8" in message and "seeds 10, 11, 12" in message
+        assert "reach-green, reach-red" in message
+        assert "NotImplementedError" in message and "toy.py" in message and "Traceback" in message
+        assert manager.step(actions_of(0)).valid.any() and manager.pid == pid
+
+
+def test_an_unknown_environment_or_argument_fails_at_start():
+    with pytest.raises(EnvRaised, match="did you mean 'toy'"):
+        EnvManager("toyy").start()
+    manager = EnvManager("toy", {"num_envs": 2, "colour": "blue"})
+    with pytest.raises(EnvRaised, match="colour"):
+        manager.start()
+    assert manager.pid is None
+
+
+def test_wrong_use_is_refused_with_words():
+    manager = EnvManager("toy", KWARGS)
+    with pytest.raises(EnvError, match="not been started"):
+        manager.reset(SEEDS, TASKS)
+    with manager:
+        with pytest.raises(EnvError, match=r"shape \[3, 9, 7\], expected \[3, 1 to 8, 7\]"):
+            manager.step_async(np.zeros((3, 9, 7), np.float32))
+        with pytest.raises(EnvError, match=r"shape \[3, 2, 6\]"):
+            manager.step_async(np.zeros((3, 2, 6), np.float32))
+        with pytest.raises(EnvError, match="3 seeds"):
+            manager.reset_async(SEEDS[:2], TASKS)
+        with pytest.raises(EnvError, match="each index once"):
+            manager.reset_async(SEEDS[:2], TASKS[:2], np.array([1, 1]))
+        with pytest.raises(EnvError, match="task ids"):
+            manager.reset_async(SEEDS, TASKS + 1)
+        with pytest.raises(EnvError, match="no STEP is under way"):
+            manager.wait()
+        manager.reset_async(SEEDS, TASKS)
+        with pytest.raises(EnvError, match="RESET is under way"):
+            manager.step_async(actions_of(0))
+        manager.wait_reset()
+        with pytest.raises(EnvError, match="runs already"):
+            manager.start()
+    manager.close()
+
+
+def test_cpu_binding_thread_limits_and_memory():
+    cpu = max(os.sched_getaffinity(0))
+    with EnvManager("toy", KWARGS, cpu=cpu, environ={"EMBODRL_TEST": "1"}) as manager:
+        assert os.sched_getaffinity(manager.pid) == {cpu}
+        environ = Path(f"/proc/{manager.pid}/environ").read_bytes().split(b"\0")
+        assert {b"OMP_NUM_THREADS=1", b"LP_NUM_THREADS=1", b"EMBODRL_TEST=1"} <= set(environ)
+        maps = Path(f"/proc/{manager.pid}/maps").read_text()
+        assert "memfd:embodrl-env" in maps and "/dev/shm" not in maps
+        assert "torch" not in maps
+    unusable = max(os.sched_getaffinity(0)) + 4096
+    with pytest.raises(EnvRaised, match=f"core {unusable} cannot be used"):
+        EnvManager("toy", KWARGS, cpu=unusable).start()
+
+
+def test_max_chunk_can_be_widened():
+    with EnvManager("toy", KWARGS, max_chunk=20) as manager:
+        manager.reset(SEEDS, TASKS)
+        assert manager.step(actions_of(0, chunk=20)).reward.shape == (3, 20)
+
+
+def test_a_manager_started_in_a_thread_outlives_the_thread():
+    manager = EnvManager("toy", KWARGS)
+    thread = threading.Thread(target=manager.start)
+    thread.start()
+    thread.join()
+    manager.reset(SEEDS, TASKS)
+    assert manager.step(actions_of(0)).valid.any()
+    manager.close()
+
+
+def test_another_interpreter_needs_numpy_only(tmp_path):
+    venv.create(tmp_path / "sim", symlinks=True, with_pip=False)
+    packages = next((tmp_path / "sim").glob("lib/python*/site-packages"))
+    numpy_path = Path(np.__file__).parent
+    for path in [numpy_path, *numpy_path.parent.glob("numpy.libs")]:
+        (packages / path.name).symlink_to(path)
+    python = tmp_path / "sim/bin/python"
+    with EnvManager("toy", KWARGS, python=str(python)) as manager, EnvManager("toy", KWARGS) as twin:
+        assert Path(f"/proc/{manager.pid}/cmdline").read_bytes().startswith(str(python).encode() + b"\0")
+        assert_same_observation(manager.reset(SEEDS, TASKS), twin.reset(SEEDS, TASKS))
+        assert_same_step(manager.step(actions_of(0)), twin.step(actions_of(0)))
+    with pytest.raises(EnvError, match="no-such-python"):
+        EnvManager("toy", KWARGS, python="/no-such-python").start()
+
+
+def test_log_file(tmp_path):
+    with EnvManager("toy", KWARGS, name="train/0", log_dir=tmp_path / "logs"):
+        pass
+    assert (tmp_path / "logs/train_0.log").exists()
+
+
+def test_a_pool_gives_what_its_managers_give():
+    seeds, tasks = np.arange(6), np.array([0, 1, 0, 1, 0, 1], np.int32)
+    halves = [ToyVectorEnv(**KWARGS, seed=rank) for rank in range(2)]
+    options = {"total_num_envs": 6, "num_processes": 2, "shard_kwargs": [{"seed": 0}, {"seed": 1}]}
+    with EnvPool.create("toy", {k: v for k, v in KWARGS.items() if k != "num_envs"}, **options) as pool:
+        assert pool.spec.num_envs == 6
+        observation = pool.reset(seeds, tasks)
+        parts = [
+            half.reset(seeds[:3] + 3 * rank, tasks[3 * rank :][:3], np.arange(3)) for rank, half in enumerate(halves)
+        ]
+        assert_same_observation(observation, Observation.concat(parts))
+        for number in range(5):
+            actions = actions_of(number, num_envs=6)
+            active = np.array([True, True, False, True, True, True])
+            pool.step_async(actions, active)
+            step = pool.wait()
+            for rank, half in enumerate(halves):
+                rows = slice(3 * rank, 3 * rank + 3)
+                part = half.chunk_step(actions[rows], active[rows])
+                np.testing.assert_array_equal(step.reward[rows], part.reward)
+                np.testing.assert_array_equal(step.final_mask[rows], part.final_mask)
+                np.testing.assert_array_equal(step.observation.images[rows], part.observation.images)
+                assert step.observation.instruction[rows] == part.observation.instruction
+                if part.final_mask.any():
+                    np.testing.assert_array_equal(
+                        step.final_observation.images[rows][part.final_mask],
+                        part.final_observation.images[part.final_mask],
+                    )
+        before = step.observation.images.copy()
+        observation = pool.reset(np.array([77]), np.array([0], np.int32), np.array([4]))
+        np.testing.assert_array_equal(observation.images[[0, 1, 2, 3, 5]], before[[0, 1, 2, 3, 5]])
+        assert not np.array_equal(observation.images[4], before[4])
+        assert pool.faults.restarts == 0
+
+
+def test_stages_step_on_their_own_and_offload_together():
+    kwargs = {"image_size": 16, "max_episode_steps": 7}
+    with EnvPool.create("toy", kwargs, total_num_envs=4, num_processes=2) as pool:
+        first, second = pool.split(2)
+        assert [stage.spec.num_envs for stage in (first, second)] == [2, 2]
+        first.reset(np.array([0, 1]), np.zeros(2, np.int32))
+        second.reset(np.array([2, 3]), np.zeros(2, np.int32))
+        first.step_async(actions_of(0, 2))
+        second.step_async(actions_of(1, 2))
+        assert second.wait().valid.any() and first.wait().valid.any()
+        states = pool.get_state()
+        expected = [stage.step(actions_of(2, 2), copy=True) for stage in (first, second)]
+        pool.set_state(states)
+        pool.offload()
+        assert all(manager.pid is None for manager in pool.managers)
+        pool.start()
+        for stage, step in zip((first, second), expected, strict=True):
+            assert_same_step(stage.step(actions_of(2, 2)), step)
+
+
+def test_shards_that_do_not_come_out_even_are_refused():
+    with pytest.raises(EnvError, match=r"multiple of env\.num_processes"):
+        EnvPool.create("toy", {}, total_num_envs=5, num_processes=2)
+    with pytest.raises(EnvError, match="2 env processes cannot form 3 stages"):
+        EnvPool.create("toy", {}, total_num_envs=4, num_processes=2).split(3)

@@ -1,0 +1,167 @@
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from embodrl.envs.codec import decode, encode
+from embodrl.envs.manager import spec_from_dict
+from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.transport import INSTRUCTION_BYTES, POISON_BYTE, ResultSlot, compute_layout, copy_step
+from embodrl.errors import EmbodrlError
+from embodrl.types import CameraSpec, EnvSpec
+
+SPEC = EnvSpec(3, (CameraSpec("a", 5, 7), CameraSpec("b", 5, 7)), 2, 4, (-1.0,) * 4, (1.0,) * 4, 6, ("t0", "t1"))
+
+
+def toy_step(num_envs=3, max_episode_steps=2, **kwargs):
+    env = ToyVectorEnv(
+        num_envs=num_envs, image_size=8, max_episode_steps=max_episode_steps, include_state=True, **kwargs
+    )
+    env.reset(np.arange(num_envs), np.arange(num_envs, dtype=np.int32) % 2, np.arange(num_envs))
+    return env, env.chunk_step(np.zeros((num_envs, 3, 7), np.float32), np.ones(num_envs, bool))
+
+
+def test_arrays_are_aligned_and_do_not_overlap():
+    layout = compute_layout(SPEC)
+    assert layout.request["actions"] == (0, (3, 6, 4), np.float32)  # 288 bytes, so the next starts at 320
+    assert layout.request["active"][0] == 320
+    assert layout.request["seeds"][0] == 384
+    assert layout.slots[0]["images"][1] == (3, 2, 5, 7, 3)
+    spans = sorted(
+        (offset, offset + int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        for fields in (layout.request, *layout.slots)
+        for offset, shape, dtype in fields.values()
+    )
+    assert all(start % 64 == 0 for start, _ in spans)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= layout.num_bytes
+    assert len(layout.slots) == 2
+
+
+def test_cameras_of_different_size_are_refused_by_name():
+    spec = dataclasses.replace(SPEC, cameras=(CameraSpec("front", 5, 7), CameraSpec("wrist", 8, 7)))
+    with pytest.raises(EmbodrlError, match="front 5x7, wrist 8x7"):
+        compute_layout(spec)
+
+
+def test_a_step_comes_out_as_it_went_in():
+    env, step = toy_step()
+    assert step.final_mask.all()
+    slot = ResultSlot.allocate(env.spec)
+    slot.write_step(step)
+    back = slot.step(3)
+    for name in ("reward", "valid", "terminated", "truncated", "success", "episode_return", "episode_length"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(step, name), err_msg=name)
+    np.testing.assert_array_equal(back.episode_seed, [0, 1, 2])
+    for got, put in ((back.observation, step.observation), (back.final_observation, step.final_observation)):
+        np.testing.assert_array_equal(got.images, put.images)
+        np.testing.assert_array_equal(got.state, put.state)
+        np.testing.assert_array_equal(got.task_id, put.task_id)
+        assert got.instruction == put.instruction
+
+
+def test_only_final_rows_are_written():
+    env, step = toy_step()
+    slot = ResultSlot.allocate(env.spec)
+    step.final_mask[:] = [False, True, False]
+    step.final_observation.state[:] = 7.0
+    slot.write_step(step)
+    np.testing.assert_array_equal(slot.arrays["final_state"][:, 0], [0, 7, 0])
+
+
+def test_rows_share_memory_with_their_batch():
+    spec = ToyVectorEnv(num_envs=4, image_size=8, include_state=True).spec
+    batch = ResultSlot.allocate(spec)
+    _, step = toy_step(num_envs=2)
+    batch.rows(2, 4).write_step(step)
+    back = batch.step(3)
+    np.testing.assert_array_equal(back.observation.images[2:], step.observation.images)
+    assert not back.observation.images[:2].any()
+    assert back.observation.instruction == ["", "", *step.observation.instruction]
+
+
+def test_copy_survives_the_poison_and_a_view_does_not():
+    env, step = toy_step()
+    slot = ResultSlot.allocate(env.spec)
+    slot.write_step(step)
+    view, private = slot.step(3), copy_step(slot.step(3))
+    slot.poison()
+    assert np.isnan(view.reward).all()
+    assert (view.observation.images == POISON_BYTE).all()
+    np.testing.assert_array_equal(private.reward, step.reward)
+    np.testing.assert_array_equal(private.observation.images, step.observation.images)
+    slot.write_step(step)
+    assert slot.step(3).observation.instruction == step.observation.instruction
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda step: setattr(step, "reward", step.reward.astype(np.float64)), r"reward as float64\[3, 3\]"),
+        (lambda step: setattr(step, "success", step.success[:2]), r"success as bool\[2\], its spec promises bool\[3\]"),
+        (lambda step: setattr(step.observation, "images", step.observation.images[:, :, 1:]), r"images as uint8"),
+        (lambda step: setattr(step.observation, "state", step.observation.state.tolist()), "state as list"),
+        (lambda step: setattr(step.observation, "instruction", ["one"]), "1 instructions for 3"),
+        (lambda step: setattr(step, "final_observation", None), "no final_observation"),
+    ],
+)
+def test_a_result_that_breaks_the_spec_is_refused(change, words):
+    env, step = toy_step()
+    change(step)
+    with pytest.raises(EmbodrlError, match=words):
+        ResultSlot.allocate(env.spec).write_step(step)
+
+
+def test_instruction_length_is_counted_in_bytes():
+    env, step = toy_step()
+    slot = ResultSlot.allocate(env.spec)
+    step.observation.instruction = ["ü" * (INSTRUCTION_BYTES // 2), "", "ok"]
+    slot.write_observation(step.observation)
+    assert slot.observation().instruction == step.observation.instruction
+    step.observation.instruction = ["ok", "ü" * (INSTRUCTION_BYTES // 2) + "a", "ok"]
+    with pytest.raises(EmbodrlError, match=f"{INSTRUCTION_BYTES + 1} bytes"):
+        slot.write_observation(step.observation)
+    step.observation.instruction = ["ü" * (INSTRUCTION_BYTES // 2), "", "ok"]
+    slot.write_observation(step.observation)
+    assert slot.observation().instruction == step.observation.instruction
+
+
+def test_spec_survives_json():
+    assert spec_from_dict(json.loads(json.dumps(dataclasses.asdict(SPEC)))) == SPEC
+
+
+def test_codec_round_trip():
+    value = {
+        "none": None,
+        "big": 2**100,
+        "list": [1, 2.5, "ü", {"deep": np.arange(6, dtype=np.int16).reshape(2, 3)}],
+        "empty": np.zeros((0, 3), np.float32),
+        "flags": np.array([True, False]),
+        "scalar": np.float32(0.5),
+    }
+    back = decode(encode(value))
+    assert back["none"] is None and back["big"] == 2**100 and back["scalar"] == 0.5
+    assert back["list"][:3] == [1, 2.5, "ü"]
+    np.testing.assert_array_equal(back["list"][3]["deep"], [[0, 1, 2], [3, 4, 5]])
+    assert back["list"][3]["deep"].dtype == np.int16 and back["list"][3]["deep"].flags.writeable
+    assert back["empty"].shape == (0, 3)
+    np.testing.assert_array_equal(back["flags"], [True, False])
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.array(["a"]), np.array([object()]), b"bytes"])
+def test_codec_refuses_what_is_not_plain(value):
+    with pytest.raises(TypeError, match="plain"):
+        encode({"value": value})
+
+
+def test_codec_refuses_object_arrays_and_truncation():
+    text = b'{"__ndarray__": ["|O", [1], 0]}'
+    with pytest.raises(ValueError, match="refused"):
+        decode(len(text).to_bytes(8, "little") + text + b"\0" * 8)
+    data = encode(np.arange(10))
+    with pytest.raises(ValueError):
+        decode(data[:-1])
+    with pytest.raises(ValueError):
+        decode(data[:4])
