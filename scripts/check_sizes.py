@@ -34,7 +34,7 @@ def long_functions(source: str) -> list[tuple[str, int]]:
 def problems_of(path: str, source: str, reasons: dict[str, str]) -> list[str]:
     """Return what is too long in a file, without what has a reason."""
     problems: list[str] = []
-    num_lines = source.count("\n") + 1
+    num_lines = len(source.splitlines())
     if num_lines > MAX_FILE_LINES and path not in reasons:
         problems.append(f"{path}: {num_lines} lines, at most {MAX_FILE_LINES}")
     for name, length in long_functions(source):

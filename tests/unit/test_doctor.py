@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from embodrl.config import load_config
+from embodrl.errors import MissingDependencyError
+from embodrl.scheduler import doctor, vulkan
+from embodrl.scheduler.findings import Finding, as_json, can_train, show
+from embodrl.scheduler.presets import Machine, lacks, num_parameters, preset_lacks
+
+GIB = 1 << 30
+
+
+def machine(
+    simulator: str = "", memory_gib: int = 8, gpus_gib: tuple[int, ...] = (), has_wandb: bool = False
+) -> Machine:
+    return Machine({"maniskill": simulator}, memory_gib * GIB, tuple(size * GIB for size in gpus_gib), has_wandb)
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [((3, 10), "error"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "error")]
+)
+def test_python(version: tuple[int, int], status: str) -> None:
+    assert doctor.check_python(version).status == status
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision", "status"),
+    [
+        ("2.13.0+cpu", None, "ok"),
+        ("2.13.0+cpu", "0.28.0", "error"),
+        ("2.13.0+cpu", "0.28.0+cpu", "ok"),
+        ("2.13.0", "0.28.0", "ok"),
+    ],
+)
+def test_torchvision_breaks_a_cpu_torch(torch: str, torchvision: str | None, status: str) -> None:
+    finding = doctor.check_torchvision(torch, torchvision)
+    assert finding.status == status
+    assert ("pip uninstall torchvision" in finding.remedy) == (status == "error")
+
+
+def test_shared_memory_missing_or_full(tmp_path: Path) -> None:
+    assert doctor.check_shared_memory(tmp_path / "shm").status == "error"
+    assert doctor.check_shared_memory(tmp_path, min_mib=0).status == "ok"
+    assert doctor.check_shared_memory(tmp_path, min_mib=1e12).status == "error"
+
+
+def test_disk_looks_at_the_nearest_directory_that_exists(tmp_path: Path) -> None:
+    finding = doctor.check_disk(tmp_path / "outputs" / "run", min_gib=0)
+    assert finding.status == "ok" and str(tmp_path.resolve()) in finding.detail
+    assert doctor.check_disk(tmp_path, min_gib=1e9).status == "warning"
+
+
+def test_memory_limit_of_a_container(tmp_path: Path) -> None:
+    unlimited = doctor.memory_limit_bytes(tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert doctor.memory_limit_bytes(tmp_path) == unlimited
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert doctor.memory_limit_bytes(tmp_path) == 1048576
+
+
+def test_gpu_beside_a_cpu_torch() -> None:
+    gpus = [("Some GPU", 80 * GIB)]
+    assert doctor.check_gpu(gpus, "2.13.0").status == "ok"
+    assert doctor.check_gpu(gpus, "2.13.0+cpu").status == "warning"
+    assert doctor.check_gpu([], "2.13.0+cpu").status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("status", "package"),
+    [
+        (vulkan.NO_LOADER, "libvulkan1"),
+        (vulkan.NO_DEVICE, "mesa-vulkan-drivers"),
+        (vulkan.NO_FEATURE, "mesa-vulkan-drivers"),
+    ],
+)
+def test_preflight_names_the_package(monkeypatch: pytest.MonkeyPatch, status: int, package: str) -> None:
+    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
+    monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(status, [], "broken"))
+    with pytest.raises(MissingDependencyError, match="broken") as caught:
+        doctor.preflight_rendering()
+    assert package in caught.value.remedy
+
+
+def test_preflight_passes_with_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
+    monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.USABLE))
+    doctor.preflight_rendering()
+
+
+def test_preflight_without_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="mani_skill") as caught:
+        doctor.preflight_rendering()
+    assert "embodrl[maniskill]" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("vulkan_status", "exit_code"), [(vulkan.USABLE, 0), (vulkan.NO_DEVICE, 1)])
+def test_run_doctor_as_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vulkan_status: int, exit_code: int
+) -> None:
+    monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan_status, [], "as told"))
+    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
+    monkeypatch.setattr(doctor, "check_rendering", lambda: Finding("rendering", "ok", "a frame"))
+    monkeypatch.setattr(doctor, "check_shared_memory", lambda: Finding("shared memory", "ok", "enough"))
+    out = io.StringIO()
+    assert doctor.run_doctor(json_output=True, output_dir=tmp_path, console=Console(file=out, width=40)) == exit_code
+    report = json.loads(out.getvalue())
+    names = [finding["name"] for finding in report["findings"]]
+    assert report["can_train"] == (exit_code == 0)
+    assert ("rendering" in names) == (vulkan_status == vulkan.USABLE)
+    assert ("as told" in report["presets"]["env=maniskill"]) == (exit_code == 1)
+
+
+def test_table_shows_remedies_and_the_verdict() -> None:
+    out = io.StringIO()
+    findings = [Finding("Vulkan", "error", "no driver", "install mesa")]
+    show(findings, {"env=maniskill": "no driver", "model=openvla": ""}, Console(file=out, width=100))
+    text = out.getvalue()
+    assert "install mesa" in text and "training can't run" in text and "no: no driver" in text
+
+
+def test_warnings_do_not_stop_training() -> None:
+    findings = [Finding("CPU", "warning", "one core", "use two")]
+    assert can_train(findings)
+    assert json.loads(as_json(findings, {}))["findings"][0]["remedy"] == "use two"
+
+
+def test_size_of_the_7b_model() -> None:
+    size = num_parameters(load_config(["model=openvla_7b"]).config.model.architecture)
+    assert size == pytest.approx(7.54e9, rel=0.01)  # parameters of the public checkpoint
+
+
+def test_lacking_memory_gpu_and_wandb() -> None:
+    big = load_config(["model=openvla_7b"]).config
+    assert "112 GiB of memory" in lacks(big, machine(memory_gib=100))
+    assert lacks(big, machine(memory_gib=200)) == ""
+    assert "GPU memory" in lacks(big, machine(memory_gib=200, gpus_gib=(24, 80)))
+    assert "fp32" in lacks(big, machine(memory_gib=100))
+    small = load_config(["cluster.device=cuda", "runner.logger.wandb_mode=offline"]).config
+    assert lacks(small, machine()) == "cluster.device=cuda needs a CUDA GPU; W&B needs pip install 'embodrl[wandb]'"
+    assert lacks(small, machine(gpus_gib=(24,), has_wandb=True)) == ""
+
+
+def test_every_preset_is_judged() -> None:
+    judged = preset_lacks(machine(simulator="no driver", memory_gib=1000))
+    assert judged["env=maniskill"] == "no driver"
+    assert {"model=openvla", "model=openvla_7b"} <= set(judged)
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+def test_one_frame_for_real() -> None:
+    finding = doctor.check_rendering()
+    assert finding.status == "ok", finding.detail
+    assert "one frame" in finding.detail
