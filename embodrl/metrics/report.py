@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import yaml
 
@@ -246,7 +247,7 @@ def _videos(run_dir: Path) -> str:
         return ""
     items = "".join(
         '<figure><video controls muted loop preload="metadata" '
-        f'src="{html.escape(file.relative_to(run_dir).as_posix())}"></video>'
+        f'src="{quote(file.relative_to(run_dir).as_posix())}"></video>'
         f"<figcaption>{html.escape(file.stem)}</figcaption></figure>"
         for file in files
     )

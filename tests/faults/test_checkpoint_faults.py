@@ -109,6 +109,19 @@ def test_killed_at_every_file_system_call_of_a_save(tmp_path: Path, step: int, k
     assert survivors == sorted(survivors) and set(survivors) == {1, 2}
 
 
+def test_everything_is_synced_before_it_becomes_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    calls: list[str] = []
+    intercept_fs(lambda name, _args: calls.append(name), monkeypatch.setattr)
+    path = CheckpointManager(tmp_path, 1).save(1, **content(1))
+    monkeypatch.undo()
+    made_visible = calls.index("rename")
+    num_files = len(list(path.iterdir()))
+    assert num_files == 5
+    assert calls[:made_visible].count("fsync") == num_files + 1  # the files and their directory
+    assert "fsync" in calls[made_visible:]  # the directory that holds the name
+
+
 def test_a_flipped_bit_anywhere_is_detected_and_the_one_before_used(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, 2)
     manager.save(1, **content(1))

@@ -1,0 +1,71 @@
+"""A progress bar with rate and ETA on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+PLAIN_INTERVAL_S = 10.0
+
+
+class Progress:
+    """Shows how far a long task is.
+
+    Args:
+        title: what is being done.
+        total: how many units there are.
+        unit: their name.
+        mode: auto, rich, plain or off; auto is rich on a terminal.
+    """
+
+    def __init__(self, title: str, total: int, unit: str, mode: str = "auto") -> None:
+        self.title, self.total, self.unit = title, total, unit
+        self.mode = ("rich" if sys.stdout.isatty() else "plain") if mode == "auto" else mode
+        self._start_s = self._last_s = time.monotonic()
+        self._bar: RichProgress | None = None
+        self._done = 0
+
+    def __enter__(self) -> Progress:
+        if self.mode == "rich":
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn(f"{self.unit}  {{task.fields[note]}}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self.title, total=self.total, note="")
+        return self
+
+    def update(self, done: int, note: str = "") -> None:
+        """Tell that ``done`` units are done."""
+        self._done = done
+        now_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, note=note)
+        elif self.mode == "plain" and (now_s - self._last_s >= PLAIN_INTERVAL_S or done >= self.total):
+            if done >= self.total and self._last_s == float("inf"):
+                return
+            rate = done / max(now_s - self._start_s, 1e-9)
+            eta_s = (self.total - done) / rate if rate > 0 else float("nan")
+            print(f"{self.title}: {done}/{self.total} {self.unit}, {rate:.1f}/s, ETA {eta_s:.0f} s  {note}", flush=True)
+            self._last_s = now_s if done < self.total else float("inf")
+
+    def message(self, text: str) -> None:
+        """Show a line of its own."""
+        if self._bar is not None:
+            self._bar.console.print(text)
+        elif self.mode != "off":
+            print(text, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,233 @@
+"""metrics.jsonl, trackers, console and report."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console as RichConsole
+
+from embodrl.config.schema import LoggerConfig
+from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.metrics.console import Console, sparkline
+from embodrl.metrics.report import success_standard_error, write_report
+from embodrl.metrics.sinks import MetricsLogger, MetricValue, read_metrics
+
+QUIET = LoggerConfig(tensorboard=False)
+
+
+def row(iteration: int, **more: Any) -> dict[str, MetricValue]:
+    return {
+        "iteration": iteration,
+        "env_steps": 100 * iteration,
+        "rollout/success_rate": iteration / 10,
+        "train/policy_loss": -0.01,
+        "time/env_s": 1.0,
+        "time/train_s": 0.5,
+        "time/total_s": 2.0,
+    } | more
+
+
+class RecordingTracker:
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.fail_at = fail_at
+        self.rows: list[tuple[int, dict[str, MetricValue]]] = []
+        self.closed = False
+
+    def log(self, metrics: Mapping[str, MetricValue], iteration: int) -> None:
+        if iteration == self.fail_at:
+            raise ConnectionError("hub is down")
+        self.rows.append((iteration, dict(metrics)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_one_json_object_a_line_on_disk_at_once(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as metrics:
+        for iteration in (1, 2):
+            metrics.log(row(iteration, **{"train/entropy": float("nan")}))
+            lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+            assert len(lines) == iteration
+    second = json.loads(lines[1])
+    assert second["iteration"] == 2 and second["train/entropy"] is None
+    assert second["time/elapsed_s"] == 4.0
+    assert read_metrics(tmp_path / "metrics.jsonl")[1] == second
+
+
+@pytest.mark.parametrize("torn", ["", '{"iteration": 6, "env', '{"iteration": 6}', "garbage\n"])
+def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path, torn: str) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    with MetricsLogger(straight, QUIET) as metrics:
+        for iteration in range(1, 8):
+            metrics.log(row(iteration))
+    with MetricsLogger(resumed, QUIET) as metrics:
+        for iteration in range(1, 6):
+            metrics.log(row(iteration))
+    with (resumed / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    with MetricsLogger(resumed, QUIET, resume_iteration=3) as metrics:
+        for iteration in range(4, 8):
+            metrics.log(row(iteration))
+    assert (resumed / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
+
+
+def test_resuming_from_before_the_first_checkpoint_starts_afresh(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as metrics:
+        metrics.log(row(0))
+    with MetricsLogger(tmp_path, QUIET, resume_iteration=-1) as metrics:
+        metrics.log(row(0))
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as metrics:
+        metrics.log(row(1))
+    with pytest.raises(OutputError, match="earlier run") as caught:
+        MetricsLogger(tmp_path, QUIET)
+    assert "embodrl resume" in caught.value.remedy
+
+
+def test_a_run_directory_that_can_not_be_made_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="can't be written"):
+        MetricsLogger(tmp_path / "file" / "run", QUIET)
+
+
+def test_a_failing_tracker_is_warned_about_once_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = RecordingTracker(fail_at=2), RecordingTracker()
+    with (
+        caplog.at_level(logging.WARNING),
+        MetricsLogger(tmp_path, QUIET, trackers={"bad": bad, "good": good}) as metrics,
+    ):
+        for iteration in (1, 2, 3):
+            metrics.log(row(iteration))
+    assert [iteration for iteration, _ in bad.rows] == [1]
+    assert [iteration for iteration, _ in good.rows] == [1, 2, 3] and good.closed
+    assert sum("bad is off" in record.getMessage() for record in caplog.records) == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsLogger(tmp_path, LoggerConfig()) as metrics:
+        for iteration in (1, 2):
+            metrics.log(row(iteration, **{"train/entropy": float("inf")}))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = events.Scalars("rollout/success_rate")
+    assert [(event.step, round(event.value, 6)) for event in scalars] == [(1, 0.1), (2, 0.2)]
+    assert "train/entropy" not in events.Tags()["scalars"]
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        MetricsLogger(tmp_path, LoggerConfig(tensorboard=False, wandb_mode="offline"))
+
+
+def test_wandb_offline_keeps_its_id(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    config = LoggerConfig(tensorboard=False, wandb_mode="offline")
+    with MetricsLogger(tmp_path, config, run_config={"a": 1}) as metrics:
+        metrics.log(row(1))
+    run_id = (tmp_path / "wandb_id.txt").read_text().strip()
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) == 1
+
+
+def test_importing_metrics_imports_neither_torch_nor_matplotlib_nor_wandb() -> None:
+    code = (
+        "import sys, embodrl.metrics.sinks, embodrl.metrics.console, embodrl.metrics.report; print(sorted(sys.modules))"
+    )
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in ("torch", "matplotlib", "wandb"):
+        assert f"'{name}'" not in modules
+
+
+def terminal(stream: io.StringIO, is_terminal: bool) -> RichConsole:
+    return RichConsole(file=stream, force_terminal=is_terminal, width=100, color_system=None)
+
+
+def test_without_a_terminal_there_is_one_plain_line_an_iteration() -> None:
+    stream = io.StringIO()
+    with Console("auto", 12, "run", terminal(stream, False)) as console:
+        console.phase("rollout")
+        console.update(row(1))
+        console.message("saved [bold]step_1[/bold]")
+        console.update(row(2, **{"eval/success_rate": 0.375}))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3 and "\x1b" not in stream.getvalue()
+    assert lines[0].startswith("iter  1/12  env_steps 100  success 0.100") and "env 1.0s" in lines[0]
+    assert lines[1] == "saved [bold]step_1[/bold]"
+    assert "eval 0.375" in lines[2] and "eta 0:20" in lines[2]
+
+
+def test_the_panel_shows_progress_time_split_and_messages() -> None:
+    stream = io.StringIO()
+    with Console("auto", 4, "run [x]", terminal(stream, True)) as console:
+        assert console.mode == "rich"
+        console.phase("training")
+        console.message("checkpoint step_2")
+        console.update(row(1))
+        console.update(row(2, **{"eval/success_rate": 0.5}))
+    text = stream.getvalue()
+    for expected in ("run [x]", "2/4", "training", "checkpoint step_2", "50 %", "25 %", "50.0 %", "ETA 0:04"):
+        assert expected in text
+
+
+def test_off_prints_nothing() -> None:
+    stream = io.StringIO()
+    with Console("off", 4, "run", terminal(stream, True)) as console:
+        console.update(row(1))
+        console.message("hello")
+    assert stream.getvalue() == ""
+
+
+def test_sparkline_by_hand() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.1] * 9, width=4) == "▂" * 4
+
+
+def test_binomial_standard_error_by_hand() -> None:
+    assert success_standard_error(0.5, 100) == pytest.approx(0.05)
+    assert success_standard_error(1.0, 64) == 0.0
+
+
+def test_the_report_is_self_contained(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as metrics:
+        metrics.log(row(0, **{"eval/success_rate": 0.25, "rollout/success_rate": None}))
+        for iteration in range(1, 5):
+            metrics.log(row(iteration, **({"eval/success_rate": 0.75} if iteration == 4 else {})))
+    (tmp_path / "config.yaml").write_text("env:\n  tasks: [PushCube-v1, '<script>']\n  eval: {num_episodes: 64}\n")
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos" / "episode 1 success.mp4").write_bytes(b"")
+    page = write_report(tmp_path).read_text()
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "25.0 → 75.0 %" in page and "data:image/png;base64," in page
+    assert "&lt;script&gt;" in page and "<script>" not in page
+    assert 'src="videos/episode%201%20success.mp4"' in page
+    assert "http://" not in page and "https://" not in page
+
+
+def test_a_report_needs_metrics_only(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"iteration": 2, "train/entr')
+    assert write_report(tmp_path).is_file()
+
+
+def test_a_report_without_metrics_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="no metrics"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('broken\n{"iteration": 2}\n')
+    with pytest.raises(OutputError, match=r"metrics\.jsonl:1"):
+        write_report(tmp_path)
