@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 _LENGTH = struct.Struct("<Q")
 _ARRAY_KEY = "__ndarray__"
@@ -24,17 +25,18 @@ def encode(value: Any) -> bytes:
     blobs: list[bytes] = []
     offset = 0
 
-    def default(item: Any) -> Any:
+    def default(item: object) -> Any:
         nonlocal offset
         if isinstance(item, np.generic):
-            return item.item()
-        if not isinstance(item, np.ndarray) or item.dtype.kind not in _ARRAY_KINDS:
+            return cast("Any", item).item()
+        array = cast("NDArray[Any]", item)
+        if not isinstance(item, np.ndarray) or array.dtype.kind not in _ARRAY_KINDS:
             raise TypeError(
-                f"only plain values and numeric arrays can be sent, not {type(item).__name__}: {item!r:.100}"
+                f"only plain values and numeric arrays can be sent, not {type(array).__name__}: {array!r:.100}"
             )
-        blobs.append(item.tobytes())
-        start, offset = offset, offset + item.nbytes
-        return {_ARRAY_KEY: [item.dtype.str, list(item.shape), start]}
+        blobs.append(array.tobytes())
+        start, offset = offset, offset + array.nbytes
+        return {_ARRAY_KEY: [array.dtype.str, list(array.shape), start]}
 
     text = json.dumps(value, default=default).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *blobs])

@@ -45,9 +45,9 @@ class EnvTimeouts:
 
 def spec_from_dict(fields: dict[str, Any]) -> EnvSpec:
     """Return the EnvSpec of ``dataclasses.asdict`` that went through JSON."""
-    cameras = tuple(CameraSpec(**camera) for camera in fields["cameras"])
-    tuples = {name: tuple(fields[name]) for name in ("action_low", "action_high", "tasks")}
-    return EnvSpec(**{**fields, **tuples, "cameras": cameras})
+    cameras: dict[str, Any] = {"cameras": tuple(CameraSpec(**camera) for camera in fields["cameras"])}
+    tuples: dict[str, Any] = {name: tuple(fields[name]) for name in ("action_low", "action_high", "tasks")}
+    return EnvSpec(**(fields | tuples | cameras))
 
 
 class EnvManager:
@@ -212,8 +212,8 @@ class EnvManager:
         if self._spec is None:
             return text + ")"
         last = self.first_env + self._spec.num_envs - 1
-        tasks = sorted({self._spec.tasks[task] for task in self.task_ids.tolist()})
-        seeds = [seed for seed in self.seeds.tolist() if seed >= 0]
+        tasks = sorted({self._spec.tasks[int(task)] for task in self.task_ids})
+        seeds = [int(seed) for seed in self.seeds if seed >= 0]
         shown = ", ".join(map(str, seeds[:_SHOWN])) + (", ..." if len(seeds) > _SHOWN else "")
         return f"{text}, envs {self.first_env}-{last}, tasks {', '.join(tasks[:_SHOWN])}, seeds {shown or 'none yet'})"
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from embodrl.envs.channel import Channel, Frame, Kind
+from embodrl.envs.channel import Channel, Frame, Kind, PeerGoneError
 from embodrl.envs.codec import encode
 
 # One simulator process is bound to one core: thread pools would only fight over it.
@@ -30,7 +30,8 @@ SINGLE_THREADED = {
     "SAPIEN_DISABLE_RAY_TRACING": "1",
 }
 _LOG_TAIL_BYTES = 4096
-_STACK_DUMP_S = 0.5
+_STACK_DUMP_S = 2.0
+_STACK_DUMP_PAUSE_S = 0.05  # the dump comes in several writes; a pause as long as this ends it
 _REAP_S = 10.0
 
 
@@ -60,13 +61,14 @@ class WorkerProcess:
             "sys_path": sys.path if same_python else importable_elsewhere(),
             "started_by_main_thread": threading.current_thread() is threading.main_thread(),
         }
+        payload = encode(message)
         self.log_path = log_path
         self._log: BinaryIO = tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")  # noqa: SIM115
         self._log_start = self._log.seek(0, os.SEEK_END)
         ours, theirs = socket.socketpair()
         self.memory_fd = os.memfd_create("embodrl-env")
         bootstrap = Path(__file__).with_name("bootstrap.py")
-        with theirs:
+        try:
             self._popen = subprocess.Popen(
                 [python or sys.executable, str(bootstrap), str(theirs.fileno()), str(self.memory_fd)],
                 stdin=subprocess.DEVNULL,
@@ -76,9 +78,17 @@ class WorkerProcess:
                 env={**os.environ, **SINGLE_THREADED, "PYTHONUNBUFFERED": "1", **environ},
                 process_group=0,  # Ctrl-C goes to the parent alone, which decides
             )
+        except OSError:
+            ours.close()
+            self._log.close()
+            os.close(self.memory_fd)
+            raise
+        finally:
+            theirs.close()
         self._pidfd = os.pidfd_open(self._popen.pid)
         self.channel = Channel(ours, self._pidfd)
-        self.channel.send(Frame(Kind.BUILD, payload=encode(message)))
+        with contextlib.suppress(PeerGoneError):  # the first receive reports it, with the log
+            self.channel.send(Frame(Kind.BUILD, payload=payload))
 
     @property
     def pid(self) -> int:
@@ -103,11 +113,14 @@ class WorkerProcess:
 
     def dump_stack(self) -> None:
         """Ask a process that hangs to write its Python stack to its log."""
-        size = os.fstat(self._log.fileno()).st_size
+        before = size = os.fstat(self._log.fileno()).st_size
         self._popen.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_DUMP_S
-        while os.fstat(self._log.fileno()).st_size == size and time.monotonic() < deadline:
-            time.sleep(0.005)
+        while time.monotonic() < deadline:
+            time.sleep(_STACK_DUMP_PAUSE_S)
+            last, size = size, os.fstat(self._log.fileno()).st_size
+            if before < size == last:
+                return
 
     def kill(self) -> None:
         """End the process, and what it started, at once; free everything."""

@@ -101,8 +101,8 @@ class ToyVectorEnv(VectorEnv):
             valid[:, column] = running
             terminated[:, column] = first_success & (not self._ignore_terminations)
             truncated[:, column] = running & ~terminated[:, column] & (self.elapsed >= self._max_episode_steps)
-        final_mask = truncated.any(axis=1)
-        outcome = {
+        final_mask = np.asarray(truncated.any(axis=1))
+        outcome: dict[str, Any] = {  # of the episode that ends here, before an auto-reset clears it
             "success": self.solved.copy(),
             "episode_return": self.returned.copy(),
             "episode_length": self.elapsed.copy(),

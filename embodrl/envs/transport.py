@@ -7,8 +7,9 @@ H x W image, S state dimensions. Both sides compute the same layout from the Env
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,8 +200,10 @@ class ResultSlot:
                 array.fill(np.nan if array.dtype.kind == "f" else POISON_BYTE)
 
     def _check(self, name: str, source: Any, target: NDArray[Any]) -> None:
-        if not isinstance(source, np.ndarray) or source.shape != target.shape or source.dtype != target.dtype:
-            found = f"{source.dtype}{list(source.shape)}" if isinstance(source, np.ndarray) else type(source).__name__
+        known = isinstance(source, np.ndarray)
+        array = cast("NDArray[Any]", source)
+        if not known or array.shape != target.shape or array.dtype != target.dtype:
+            found = f"{array.dtype}{list(array.shape)}" if known else type(source).__name__
             raise EmbodrlError(
                 f"the environment returned {name} as {found}, its spec promises {target.dtype}{list(target.shape)}",
                 "make the environment's results agree with its EnvSpec",
@@ -218,7 +221,7 @@ class ResultSlot:
             self._read = (raw, raw_lengths, decoded)
         return list(self._read[2])
 
-    def _write_instructions(self, prefix: str, texts: list[str], rows: Any) -> None:
+    def _write_instructions(self, prefix: str, texts: list[str], rows: Iterable[int]) -> None:
         target, lengths = self.arrays[f"{prefix}instruction"], self.arrays[f"{prefix}instruction_length"]
         if len(texts) != len(lengths):
             raise EmbodrlError(f"the environment returned {len(texts)} instructions for {len(lengths)} environments")

@@ -16,7 +16,7 @@ from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
 
 SEEDS, TASKS = np.array([20, 21]), np.array([0, 1], np.int32)
 ACTIONS = np.full((2, 3, 7), 0.3, np.float32)
-HANG_S = 0.5
+HANG_S = 1.5
 
 
 def faulty(fault, **kwargs):
@@ -97,7 +97,7 @@ def test_a_hang_times_out_and_shows_where(fault):
     with faulty(fault) as manager:
         manager.reset(SEEDS, TASKS)
         pid = manager.pid
-        with pytest.raises(EnvTimeout, match=r"no answer within 0\.5 s during STEP") as hung:
+        with pytest.raises(EnvTimeout, match=r"no answer within 1\.5 s during STEP") as hung:
             manager.step(ACTIONS)
         assert is_gone(pid)
         assert "faulty_envs.py" in str(hung.value) and "chunk_step" in str(hung.value)
@@ -108,6 +108,14 @@ def test_a_hang_times_out_and_shows_where(fault):
 def test_a_build_that_fails_says_why():
     with pytest.raises(EnvRaised, match="no licence for the simulator"):
         faulty("build").start()
+
+
+def test_an_interpreter_that_ends_at_once_is_reported_with_its_words(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho libpython is missing >&2\nexit 127\n")
+    python.chmod(0o755)
+    with pytest.raises(EnvWorkerDied, match=r"exited with code 127 during BUILD(.|\n)*libpython is missing"):
+        EnvManager("toy", python=str(python)).start()
 
 
 @pytest.mark.parametrize(("fault", "words"), [("long_instruction", "1000 bytes"), ("wrong_shape", "its spec promises")])
