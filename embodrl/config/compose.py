@@ -7,6 +7,7 @@ merged here rather than by Hydra, because a value must keep its file and line an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +203,14 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
     return problems
 
 
-def preset_order(choices: dict[str, str | None]) -> list[tuple[Path, str]]:
+@lru_cache(maxsize=64)
+def preset_order(choices: tuple[tuple[str, str | None], ...]) -> list[tuple[Path, str]]:
     """Return the preset files that Hydra would load for these choices, in order, each with the section it fills."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
-    overrides = [f"{group}={'null' if name is None else name}" for group, name in choices.items()]
+    overrides = [f"{group}={'null' if name is None else name}" for group, name in choices]
     with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
         hydra = GlobalHydra.instance()
         loader = hydra.config_loader()
@@ -225,7 +227,7 @@ def load_presets(choices: dict[str, str | None]) -> tuple[Node, list[ConfigProbl
     """Return the merged presets; the choices must be valid."""
     tree = Node({}, Origin("preset", "embodrl/configs"))
     problems: list[ConfigProblem] = []
-    for path, package in preset_order(choices):
+    for path, package in preset_order(tuple(choices.items())):
         preset, wrong = read_yaml(path, f"embodrl/configs/{path.relative_to(CONFIGS)}", "preset")
         problems += wrong
         preset.children.pop("defaults", None)

@@ -143,6 +143,7 @@ class _Reader:
         self.name, self.kind = name, kind
         self.problems: list[ConfigProblem] = []
         self.count = 0
+        self.tagged: set[str] = set()  # keys whose value means nothing without its tag
 
     def origin(self, node: yaml.Node) -> Origin:
         return Origin(self.kind, self.name, int(node.start_mark.line) + 1)
@@ -164,6 +165,7 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, key, tag, origin)
         if tag not in STANDARD_TAGS:
+            self.tagged.add(key)
             self.problem(key, node, f"has the YAML tag '{tag}'", "remove it; tags are never run")
         if isinstance(node, yaml.SequenceNode):
             return Node([self.read(item, f"{key}.{i}", depth + 1) for i, item in enumerate(node.value)], origin)
@@ -172,6 +174,7 @@ class _Reader:
 
     def scalar(self, node: yaml.ScalarNode, key: str, tag: str, origin: Origin) -> Node:
         if tag != "tag:yaml.org,2002:str":
+            self.tagged.add(key)
             self.problem(key, node, f"has the YAML tag '{tag}'", "remove it; tags are never run")
             return Node(None, origin)
         text = str(node.value)
@@ -197,7 +200,7 @@ class _Reader:
                 self.problem(full, key_node, "is a dotted or empty key", remedy)
             elif name == "<<":
                 self.problem(full, key_node, "is a YAML merge key", "write the keys out, or put them into a preset")
-            else:
+            elif full not in self.tagged:
                 result[name] = child
         return Node(result, origin)
 
