@@ -13,6 +13,12 @@ venv_python=.venv/bin/python
 stamp=.venv/embodrl-setup
 describe_python='import sys; print(sys.version, sys.base_prefix)'
 
+# Whether .venv is whole, of that interpreter, and has not been moved here from elsewhere: its scripts name their directory.
+venv_is_usable() {
+    [[ "$($venv_python -c "$describe_python" 2>/dev/null)" == "$("$1" -c "$describe_python")" ]] &&
+        $venv_python -c 'import pip' 2>/dev/null && grep -qF "$PWD/.venv" .venv/bin/activate
+}
+
 install_cpu_torch() {
     # pip alone would fetch several gigabytes of CUDA libraries, so only a build that is marked as CPU will do.
     local log=.venv/pip-torch.log
@@ -43,8 +49,8 @@ main() {
     fi
     say "setting up .venv with $("$python" --version) and torch $torch_version ($kind); this takes a few minutes"
     rm -f "$stamp"
-    # What is installed already stays, so that a changed dependency costs seconds; another interpreter starts afresh.
-    if [[ "$($venv_python -c "$describe_python" 2>/dev/null)" != "$("$python" -c "$describe_python")" ]]; then
+    # What is installed already stays, so that a changed dependency costs seconds.
+    if ! venv_is_usable "$python"; then
         "$python" -m venv --clear .venv
     fi
     "install_${kind}_torch"

@@ -8,9 +8,9 @@ Usage: system_packages.py [--dry-run]
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,17 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES_CHECK = ROOT / "embodrl" / "scheduler" / "libraries.py"
 VULKAN_PROBE = ROOT / "embodrl" / "scheduler" / "vulkan.py"
 APT_DIRECTORY = Path("/etc/apt")
 BACKPORTS_FILE = APT_DIRECTORY / "sources.list.d" / "embodrl-backports.sources"
 
-# Shared library -> package on Debian and Ubuntu, and who opens it.
-LIBRARIES = {
-    "libvulkan.so.1": "libvulkan1",  # sapien
-    "libX11.so.6": "libx11-6",  # sapien
-    "libGL.so.1": "libgl1",  # opencv
-    "libgthread-2.0.so.0": "libglib2.0-0",  # opencv
-}
 DRIVER = "mesa-vulkan-drivers"
 
 
@@ -161,12 +155,7 @@ def make_plan(os_release: dict[str, str], packages: list[str], sources: list[Sou
 
 def needed_packages() -> list[str]:
     """Return the packages that this machine lacks."""
-    needed: list[str] = []
-    for library, package in LIBRARIES.items():
-        try:
-            ctypes.CDLL(library)
-        except OSError:
-            needed.append(package)
+    needed: list[str] = list(runpy.run_path(str(LIBRARIES_CHECK))["missing_libraries"]().values())
     probe = subprocess.run([sys.executable, "-I", str(VULKAN_PROBE)], capture_output=True, text=True, check=False)
     if probe.returncode != 0:
         needed.append(DRIVER)

@@ -23,6 +23,7 @@ from rich.console import Console
 from embodrl.errors import MissingDependencyError
 from embodrl.scheduler import vulkan
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
+from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, preset_lacks
 
 GIB = 1 << 30
@@ -142,6 +143,16 @@ def check_simulator() -> Finding:
     )
 
 
+def check_libraries() -> Finding:
+    """Shared libraries of the system that ManiSkill's dependencies open."""
+    missing = missing_libraries()
+    if missing:
+        packages = " ".join(missing.values())
+        remedy = f"apt install {packages} ({INSTALLER})"
+        return Finding("system libraries", "error", f"missing: {', '.join(missing)}", remedy)
+    return Finding("system libraries", "ok", "all there")
+
+
 def check_vulkan(report: vulkan.VulkanReport) -> Finding:
     """A Vulkan device with what SAPIEN's renderer needs."""
     if not report.usable:
@@ -200,7 +211,11 @@ def preflight_rendering() -> None:
     Raises:
         MissingDependencyError: ManiSkill, the Vulkan loader or a sufficient driver is missing; names the package.
     """
-    checks: tuple[Callable[[], Finding], ...] = (check_simulator, lambda: check_vulkan(vulkan.probe_in_subprocess()))
+    checks: tuple[Callable[[], Finding], ...] = (
+        check_simulator,
+        check_libraries,
+        lambda: check_vulkan(vulkan.probe_in_subprocess()),
+    )
     for check in checks:
         finding = check()
         if finding.status == "error":
@@ -221,6 +236,7 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
         check_torchvision(torch, installed_version("torchvision")),
         check_gpu(gpus, torch),
         simulator,
+        check_libraries(),
         check_vulkan(driver),
     ]
     if driver.usable and simulator.status == "ok":
@@ -230,7 +246,7 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
 
 def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
     """Return what the presets need to know."""
-    simulator_checks = ("ManiSkill", "Vulkan", "rendering")
+    simulator_checks = ("ManiSkill", "system libraries", "Vulkan", "rendering")
     troubles = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
     usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
     return Machine(

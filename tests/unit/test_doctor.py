@@ -11,6 +11,7 @@ from embodrl.config import load_config
 from embodrl.errors import MissingDependencyError
 from embodrl.scheduler import doctor, vulkan
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
+from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, lacks, num_parameters, preset_lacks
 
 GIB = 1 << 30
@@ -81,14 +82,24 @@ def test_gpu_beside_a_cpu_torch() -> None:
 )
 def test_preflight_names_the_package(monkeypatch: pytest.MonkeyPatch, status: int, package: str) -> None:
     monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
+    monkeypatch.setattr(doctor, "check_libraries", lambda: Finding("system libraries", "ok", ""))
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(status, [], "broken"))
     with pytest.raises(MissingDependencyError, match="broken") as caught:
         doctor.preflight_rendering()
     assert package in caught.value.remedy
 
 
+def test_preflight_names_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
+    monkeypatch.setattr(doctor, "missing_libraries", lambda: missing_libraries({"libno-such.so.7": "libno-such7"}))
+    with pytest.raises(MissingDependencyError, match=r"libno-such\.so\.7") as caught:
+        doctor.preflight_rendering()
+    assert "apt install libno-such7" in caught.value.remedy
+
+
 def test_preflight_passes_with_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
+    monkeypatch.setattr(doctor, "check_libraries", lambda: Finding("system libraries", "ok", ""))
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.USABLE))
     doctor.preflight_rendering()
 
@@ -106,6 +117,7 @@ def test_run_doctor_as_json(
 ) -> None:
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan_status, [], "as told"))
     monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
+    monkeypatch.setattr(doctor, "check_libraries", lambda: Finding("system libraries", "ok", ""))
     monkeypatch.setattr(doctor, "check_rendering", lambda: Finding("rendering", "ok", "a frame"))
     monkeypatch.setattr(doctor, "check_shared_memory", lambda: Finding("shared memory", "ok", "enough"))
     out = io.StringIO()

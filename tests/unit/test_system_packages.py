@@ -128,6 +128,16 @@ def test_no_recipe_for_other_systems_or_without_a_mirror(script: dict[str, Any])
     )
 
 
+def test_files_are_written_and_commands_run_until_one_fails(script: dict[str, Any], tmp_path: Path) -> None:
+    source, first, second = tmp_path / "x.sources", tmp_path / "first", tmp_path / "second"
+    plan = script["Plan"]({source: "Types: deb\n"}, [["touch", str(first)], ["false"], ["touch", str(second)]])
+    assert not script["carry_out"](plan, ["env"])
+    assert source.read_text() == "Types: deb\n"
+    assert first.exists() and not second.exists()
+    plan.commands.remove(["false"])
+    assert script["carry_out"](plan, []) and second.exists()
+
+
 def test_os_release(script: dict[str, Any]) -> None:
     assert script["read_os_release"]('ID=ubuntu\n# x=y\nVERSION_CODENAME="jammy"\n') == {
         "ID": "ubuntu",

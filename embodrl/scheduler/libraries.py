@@ -1,0 +1,27 @@
+"""Shared libraries that the simulator's Python packages open and do not bring along.
+
+Standard library only: the set-up runs this file before anything is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+# Library -> its package on Debian and Ubuntu.
+LIBRARIES = {
+    "libvulkan.so.1": "libvulkan1",  # sapien
+    "libX11.so.6": "libx11-6",  # sapien
+    "libGL.so.1": "libgl1",  # opencv, which mani_skill imports
+    "libgthread-2.0.so.0": "libglib2.0-0",  # opencv
+}
+
+
+def missing_libraries(libraries: dict[str, str] = LIBRARIES) -> dict[str, str]:
+    """Return library -> package of those that can't be loaded."""
+    missing: dict[str, str] = {}
+    for library, package in libraries.items():
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            missing[library] = package
+    return missing
