@@ -76,6 +76,10 @@ class VLAPolicy(nn.Module, ABC):
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable in ``eval`` mode."""
 
     @abstractmethod
+    def predict_values(self, observation: Observation) -> Tensor:
+        """Return ``float32[B,1]`` or ``float32[B,C]`` values of observations, without choosing actions or gradients."""
+
+    @abstractmethod
     def evaluate_actions(
         self,
         forward_inputs: dict[str, Tensor],

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from embodrl.models.common.attention import attention
+
 LAYER_NORM_EPS = 1e-6
 
 
@@ -74,7 +76,7 @@ class Attention(nn.Module):
         """``[B,N,D]`` to ``[B,N,D]``."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(q, k, v)
+        out = attention(q, k, v)
         return self.proj(out.transpose(1, 2).reshape(batch, length, width))
 
 

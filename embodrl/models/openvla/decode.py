@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embodrl.models.common.attention import attention
 from embodrl.models.openvla.modeling import OpenVLAModel, causal_mask, token_positions
 
 FUSE_BELOW_HIDDEN = 1024
@@ -26,9 +27,9 @@ Choose = Callable[[Tensor, int], Tensor]
 class _Layer:
     norm1: Tensor
     norm2: Tensor
-    qkv: Callable[[Tensor], tuple[Tensor, ...]]
+    qkv: Callable[[Tensor], Tensor]
     out: Callable[[Tensor], Tensor]
-    gate_up: Callable[[Tensor], tuple[Tensor, ...]]
+    gate_up: Callable[[Tensor], Tensor]
     down: Callable[[Tensor], Tensor]
     keys: Tensor
     values: Tensor
@@ -53,11 +54,11 @@ class ActionDecoder:
         embedding = llama.model.embed_tokens.weight
         kind = embedding.device.type
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embedding.dtype
+        # On CPU, products of one query with the keys are several times faster in float32 and with the keys transposed.
+        self.cache_dtype = torch.float32 if kind == "cpu" else self.dtype
         self._fuse = config.hidden_size < FUSE_BELOW_HIDDEN
         shape = (batch, self.kv_heads, max_length, self.head_dim)
-        self.layers = [
-            self._layer(layer, embedding.new_empty(2, *shape, dtype=self.dtype)) for layer in llama.model.layers
-        ]
+        self.layers = [self._layer(layer, *self._cache(shape, embedding.device)) for layer in llama.model.layers]
         self.final_norm = llama.model.norm.weight
 
     def run(
@@ -81,7 +82,7 @@ class ActionDecoder:
         if attention_mask is not None:
             visible = F.pad(attention_mask.bool(), (0, num_tokens), value=True)[:, None, None]
         with torch.autocast(prefix.device.type, enabled=False):
-            hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias, causal=bias is None)[:, -1]
+            hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias)[:, -1]
             first_hidden = hidden
             tokens, logits = [], []
             for place in range(num_tokens):
@@ -94,29 +95,23 @@ class ActionDecoder:
                 tokens.append(choose(logits[-1], place))
         return torch.stack(tokens, dim=1), torch.stack(logits, dim=1), first_hidden
 
-    def _forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, start: int, mask: Tensor | None, causal: bool = False
-    ) -> Tensor:
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, start: int, mask: Tensor | None) -> Tensor:
         batch, length, width = x.shape
         end = start + length
-        grouped = self.kv_heads != self.heads
+        heads, kv_heads = self.heads, self.kv_heads
         for layer in self.layers:
-            q, k, v = (
-                part.view(batch, length, -1, self.head_dim).transpose(1, 2)
-                for part in layer.qkv(self._norm(x, layer.norm1))
-            )
-            layer.keys[:, :, start:end] = _rotate(k, cos, sin)
+            qkv = layer.qkv(self._norm(x, layer.norm1))
+            qkv = qkv.view(batch, length, heads + 2 * kv_heads, self.head_dim).transpose(1, 2)
+            qk = _rotate(qkv[:, : heads + kv_heads], cos, sin)
+            q, k, v = qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+            layer.keys[:, :, start:end] = k
             layer.values[:, :, start:end] = v
-            attended = F.scaled_dot_product_attention(
-                _rotate(q, cos, sin),
-                layer.keys[:, :, :end],
-                layer.values[:, :, :end],
-                attn_mask=mask,
-                is_causal=causal,
-                enable_gqa=grouped,
-            )
-            x = x + layer.out(attended.transpose(1, 2).reshape(batch, length, width))
-            gate, up = layer.gate_up(self._norm(x, layer.norm2))
+            if length == 1:
+                attended = attention(q.to(self.cache_dtype), layer.keys[:, :, :end], layer.values[:, :, :end], mask)
+            else:
+                attended = attention(q.to(self.dtype), k.to(self.dtype), v, mask, causal=mask is None)
+            x = x + layer.out(attended.transpose(1, 2).reshape(batch, length, width).to(self.dtype))
+            gate, up = layer.gate_up(self._norm(x, layer.norm2)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate) * up)
         return _rms_norm(x, self.final_norm, self.eps)
 
@@ -130,9 +125,19 @@ class ActionDecoder:
         else:
             positions = token_positions(F.pad(attention_mask, (0, num_tokens), value=1))
         cos, sin = self.model.language_model.model.rotary_emb(prefix, positions)
-        return cos[:, None].to(self.dtype), sin[:, None].to(self.dtype)
+        first, second = sin.chunk(2, dim=-1)
+        sin = torch.cat((-first, second), dim=-1)
+        return cos[:, None], sin[:, None]
 
-    def _layer(self, layer: nn.Module, cache: Tensor) -> _Layer:
+    def _cache(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        values = torch.empty(shape, dtype=self.cache_dtype, device=device)
+        if device.type != "cpu":
+            return torch.empty_like(values), values
+        return torch.empty_like(values.transpose(-1, -2), memory_format=torch.contiguous_format).transpose(
+            -1, -2
+        ), values
+
+    def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         return _Layer(
             layer.input_layernorm.weight,
@@ -141,8 +146,8 @@ class ActionDecoder:
             self._one(attention.o_proj),
             self._several(mlp.gate_proj, mlp.up_proj),
             self._one(mlp.down_proj),
-            cache[0],
-            cache[1],
+            keys,
+            values,
         )
 
     def _one(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -152,15 +157,14 @@ class ActionDecoder:
         bias = None if module.bias is None else module.bias.to(self.dtype)
         return lambda x: F.linear(x, weight, bias)
 
-    def _several(self, *modules: nn.Module) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """One product for several layers of the same input where the copy of the weights is cheap."""
+    def _several(self, *modules: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Outputs side by side; one product where the copy of the weights is cheap."""
         plain = all(type(module) is nn.Linear and module.bias is None for module in modules)
         if not (plain and self._fuse):
             functions = [self._one(module) for module in modules]
-            return lambda x: tuple(function(x) for function in functions)
+            return lambda x: torch.cat([function(x) for function in functions], dim=-1)
         weight = torch.cat([module.weight.to(self.dtype) for module in modules])
-        sizes = [module.weight.shape[0] for module in modules]
-        return lambda x: F.linear(x, weight).split(sizes, dim=-1)
+        return lambda x: F.linear(x, weight)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -169,5 +173,5 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    """Apply rotary positions; the sign of the exchanged halves is in ``sin``."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from embodrl.models.common.attention import IMPLEMENTATION
 from embodrl.models.common.vit import LayerScale, VisionTransformer
 from embodrl.models.openvla.config import LlamaSpec, OpenVLAConfig
 
@@ -111,7 +112,7 @@ def llama_config(spec: LlamaSpec, pad_token_id: int) -> LlamaConfig:
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
+        attn_implementation=IMPLEMENTATION,
     )
 
 

@@ -115,6 +115,16 @@ class OpenVLAPolicy(VLAPolicy):
         values = self._values(hidden) if compute_values else None
         return PolicyOutput(actions, logprobs.view(shape), values, {**inputs, "action_tokens": tokens.view(shape)})
 
+    @torch.no_grad()
+    def predict_values(self, observation: Observation) -> Tensor:
+        """See VLAPolicy; one forward pass over images and prompt.
+
+        Raises:
+            EmbodrlError: see ``preprocess``; or there is no value head.
+        """
+        prefix, mask = self._prefix(self.preprocess(observation))
+        return self._values(self.model.hidden_states(prefix, mask)[:, -1])
+
     # Training --------------------------------------------------------------------------------------------------------
 
     def evaluate_actions(

@@ -1,0 +1,53 @@
+"""Scaled dot-product attention in the form that is fastest on the device at hand.
+
+Vaswani et al., "Attention Is All You Need", 2017. Legend: B batch, H heads, Q queries, S keys, E head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+IMPLEMENTATION = "embodrl"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Return ``softmax(q k^T / sqrt(E)) v`` as ``[B,H,Q,E]``.
+
+    On CPU it is written as matrix products: for sequences of about a hundred tokens the backward pass of torch's fused
+    kernel takes several times as long.
+
+    Args:
+        q: ``[B,H,Q,E]``.
+        k: ``[B,G,S,E]``, where G divides H.
+        v: as ``k``.
+        mask: ``bool``, broadcastable to ``[B,H,Q,S]``; True where the query may see the key.
+        causal: a query sees no later key; only with Q = S and without a mask.
+    """
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
+        )
+    if k.shape[1] != q.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+    if causal:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores + torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -torch.inf)
+    return torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype), v)
+
+
+def _transformers_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **unused: Any
+) -> tuple[Tensor, None]:
+    """Adapt ``attention`` to transformers; without a mask the model is causal."""
+    out = attention(query, key, value, attention_mask, causal=attention_mask is None)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _transformers_attention)
