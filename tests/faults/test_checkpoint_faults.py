@@ -219,6 +219,7 @@ def test_an_error_at_any_call_keeps_the_old_checkpoint(
                 assert "free" in error.message and remedy in error.remedy
             else:
                 break
+        assert not list((tmp_path / "checkpoints").glob(".staging_*"))
         kept, problems = CheckpointManager(tmp_path, 2).latest_good()
         assert problems == []
         if call == "fsync" and tag_of(kept) == 2:
