@@ -33,6 +33,9 @@ class ToyPolicy(VLAPolicy):
     def _hidden(self, features: Tensor) -> Tensor:
         return self.norm(torch.tanh(self.body(features)))
 
+    def predict_values(self, observation: Observation) -> Tensor:
+        raise NotImplementedError
+
     def evaluate_actions(
         self,
         forward_inputs: dict[str, Tensor],
