@@ -44,7 +44,7 @@ class ConfigProblem:
 class ConfigError(EmbodrlError):
     """All the problems of a configuration, in one report."""
 
-    problems: list[ConfigProblem] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
 
     def __post_init__(self) -> None:
         super().__init__(self.report())
@@ -59,7 +59,7 @@ class ConfigError(EmbodrlError):
         for number, problem in enumerate(self.problems, start=1):
             lines.append(f"\n{number}. {problem.key}: {problem.message}")
             if problem.origin:
-                lines.append(f"     at:       {problem.origin}")
+                lines.append("     at:       " + problem.origin.replace("\n", "\n               "))
             if problem.allowed:
                 lines.append(f"     allowed:  {problem.allowed}")
             if problem.nearest:

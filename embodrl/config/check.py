@@ -74,7 +74,8 @@ def describe(error: ValidationError, tree: Node) -> list[tuple[str, ConfigProble
         allowed, options = allowed_values(key)
         message = f"{_show(value)} {_reason(item, value)}"
         hint = nearest(str(value), options) if options and isinstance(value, (str, bool, int)) else ""
-        result[key] = ConfigProblem(key, message, origin, allowed, hint, _remedy(item["type"], key, value, allowed))
+        remedy = f"write {key}={hint}" if hint else _remedy(item["type"], key, value, allowed)
+        result[key] = ConfigProblem(key, message, origin, allowed, hint, remedy)
     return list(result.items())
 
 
@@ -119,7 +120,7 @@ REASONS = {
     "less_than_equal": "is too large",
     "too_short": "has too few items",
     "too_long": "has too many items",
-    "missing": "is incomplete",
+    "missing": "has too few items",
 }
 
 
@@ -133,7 +134,9 @@ def _remedy(kind: str, key: str, value: Any, allowed: str) -> str:
             return "write true or false"
         return "write the value without quotes" if _is_number(value) else f"give {allowed}"
     if kind == "string_type":
-        return f"put it into quotes: '{value}'" if not isinstance(value, (dict, list)) else "give a single text"
+        text = str(value).lower() if isinstance(value, bool) else value
+        quoted = f"put it into quotes: '{text}' in YAML, \"{key}='{text}'\" in a shell"
+        return quoted if not isinstance(value, (dict, list, type(None))) else "give a single text"
     if kind in ("tuple_type",):
         return f"write a list: [{value}]" if not isinstance(value, dict) else "write a list: [...]"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -141,7 +144,8 @@ def _remedy(kind: str, key: str, value: Any, allowed: str) -> str:
         return f"give keys below it, as {key}.KEY=VALUE or '{example}: {{KEY: VALUE}}'"
     if kind == "finite_number":
         return "give a finite number" + (", or null to switch it off" if "null" in allowed else "")
-    return f"give {allowed}" if allowed else "see docs/configuration.md"
+    one = "one of: " if kind == "literal_error" and ", " in allowed else ""
+    return f"give {one}{allowed}" if allowed else "see docs/configuration.md"
 
 
 def _is_number(text: str) -> bool:
@@ -167,6 +171,8 @@ def _unknown_key(key: str, origin: str) -> ConfigProblem:
         hint = next((full for full in schema_keys() if full.rpartition(".")[2] == leaf), "") if leaf else ""
     where = f"the section '{section}'" if section else "the configuration"
     remedy = f"write {hint}" if hint else "remove it; see docs/configuration.md for all keys"
+    if not section and hint and model_of(Config.model_fields[hint.partition(".")[0]].annotation) and "." not in hint:
+        remedy = f"write {hint}.KEY=VALUE, or {hint}=PRESET for a preset"
     return ConfigProblem(key, f"there is no such key in {where}", origin, ", ".join(names), hint, remedy)
 
 

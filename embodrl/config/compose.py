@@ -95,7 +95,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             problems.append(ConfigProblem(key, f"can't be parsed: {reason}", origin, "key=value", remedy=remedy))
             continue
         if parsed.is_sweep_override():
-            remedy = f"write a list as {key}=[...]; for several runs call the command several times"
+            remedy = f"give one value; a list is written {key}=[...], and several runs are several commands"
             problems.append(
                 ConfigProblem(key, "is a sweep over several values, which a run can't have", origin, remedy=remedy)
             )
@@ -122,12 +122,14 @@ def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
     names = presets(group)
     if name in names or (name is None and group == "experiment"):
         return None
-    message = f"there is no preset '{name}' in the group '{group}'"
-    remedy = "see `embodrl list presets`"
+    shown = "null" if name is None else str(name)
+    message = f"there is no preset '{shown}' in the group '{group}'"
+    hint = nearest(shown, names)
+    remedy = f"write {group}={hint}; see `embodrl list presets`" if hint else "see `embodrl list presets`"
     if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
         message = f"'{name}' is a path; a preset is chosen by its plain name"
         remedy = "write the name of a preset; a YAML file of your own is given with --config FILE"
-    return ConfigProblem(group, message, origin, ", ".join(names), nearest(str(name), names), remedy)
+    return ConfigProblem(group, message, origin, ", ".join(names), hint, remedy)
 
 
 def merge(base: Node, extra: Node, key: str = "") -> None:
@@ -273,8 +275,8 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
 
 def is_choice(argument: Argument) -> bool:
     """Tell whether an argument chooses a preset rather than a value."""
-    plain_name = "." not in argument.key and isinstance(argument.value, (str, type(None)))
-    return "/" in argument.key or (plain_name and argument.key in groups() and not argument.delete)
+    value = not argument.delete and not isinstance(argument.value, dict)
+    return "/" in argument.key or (value and argument.key in groups())
 
 
 def compose(overrides: list[str], config_file: Path | None) -> Composition:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from embodrl.config.check import prune, validate
+from embodrl.config.check import allowed_values, prune, validate
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, lookup, origin_of, walk
+from embodrl.config.rules import run_rules
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError, ConfigProblem
+from embodrl.registry import nearest
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
@@ -74,8 +76,6 @@ def finish(composition: Composition) -> LoadedConfig:
     problems = composition.problems + removed + import_extensions(tree)
     config, invalid, wrong = validate(tree)
     problems += wrong
-    from embodrl.config.rules import run_rules
-
     errors, notes = run_rules(config, tree, invalid | {problem.key for problem in removed})
     problems += errors
     if problems:
@@ -125,7 +125,8 @@ def remove_special(tree: Node) -> list[ConfigProblem]:
                 del node.children[name]
             elif child.value == "???":
                 remedy = f"give it, e.g. {full}=VALUE on the command line"
-                problems.append(ConfigProblem(full, "is missing: its value is '???'", str(child.origin), remedy=remedy))
+                message = "is missing: its value is '???'"
+                problems.append(ConfigProblem(full, message, str(child.origin), allowed_values(full)[0], remedy=remedy))
                 del node.children[name]
     return problems
 
@@ -140,15 +141,12 @@ def resolve_references(tree: Node) -> list[ConfigProblem]:
             try:
                 node.value = expand(tree, defaults, node.value, (key,))
             except LookupError as error:
-                from embodrl.registry import nearest
-
                 wrong = str(error.args[0])
                 remedy = "refer to another key of the configuration as ${section.key}"
                 remedy += "; resolvers such as oc.env are not run" if ":" in wrong else ""
                 message = f"the reference '${{{wrong}}}' {error.args[1]}"
-                problems.append(
-                    ConfigProblem(key, message, str(node.origin), nearest=nearest(wrong, known), remedy=remedy)
-                )
+                hint = "" if wrong in known else nearest(wrong, known)
+                problems.append(ConfigProblem(key, message, str(node.origin), nearest=hint, remedy=remedy))
     for problem in problems:
         prune(tree, problem.key)
     return problems
@@ -189,34 +187,31 @@ def expand(tree: Node, defaults: dict[str, Any], text: str, seen: tuple[str, ...
 
 def import_extensions(tree: Node) -> list[ConfigProblem]:
     """Import the modules that ``extensions`` names, so that their models and environments are known to the rules."""
+    section = lookup(tree, "extensions")
+    problems: list[ConfigProblem] = []
+    for item in section.items if section is not None else []:
+        wrong = import_extension(item.value) if isinstance(item.value, str) else None
+        if wrong is not None:
+            message, remedy = wrong
+            problems.append(ConfigProblem("extensions", message, str(item.origin), "package.module", remedy=remedy))
+    return problems
+
+
+def import_extension(name: str) -> tuple[str, str] | None:
+    """Import a module; return what is wrong and its remedy, or None."""
     import importlib
     import importlib.util
 
-    problems: list[ConfigProblem] = []
-    section = lookup(tree, "extensions")
-    names: list[Any] = section.plain() if section is not None and isinstance(section.value, list) else []
-    for index, name in enumerate(names):
-        if not isinstance(name, str):
-            continue
-        origin = str(origin_of(tree, f"extensions.{index}"))
-        remedy = "install the package it is in, or put its directory on PYTHONPATH"
-        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
-            problems.append(
-                ConfigProblem(
-                    "extensions", f"'{name}' is not the name of a module", origin, "package.module", remedy=remedy
-                )
-            )
-            continue
-        try:
-            found = importlib.util.find_spec(name) is not None
-        except (ImportError, ValueError):
-            found = False
-        if not found:
-            problems.append(ConfigProblem("extensions", f"there is no module '{name}'", origin, remedy=remedy))
-            continue
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001  (a user's module may raise anything; it is reported)
-            message = f"importing '{name}' failed: {type(error).__name__}: {error}"
-            problems.append(ConfigProblem("extensions", message, origin, remedy="mend the module"))
-    return problems
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
+        return f"'{name}' is not the name of a module", "write package.module; the module registers what it offers"
+    try:
+        found = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        return f"there is no module '{name}'", "install the package it is in, or put its directory on PYTHONPATH"
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001  (a user's module may raise anything; it is reported)
+        return f"importing '{name}' failed: {type(error).__name__}: {error}", "mend the module"
+    return None

@@ -66,7 +66,7 @@ class Context:
         """Return the finding with origins."""
         keys = (finding.key, *finding.others)
         origin = (
-            "; ".join(f"{key}: {self.origin(key)}" for key in keys) if finding.others else str(self.origin(finding.key))
+            "\n".join(f"{key}: {self.origin(key)}" for key in keys) if finding.others else str(self.origin(finding.key))
         )
         return ConfigProblem(finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.remedy)
 
