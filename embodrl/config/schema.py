@@ -132,9 +132,7 @@ class VitConfig(Section):
     """A vision transformer."""
 
     width: PositiveInt = Field(default=96, description="embedding dimension")
-    depth: PositiveInt = Field(
-        default=4, description="blocks; the last one is stored but never run, as in OpenVLA", ge=2
-    )
+    depth: int = Field(default=4, description="blocks; the last one is stored but never run, as in OpenVLA", ge=2)
     num_heads: PositiveInt = Field(default=3, description="attention heads; divides width")
     mlp_dim: PositiveInt = Field(default=384, description="hidden units of the MLP")
 

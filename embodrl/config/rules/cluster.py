@@ -99,7 +99,7 @@ def native_is_one_process(context: Context, used: dict[str, Place]) -> Iterator[
         )
 
 
-@rule("cluster.device", "env.render_backend", "actor.param_dtype", "actor.precision")
+@rule("actor.param_dtype", "actor.precision")
 def device_has_the_dtype(context: Context) -> Iterator[Finding]:
     """Weights in bf16 are multiplied in bf16."""
     actor = context.config.actor

@@ -1,0 +1,181 @@
+"""Write docs/configuration.md from the schema, the presets and the rules.
+
+python scripts/make_config_reference.py           # write it
+python scripts/make_config_reference.py --check   # exit code 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from embodrl.config.check import allowed_values, model_of
+from embodrl.config.compose import describe, groups, presets
+from embodrl.config.rules import NOTES, RULES, Rule
+from embodrl.config.schema import Config
+from embodrl.config.show import flow
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+HEAD = ("| key | default | allowed | meaning |", "|---|---|---|---|")
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Made by scripts/make_config_reference.py from the schema, the presets and the rules: change those instead. -->
+
+A configuration is a tree of sections. Four layers make it; the later wins:
+
+1. the defaults of the schema, listed below;
+2. presets, one of each group, chosen as `group=name` (`embodrl list presets`); an `experiment` may choose several;
+3. a YAML file of your own, given with `--config FILE`;
+4. single values on the command line, as `section.key=value`.
+
+```
+embodrl train env=maniskill_mix model=openvla runner.seed=3 'env.tasks=[PushCube-v1,PullCube-v1]'
+embodrl train --config mine.yaml algorithm.gamma=0.99
+embodrl config show env=maniskill        # every value, and where it came from
+embodrl config validate --config mine.yaml   # exit code 0, or 2 and all problems in one report
+```
+
+A file of your own names presets and states values:
+
+```yaml
+presets: {env: maniskill_pull, model: openvla}
+runner:
+  seed: 3
+  name: pull-${runner.seed}   # a reference to another key
+env:
+  train: {total_num_envs: 64}
+```
+
+- **Arguments** follow Hydra's grammar: `key=value`, lists `[a,b]`, mappings `{a: 1}`, `null`, `true`, quoted text.
+  `+key=value` is the same as `key=value`: a plus makes no unknown key known. `~key` goes back to the default of the
+  schema. If a key is given twice, the last one counts. A run has one configuration, so sweeps (`a=1,2`) are refused.
+- **Types** are strict: `'3'` is text, not a number; `true` is not 1; an integer will do where a number is wanted.
+  In YAML files `yes`, `no`, `on` and `off` are text, as in YAML 1.2, and `1e-3` is a number.
+- **Unknown keys** are errors, and so is a key given twice in one mapping.
+- **References** `${section.key}` take the value of another key. Resolvers such as `${oc.env:HOME}` are refused, so
+  that a configuration means the same on every machine.
+- **No code** is run from a configuration: YAML tags, `_target_` and its kin are errors. The one exception is
+  deliberate: `extensions` names modules of yours to import, which may register models and environments.
+- **Mappings** are merged key by key, lists are replaced; `cluster.component_placement` is replaced as a whole.
+- A run writes its whole configuration to `DIR/config.yaml`. That file can be given with `--config` again.
+
+A wrong configuration is refused before torch or a simulator is imported, with all its problems in one report: the key,
+the file and line or the argument, what is allowed, the nearest name, and what to write instead.
+"""
+
+PLACEMENT = """\
+## Placement
+
+`cluster.component_placement` maps components to devices: `actor,rollout: 0`. A place is `all`, or pieces
+`devices[:processes]` separated by commas, each a rank or a range: `0`, `0-3`, `0-1:0-3` (two devices, four processes).
+Every component (`actor`, `rollout`, `env`) is placed exactly once. A machine without a GPU has one device, the CPU.
+The backends `native` and `huggingface` are one process on one device, so actor and rollout are placed on `all` or on
+one device, the same for both.
+"""
+
+
+def cell(text: str) -> str:
+    """Return text that is safe in a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def is_section(annotation: Any) -> bool:
+    """Tell whether a field holds a section, as opposed to a list of sections."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def allowed(key: str, annotation: Any) -> str:
+    """Say what a key may hold."""
+    inner = model_of(annotation)
+    if inner is not None and get_args(annotation):
+        return "a list of mappings, see below"
+    return allowed_values(key)[0]
+
+
+def default(value: Any) -> str:
+    """Return a default as YAML."""
+    if isinstance(value, tuple):
+        items: tuple[Any, ...] = value
+        value = [item.model_dump() if isinstance(item, BaseModel) else item for item in items]
+    return f"`{flow(value)}`"
+
+
+def row(key: str, name: str, info: FieldInfo) -> str:
+    """Return the line about a key."""
+    may = allowed(key.replace("[i]", ".0"), info.annotation)
+    return f"| `{name}` | {cell(default(info.default))} | {cell(may)} | {cell(info.description or '')} |"
+
+
+def section(model: type[BaseModel], key: str, about: str) -> list[str]:
+    """Return the lines about a section and the sections in it."""
+    rows: list[str] = []
+    inner: list[str] = []
+    for name, info in model.model_fields.items():
+        found = model_of(info.annotation)
+        if found is not None and is_section(info.annotation):
+            inner += section(found, f"{key}.{name}", info.description or "")
+            continue
+        rows.append(row(f"{key}.{name}", name, info))
+        if found is not None:
+            inner += section(found, f"{key}.{name}[i]", "an item of the list")
+    title = f"{about[:1].upper()}{about[1:]}."
+    return ([f"### `{key}`", "", title, "", *HEAD, *rows, ""] if rows else []) + inner
+
+
+def schema_part() -> list[str]:
+    """Return the tables of all keys."""
+    lines = ["## Keys", ""]
+    top = ["### Top level", "", *HEAD]
+    for name, info in Config.model_fields.items():
+        found = model_of(info.annotation)
+        if found is None:
+            top.append(row(name, name, info))
+        else:
+            lines += section(found, name, info.description or "")
+    return [*lines, *top, ""]
+
+
+def preset_part() -> list[str]:
+    """Return the table of presets."""
+    lines = ["## Presets", "", "| choice | what it is |", "|---|---|"]
+    lines += [f"| `{group}={name}` | {cell(describe(group, name))} |" for group in groups() for name in presets(group)]
+    return [*lines, ""]
+
+
+def rule_rows(rules: list[Rule]) -> list[str]:
+    """Return a table of rules."""
+    rows = ["| rule | keys |", "|---|---|"]
+    for rule in rules:
+        text = (rule.check.__doc__ or "").strip().partition("\n")[0]
+        rows.append(f"| {cell(text)} | {', '.join(f'`{key}`' for key in rule.keys)} |")
+    return [*rows, ""]
+
+
+def page() -> str:
+    """Return the whole page."""
+    rules = ["## Rules between keys", "", "A configuration that breaks one of these is refused.", "", *rule_rows(RULES)]
+    notes = ["A configuration that is odd in one of these ways is accepted, with a note.", "", *rule_rows(NOTES)]
+    return "\n".join([INTRODUCTION, *preset_part(), *schema_part(), PLACEMENT, *rules, *notes]).rstrip() + "\n"
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    text = page()
+    if "--check" in sys.argv[1:]:
+        if PAGE.read_text(encoding="utf-8") != text:
+            print(f"{PAGE} is out of date; run: python scripts/make_config_reference.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
