@@ -44,7 +44,7 @@ class Entry:
 
     target: Any
     description: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Registry:

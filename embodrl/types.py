@@ -121,8 +121,7 @@ class EnvStep:
     @property
     def done(self) -> NDArray[np.bool_]:
         """``bool[B]``: the episode ended within this chunk."""
-        result: NDArray[np.bool_] = (self.terminated | self.truncated).any(axis=1)
-        return result
+        return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 
 @dataclass
