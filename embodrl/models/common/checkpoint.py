@@ -102,7 +102,8 @@ def load_strict(
                     if name != stored:
                         report.aliased[stored] = name
                     tensor = reader.get_tensor(stored)
-                    state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                    # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
+                    state[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
     mismatched = {name for name, _, _ in report.mismatched}

@@ -1,0 +1,189 @@
+"""Action bins, statistics, images, tokenizer, sampling: against hand-computed values, numpy and Pillow."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from embodrl.errors import CheckpointError
+from embodrl.models.common.action_bins import ActionBins
+from embodrl.models.common.attention import attention
+from embodrl.models.common.images import center_crop_area, resize_bicubic
+from embodrl.models.common.norm_stats import choose_stats, identity_stats
+from embodrl.models.common.sampling import action_entropy, draw, log_distribution, smoothed_targets
+from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
+from embodrl.models.openvla.policy import exponential_noise
+from embodrl.models.openvla.processing import PROMPT
+from embodrl.types import SamplingParams
+
+
+class TestActionBins:
+    bins = ActionBins(32000)
+
+    @pytest.mark.parametrize(
+        ("value", "token"), [(-1.0, 31999), (-7.0, 31999), (1.0, 31744), (9.0, 31744), (0.9999, 31745), (0.0, 31872)]
+    )
+    def test_public_ids(self, value, token):
+        assert self.bins.encode(np.array([value])).tolist() == [token]
+
+    def test_centers(self):
+        width = 2 / 255
+        assert self.bins.decode(np.array([31999]))[0] == pytest.approx(-1 + width / 2)
+        assert self.bins.decode(np.array([31745]))[0] == pytest.approx(1 - width / 2)
+
+    def test_the_two_last_ids_mean_the_same(self):
+        first, second, third = self.bins.decode(np.array([31744, 31745, 31746]))
+        assert first == second != third
+
+    def test_round_trip_is_within_half_a_bin(self):
+        values = np.random.default_rng(0).uniform(-1, 1, 1000)
+        assert np.abs(self.bins.decode(self.bins.encode(values)) - values).max() <= 1 / 255 + 1e-12
+
+    def test_ids_that_are_no_actions_are_clipped(self):
+        assert self.bins.decode(np.array([5, 32010])).tolist() == [self.bins.centers[254], self.bins.centers[0]]
+
+    def test_tensors_agree_with_numpy(self):
+        tokens = np.arange(31744, 32000)
+        values = self.bins.value_of_index(self.bins.index(torch.from_numpy(tokens)))
+        np.testing.assert_allclose(values.numpy(), self.bins.decode(tokens), atol=1e-7)
+
+
+class TestStats:
+    table = {  # noqa: RUF012
+        "bridge": {"action": {"q01": [-2.0, 0.0], "q99": [4.0, 1.0], "mask": [True, False]}},
+        "libero_no_noops": identity_stats(2),
+    }
+
+    def test_by_hand(self):
+        stats = choose_stats(self.table, "bridge", 2, "x")
+        np.testing.assert_allclose(stats.unnormalize(np.array([[0.5, 0.25]])), [[2.5, 0.25]])
+        np.testing.assert_allclose(stats.normalize(np.array([[2.5, 0.25], [9.0, 3.0]])), [[0.5, 0.25], [1.0, 1.0]])
+
+    def test_no_noops_is_tried(self):
+        assert choose_stats(self.table, "libero", 2, "x").key == "libero_no_noops"
+
+    def test_errors_list_the_keys(self):
+        with pytest.raises(CheckpointError, match=r"bridge, libero_no_noops"):
+            choose_stats(self.table, "brigde", 2, "x")
+        with pytest.raises(CheckpointError, match=r"2 sets .*\n.*model.unnorm_key"):
+            choose_stats(self.table, None, 2, "x")
+        with pytest.raises(CheckpointError, match="2 dimensions, not 7"):
+            choose_stats(self.table, "bridge", 7, "x")
+
+    def test_a_dimension_without_range_is_zero(self):
+        stats = choose_stats({"k": {"action": {"q01": [3.0], "q99": [3.0]}}}, None, 1, "x")
+        assert stats.normalize(np.array([3.0])).tolist() == [0.0]
+
+
+class TestImages:
+    @pytest.mark.parametrize(
+        ("height", "width", "target"), [(64, 64, 224), (480, 640, 224), (256, 320, 64), (37, 100, 64), (32, 32, 32)]
+    )
+    def test_resize_equals_pillow(self, height, width, target):
+        images = np.random.default_rng(1).integers(0, 256, (2, height, width, 3), dtype=np.uint8)
+        want = [np.asarray(Image.fromarray(i).resize((target, target), Image.Resampling.BICUBIC)) for i in images]
+        assert np.array_equal(resize_bicubic(torch.from_numpy(images), target, target).numpy(), np.stack(want))
+
+    def test_center_crop_of_a_ramp(self):
+        """On a linear ramp the crop is the ramp shrunk by sqrt(.9) about the middle."""
+        ramp = torch.arange(0, 202, 2, dtype=torch.uint8).view(1, 1, 101, 1).expand(1, 101, 101, 3).contiguous()
+        place = torch.arange(101.0)
+        want = (2 * (50 + (place - 50) * math.sqrt(0.9))).round()
+        got = center_crop_area(ramp)[0, 17, :, 1].float()
+        assert (got - want).abs().max() <= 1
+
+
+class TestTokenizer:
+    @pytest.mark.parametrize("text", ["push the cube", "Ünïcode 漢字 \x00 🤖", "", "take\ttabs\n"])
+    def test_any_text_survives(self, text):
+        tokenizer = tiny_tokenizer()
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1 and ids[-1] == tokenizer.prompt_end_id
+        assert tokenizer.decode(ids[:-1]) == text
+
+    def test_prompts_are_short(self):
+        tokenizer = tiny_tokenizer()
+        assert len(tokenizer.encode(PROMPT.format(instruction="push the cube to the red and white target"))) <= 26
+
+    def test_end_is_not_doubled(self):
+        tokenizer = tiny_tokenizer()
+        assert tokenizer.encode("push ").count(tokenizer.prompt_end_id) == 1
+
+    def test_vocabulary_is_a_multiple_of_64(self):
+        assert tiny_tokenizer().vocab_size % 64 == 0
+
+    def test_wrong_files_are_refused(self, tmp_path):
+        (tmp_path / "tokenizer.json").write_text("{}")
+        with pytest.raises(CheckpointError, match="is not a tokenizer"):
+            PromptTokenizer(tmp_path / "tokenizer.json", 1, 2)
+        with pytest.raises(CheckpointError, match="does not exist"):
+            PromptTokenizer(tmp_path / "none.json", 1, 2)
+
+    def test_a_tokenizer_without_the_end_is_refused(self, tmp_path):
+        tiny_tokenizer().save(tmp_path)
+        with pytest.raises(CheckpointError, match="no token of id 29871"):
+            PromptTokenizer(tmp_path / "tokenizer.json", 1, 29871)
+
+
+class TestSampling:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+
+    def test_by_hand(self):
+        logp = log_distribution(self.logits, SamplingParams(temperature=2.0))
+        weights = [math.exp(x / 2) for x in (2, 1, 0, -1)]
+        np.testing.assert_allclose(logp.exp()[0].numpy(), np.array(weights) / sum(weights), rtol=1e-6)
+
+    def test_top_k(self):
+        logp = log_distribution(self.logits, SamplingParams(1.0, top_k=2))
+        total = math.exp(2) + math.exp(1)
+        np.testing.assert_allclose(logp.exp()[0].numpy(), [math.exp(2) / total, math.exp(1) / total, 0, 0], rtol=1e-6)
+
+    def test_a_taken_bin_stays_in_the_support(self):
+        taken = log_distribution(self.logits, SamplingParams(1.0, top_k=2), torch.tensor([3]))
+        assert torch.isfinite(taken[0]).tolist() == [True, True, False, True]
+
+    def test_entropy_of_equal_bins(self):
+        entropy = action_entropy(torch.zeros(1, 256), torch.tensor([0]), SamplingParams(0.5, top_k=8))
+        assert entropy.item() == pytest.approx(math.log(8), abs=0.13)  # the taken bin may be a ninth
+        assert action_entropy(torch.zeros(1, 256), torch.tensor([0]), SamplingParams()).item() == pytest.approx(
+            math.log(256), rel=1e-5
+        )
+
+    def test_entropy_gradient_is_finite_with_top_k(self):
+        logits = torch.randn(3, 16, requires_grad=True)
+        action_entropy(logits, torch.zeros(3, dtype=torch.long), SamplingParams(1.0, top_k=4)).sum().backward()
+        assert logits.grad is not None and torch.isfinite(logits.grad).all()
+
+    def test_frequencies_of_draws(self):
+        count = 20000
+        noise = exponential_noise((count, 4), torch.Generator().manual_seed(0), torch.device("cpu"))
+        drawn = draw(self.logits.expand(count, 4), SamplingParams(0.7), noise)
+        want = (self.logits[0] / 0.7).softmax(0)
+        np.testing.assert_allclose(drawn.bincount(minlength=4) / count, want, atol=0.012)
+
+    def test_without_noise_the_most_probable(self):
+        assert draw(self.logits, SamplingParams(), None).tolist() == [0]
+
+    def test_smoothed_targets(self):
+        table = smoothed_targets(256, 4.0, torch.device("cpu"))
+        torch.testing.assert_close(table.sum(dim=1), torch.ones(256))
+        assert (table[100, 104] / table[100, 100]).item() == pytest.approx(math.exp(-0.5), rel=1e-5)
+        assert table[0, 0] > table[100, 100]
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+def test_attention_equals_torch(kind, groups):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 9, 8, generator=generator)
+    k, v = torch.randn(2, 2, groups, 9, 8, generator=generator)
+    mask = (torch.rand(2, 1, 9, 9, generator=generator) > 0.5) | torch.eye(9, dtype=torch.bool)
+    given = mask if kind == "masked" else None
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=given, is_causal=kind == "causal", enable_gqa=True
+    )
+    torch.testing.assert_close(attention(q, k, v, given, causal=kind == "causal"), want, rtol=0, atol=1e-6)

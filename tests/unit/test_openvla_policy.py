@@ -1,0 +1,321 @@
+"""What every policy promises: rollout and training agree, gradients reach what is trained, files round-trip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from embodrl.config.schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
+from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.models.common.checkpoint import save_weights
+from embodrl.models.openvla.build import build_openvla
+from embodrl.models.openvla.decode import ActionDecoder
+from embodrl.models.openvla.policy import OpenVLAPolicy
+from embodrl.types import Observation, SamplingParams
+
+VIT = VitConfig(width=16, depth=3, num_heads=2, mlp_dim=24)
+ARCHITECTURE = ArchitectureConfig(
+    image_size=16,
+    patch_size=8,
+    dino=VIT,
+    siglip=VIT,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+)
+TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it over the box", "pull")
+
+
+def build(**changes) -> OpenVLAPolicy:
+    options = {"warm_start": None, "architecture": ARCHITECTURE, "num_action_chunks": 2, **changes}
+    return build_openvla(ModelConfig(**options), device="cpu", dtype=torch.float32, seed=3)[0]
+
+
+def observation(batch: int = 3, seed: int = 0, size: int = 16) -> Observation:
+    images = np.random.default_rng(seed).integers(0, 256, (batch, 1, size, size, 3), dtype=np.uint8)
+    texts = [TEXTS[i % len(TEXTS)] for i in range(batch)]
+    return Observation(images, np.zeros((batch, 0), np.float32), texts, np.zeros(batch, np.int32))
+
+
+@pytest.fixture(scope="module")
+def policy() -> OpenVLAPolicy:
+    return build()
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(0.3), SamplingParams(1.7, 5)])
+@pytest.mark.parametrize(("chunk", "output"), [(1, "chunk"), (5, "action")])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_training_reproduces_the_rollout(sampling, chunk, output, mode):
+    policy = build(num_action_chunks=chunk, value_head=ValueHeadConfig(output=output))
+    rollout = policy.predict_action_batch(observation(), mode, sampling, generator())
+    again = policy.evaluate_actions(rollout.forward_inputs, sampling)
+    torch.testing.assert_close(again.logprobs, rollout.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again.values, rollout.values, rtol=0, atol=1e-5)
+    assert rollout.actions.shape == rollout.logprobs.shape == again.entropy.shape == (3, chunk, 7)
+    assert rollout.values.shape == (3, chunk if output == "action" else 1)
+    assert rollout.logprobs.dtype == rollout.values.dtype == torch.float32
+    assert rollout.actions.dtype == np.float32 and np.abs(rollout.actions).max() <= 1
+
+
+def test_training_is_sensitive_to_the_temperature(policy):
+    rollout = policy.predict_action_batch(observation(), "train", SamplingParams(1.0), generator())
+    other = policy.evaluate_actions(rollout.forward_inputs, SamplingParams(0.5))
+    assert (other.logprobs - rollout.logprobs).abs().max() > 1e-3
+
+
+def test_log_probs_match_the_definition(policy):
+    """Log-softmax over the logits of all action ids, from the transformers model's own lm_head."""
+    rollout = policy.predict_action_batch(observation(1), "train", SamplingParams(0.8), generator())
+    inputs, model = rollout.forward_inputs, policy.model
+    keep = inputs["attention_mask"][0].bool()
+    tokens = inputs["action_tokens"].flatten(1)
+    prefix = model.embed_prefix(policy._pixels(inputs["images"]), inputs["input_ids"][:, keep])
+    known = model.language_model.model.embed_tokens(tokens[:, :-1])
+    logits = model.language_model(inputs_embeds=torch.cat([prefix, known], dim=1)).logits
+    first = policy.bins.first_id
+    scaled = logits[0, prefix.shape[1] - 1 :, first : first + 256].double() / 0.8
+    want = torch.stack([row[t - first] - row.exp().sum().log() for row, t in zip(scaled, tokens[0], strict=True)])
+    torch.testing.assert_close(rollout.logprobs.flatten(), want.float(), rtol=0, atol=1e-5)
+
+
+def test_decoder_equals_the_full_forward_pass(policy):
+    inputs = policy.preprocess(observation())
+    with torch.no_grad():
+        prefix, mask = policy._prefix(inputs)
+        assert mask is not None
+        tokens = torch.randint(policy.bins.first_id, policy.bins.first_id + 256, (3, 14), generator=generator())
+        decoder = ActionDecoder(policy.model, 3, prefix.shape[1] + 14)
+        _, logits, hidden = decoder.run(prefix, mask, 14, lambda _, place: tokens[:, place])
+        want, want_hidden = policy._teacher_forced({**inputs, "action_tokens": tokens.view(3, 2, 7)})
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(hidden, want_hidden, rtol=0, atol=1e-5)
+
+
+def test_rows_do_not_depend_on_their_company(policy):
+    """Padding (prompts differ in length) and the rest of the batch leave a row's results alone."""
+    sampling = SamplingParams(0.7)
+    together = policy.predict_action_batch(observation(), "train", sampling, generator())
+    for row in range(3):
+        inputs = {name: value[row : row + 1] for name, value in together.forward_inputs.items()}
+        alone = policy.evaluate_actions(inputs, sampling)
+        torch.testing.assert_close(alone.logprobs, together.logprobs[row : row + 1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(alone.values, together.values[row : row + 1], rtol=0, atol=1e-5)
+
+
+def test_the_instruction_and_the_image_matter(policy):
+    sampling = SamplingParams(1.0)
+    inputs = policy.predict_action_batch(observation(), "train", sampling, generator()).forward_inputs
+    base = policy.evaluate_actions(inputs, sampling).logprobs
+    for name in ("images", "input_ids"):
+        changed = {**inputs, name: inputs[name].flip(0)}
+        if name == "input_ids":
+            changed["attention_mask"] = inputs["attention_mask"].flip(0)
+        assert (policy.evaluate_actions(changed, sampling).logprobs - base)[0].abs().max() > 1e-4
+
+
+def test_seeds_decide(policy):
+    def run(seed: int, mode: str = "train") -> np.ndarray:
+        return policy.predict_action_batch(observation(), mode, SamplingParams(1.0), generator(seed)).actions
+
+    assert np.array_equal(run(1), run(1)) and not np.array_equal(run(1), run(2))
+    assert np.array_equal(run(1, "eval"), run(2, "eval"))
+    first, second = build().state_dict(), build().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_greedy_takes_the_most_probable(policy):
+    rollout = policy.predict_action_batch(observation(), "eval", SamplingParams(1.0))
+    with torch.no_grad():
+        logits, _ = policy._teacher_forced(rollout.forward_inputs)
+    assert torch.equal(logits.argmax(-1), policy.bins.index(rollout.forward_inputs["action_tokens"].flatten(1)))
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_gradients_reach_exactly_the_trainable_groups(freeze):
+    policy = build(freeze_vision=freeze)
+    groups = policy.trainable_groups()
+    assert set(groups) == {"projector", "language", "value_head"} | (set() if freeze else {"vision"})
+    inputs = policy.predict_action_batch(observation(), "train", SamplingParams(1.0), generator()).forward_inputs
+    out = policy.evaluate_actions(inputs, SamplingParams(1.0))
+    (out.logprobs.sum() + out.entropy.sum() + out.values.sum()).backward()
+    trained = {id(parameter) for group in groups.values() for parameter in group}
+    for name, parameter in policy.named_parameters():
+        assert parameter.requires_grad == (id(parameter) in trained), name
+        if id(parameter) in trained:
+            assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+            assert parameter.grad.abs().max() > 0, name
+        else:
+            assert parameter.grad is None, name
+
+
+def test_gradient_checkpointing_changes_nothing():
+    policy = build()
+    batch = policy.sft_inputs(observation(), torch.rand(3, 2, 7, generator=generator()) * 2 - 1)
+
+    def gradients() -> list[torch.Tensor]:
+        policy.zero_grad()
+        policy.sft_loss(batch)[0].backward()
+        return [p.grad.clone() for group in policy.trainable_groups().values() for p in group if p.grad is not None]
+
+    plain = gradients()
+    policy.enable_gradient_checkpointing()
+    policy.train()
+    for a, b in zip(plain, gradients(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_forward_inputs_survive_splitting(policy):
+    sampling = SamplingParams(1.0)
+    rollout = policy.predict_action_batch(observation(4), "train", sampling, generator())
+    assert rollout.forward_inputs["images"].dtype == torch.uint8
+    assert all(len(value) == 4 for value in rollout.forward_inputs.values())
+    order = [2, 0, 3, 1]
+    shuffled = {
+        name: torch.cat([part[[order.index(i) - 4]] for i in range(4)])
+        for name, part in ((n, v[order]) for n, v in rollout.forward_inputs.items())
+    }
+    for name, value in rollout.forward_inputs.items():
+        assert torch.equal(shuffled[name], value)
+    halves = [{n: v[half] for n, v in shuffled.items()} for half in (slice(0, 2), slice(2, 4))]
+    parts = [policy.evaluate_actions(half, sampling).logprobs for half in halves]
+    torch.testing.assert_close(torch.cat(parts), rollout.logprobs, rtol=0, atol=1e-5)
+
+
+def test_forward_inputs_do_not_alias_the_observation(policy):
+    seen = observation()
+    inputs = policy.preprocess(seen)
+    before = inputs["images"].clone()
+    seen.images[:] = 0
+    assert torch.equal(inputs["images"], before)
+
+
+def test_bfloat16_autocast(policy):
+    with torch.autocast("cpu", torch.bfloat16):
+        rollout = policy.predict_action_batch(observation(), "train", SamplingParams(1.0), generator())
+        again = policy.evaluate_actions(rollout.forward_inputs, SamplingParams(1.0))
+    assert rollout.logprobs.dtype == again.logprobs.dtype == again.values.dtype == torch.float32
+    assert (again.logprobs - rollout.logprobs).abs().max() < 0.05
+
+
+def test_imitation_learns_and_counts(policy):
+    policy = build(num_action_chunks=1)
+    actions = torch.tensor([[-0.5, 0.0, 0.5, 1.0, -1.0, 0.25, 0.75]]).repeat(3, 1)[:, None]
+    batch = policy.sft_inputs(observation(), actions)
+    np.testing.assert_allclose(policy.bins.decode(batch["action_tokens"].numpy()), actions.numpy(), atol=1 / 255 + 1e-6)
+    optimizer = torch.optim.Adam([p for group in policy.trainable_groups().values() for p in group], 3e-3)
+    first = policy.sft_loss(batch)[0].item()
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss, scalars = policy.sft_loss(batch)
+        loss.backward()
+        optimizer.step()
+    assert first > 4 and loss.item() < 0.5
+    assert scalars["token_accuracy"] == 1 and scalars["l1"] == 0
+    smoothed = policy.sft_loss(batch, label_smoothing_bins=4.0)[0].item()
+    assert smoothed > loss.item()
+    half = {**batch, "action_mask": torch.tensor([[True], [False], [False]])}
+    alone = {name: value[:1] for name, value in batch.items()}
+    torch.testing.assert_close(policy.sft_loss(half)[0], policy.sft_loss(alone)[0], rtol=1e-4, atol=1e-6)
+
+
+def test_save_and_load_to_the_bit(tmp_path):
+    policy = build()
+    policy.save_pretrained(tmp_path / "saved")
+    for target in ({"warm_start": str(tmp_path / "saved")}, {"model_path": str(tmp_path / "saved")}):
+        config = ModelConfig(**{"architecture": ARCHITECTURE, "num_action_chunks": 2, **target})
+        again, report = build_openvla(config, device="cpu", dtype=torch.float32, seed=99)
+        assert report.ok and report.num_loaded == len(policy.state_dict())
+        assert not report.initialized and not report.ignored
+        for (name, a), (other, b) in zip(policy.state_dict().items(), again.state_dict().items(), strict=True):
+            assert name == other and torch.equal(a, b)
+        sampling = SamplingParams(1.0)
+        runs = [p.predict_action_batch(observation(), "train", sampling, generator()) for p in (policy, again)]
+        assert np.array_equal(runs[0].actions, runs[1].actions)
+        assert torch.equal(runs[0].logprobs, runs[1].logprobs) and torch.equal(runs[0].values, runs[1].values)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
+def test_sharded_weights_load(tmp_path):
+    policy = build()
+    policy.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "model.safetensors").unlink()
+    save_weights(policy.model.state_dict(), tmp_path / "saved", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "saved").glob("model-*.safetensors"))) > 3
+    again = build(warm_start=str(tmp_path / "saved"))
+    assert all(
+        torch.equal(a, b) for a, b in zip(policy.state_dict().values(), again.state_dict().values(), strict=True)
+    )
+    next((tmp_path / "saved").glob("model-00002*")).unlink()
+    with pytest.raises(CheckpointError, match="lacks shards: model-00002"):
+        build(warm_start=str(tmp_path / "saved"))
+
+
+def test_unfit_checkpoints_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no policy"):
+        build(warm_start=str(tmp_path))
+    saved = tmp_path / "saved"
+    build().save_pretrained(saved)
+    bigger = ARCHITECTURE.model_copy(update={"hidden_size": 64})
+    with pytest.raises(CheckpointError, match=r"llama\.hidden_size 32 instead of 64"):
+        build(warm_start=str(saved), architecture=bigger)
+    data = (saved / "model.safetensors").read_bytes()
+    (saved / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="can't be read"):
+        build(warm_start=str(saved))
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickled"):
+        build(warm_start=str(saved))
+
+
+def test_another_value_head_is_reported(tmp_path):
+    build().save_pretrained(tmp_path / "saved")
+    config = ModelConfig(
+        warm_start=str(tmp_path / "saved"),
+        architecture=ARCHITECTURE,
+        num_action_chunks=4,
+        value_head=ValueHeadConfig(output="action"),
+    )
+    policy, report = build_openvla(config, device="cpu", dtype=torch.float32, seed=0)
+    assert "value_head.safetensors" in report.ignored and "value_head.out.weight" in report.initialized
+    assert policy.num_action_chunks == 4
+
+
+def test_without_a_value_head():
+    policy = build(add_value_head=False)
+    rollout = policy.predict_action_batch(observation(), "train", SamplingParams(), generator(), compute_values=False)
+    assert rollout.values is None and "value_head" not in policy.trainable_groups()
+    with pytest.raises(EmbodrlError, match="no value head"):
+        policy.predict_action_batch(observation(), "train", SamplingParams(), generator())
+
+
+def test_prompts_and_cameras_are_checked(policy):
+    seen = observation()
+    with pytest.raises(EmbodrlError, match=r"max_prompt_tokens=\d+"):
+        policy.preprocess(replace(seen, instruction=["word " * 60] * 3))
+    with pytest.raises(EmbodrlError, match="one camera"):
+        policy.preprocess(replace(seen, images=np.concatenate([seen.images, seen.images], axis=1)))
+
+
+def test_prompt_row(policy):
+    ids, mask = policy.processor.prompt_row("Push The Cube")
+    assert (ids, mask) == policy.processor.prompt_row("push the cube")
+    assert len(ids) == len(mask) == ARCHITECTURE.max_prompt_tokens
+    kept = [token for token, keep in zip(ids, mask, strict=True) if keep]
+    assert kept[0] == 1 and kept[-1] == policy.model.config.prompt_end_id == ids[-1]
+    text = policy.processor.tokenizer.decode(kept[:-1])
+    assert text == "In: What action should the robot take to push the cube?\nOut:"
+
+
+def test_lora_targets_are_trained_linear_layers(policy):
+    names = policy.lora_target_modules()
+    assert "model.language_model.model.layers.0.self_attn.q_proj" in names and "model.projector.fc3" in names
+    assert "model.vision_backbone.featurizer.blocks.0.attn.qkv" in names
+    assert not any(name.startswith("value_head") or "attn_pool" in name or "blocks.2" in name for name in names)
