@@ -144,10 +144,10 @@ class ArchitectureConfig(Section):
     patch_size: PositiveInt = Field(default=8, description="pixels")
     dino: VitConfig = Field(default=VitConfig(), description="DINOv2 with 4 registers and a class token")
     siglip: VitConfig = Field(default=VitConfig(), description="SigLIP")
-    hidden_size: PositiveInt = Field(default=192, description="Llama hidden size; divisible by num_attention_heads")
-    intermediate_size: PositiveInt = Field(default=512, description="Llama MLP size")
-    num_hidden_layers: PositiveInt = Field(default=4, description="Llama layers")
-    num_attention_heads: PositiveInt = Field(default=6, description="Llama heads")
+    hidden_size: PositiveInt = Field(default=128, description="Llama hidden size; divisible by num_attention_heads")
+    intermediate_size: PositiveInt = Field(default=352, description="Llama MLP size")
+    num_hidden_layers: PositiveInt = Field(default=3, description="Llama layers")
+    num_attention_heads: PositiveInt = Field(default=4, description="Llama heads")
     max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
 
 

@@ -1,0 +1,170 @@
+"""Demonstrations on disk: one safetensors file a shard, and a JSON index.
+
+Legend: N frames, V cameras, H x W image, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from embodrl.errors import EmbodrlError
+
+INDEX = "index.json"
+FORMAT = 1
+
+
+@dataclass
+class Episode:
+    """One demonstration.
+
+    Attributes:
+        images: ``uint8[N,V,H,W,3]``, what was seen before each action.
+        actions: ``float32[N,A]``, what the expert would do there (not the perturbed action that was executed).
+        instruction: in words.
+        task: name.
+        seed: reset seed.
+        success: the task was solved.
+    """
+
+    images: NDArray[np.uint8]
+    actions: NDArray[np.float32]
+    instruction: str
+    task: str
+    seed: int
+    success: bool
+
+
+class DemoWriter:
+    """Writes episodes in shards; the index appears last, so that a directory with one is complete.
+
+    Args:
+        directory: made if need be.
+        shard_episodes: episodes a file.
+
+    Raises:
+        EmbodrlError: the directory holds demonstrations already.
+    """
+
+    def __init__(self, directory: Path, shard_episodes: int = 200) -> None:
+        if (directory / INDEX).exists():
+            raise EmbodrlError(f"{directory} holds demonstrations already", "choose another collect.output_dir")
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._shard_episodes = shard_episodes
+        self._pending: list[Episode] = []
+        self._episodes: list[dict[str, Any]] = []
+        self._num_shards = 0
+
+    def add(self, episode: Episode) -> None:
+        """Add an episode."""
+        self._pending.append(episode)
+        if len(self._pending) >= self._shard_episodes:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        name = f"shard_{self._num_shards:04d}.safetensors"
+        partial = self.directory / f".{name}.partial"
+        save_file(
+            {
+                "images": np.concatenate([e.images for e in self._pending]),
+                "actions": np.concatenate([e.actions for e in self._pending]),
+            },
+            partial,
+        )
+        partial.replace(self.directory / name)
+        start = 0
+        for episode in self._pending:
+            length = len(episode.actions)
+            self._episodes.append(
+                {
+                    "shard": name,
+                    "start": start,
+                    "length": length,
+                    "instruction": episode.instruction,
+                    "task": episode.task,
+                    "seed": episode.seed,
+                    "success": episode.success,
+                }
+            )
+            start += length
+        self._num_shards += 1
+        self._pending = []
+
+    def close(self, meta: dict[str, Any]) -> None:
+        """Write what is left and the index with ``meta`` (how it was made)."""
+        self._flush()
+        partial = self.directory / f".{INDEX}.partial"
+        with partial.open("w") as file:
+            json.dump({"format": FORMAT, "meta": meta, "episodes": self._episodes}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.directory / INDEX)
+
+
+@dataclass
+class Demos:
+    """All the frames of a directory.
+
+    Attributes:
+        images: ``uint8[N,V,H,W,3]``.
+        actions: ``float32[N,A]``.
+        episode: ``int64[N]``, number of the episode.
+        last: ``int64[N]``, index of the last frame of that episode.
+        instructions: one an episode.
+        tasks: one an episode.
+    """
+
+    images: NDArray[np.uint8]
+    actions: NDArray[np.float32]
+    episode: NDArray[np.int64]
+    last: NDArray[np.int64]
+    instructions: list[str]
+    tasks: list[str]
+
+    def action_chunks(self, frames: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Return the actions ``float32[n,C,A]`` from those frames on, and which ``bool[n,C]`` lie within the episode.
+
+        Beyond the end the last action is repeated.
+        """
+        index = frames[:, None] + np.arange(chunk)[None]
+        inside = index <= self.last[frames][:, None]
+        return self.actions[np.minimum(index, self.last[frames][:, None])], inside
+
+
+def load_demos(directory: Path, max_episodes: int | None = None) -> Demos:
+    """Load the demonstrations of ``embodrl collect``.
+
+    Raises:
+        EmbodrlError: there are none, or the directory is not complete.
+    """
+    path = directory / INDEX
+    if not path.is_file():
+        raise EmbodrlError(f"{directory} holds no demonstrations", f"embodrl collect collect.output_dir={directory}")
+    content = json.loads(path.read_text())
+    if content.get("format") != FORMAT:
+        raise EmbodrlError(f"{path} has format {content.get('format')}, not {FORMAT}", "collect the demonstrations anew")
+    episodes = content["episodes"][:max_episodes]
+    if not episodes:
+        raise EmbodrlError(f"{directory} holds no episodes", "collect more")
+    shards = {name: load_file(directory / name) for name in dict.fromkeys(e["shard"] for e in episodes)}
+    spans = [(shards[e["shard"]], slice(e["start"], e["start"] + e["length"])) for e in episodes]
+    lengths = np.array([e["length"] for e in episodes])
+    episode = np.repeat(np.arange(len(episodes)), lengths)
+    return Demos(
+        images=np.concatenate([shard["images"][span] for shard, span in spans]),
+        actions=np.concatenate([shard["actions"][span] for shard, span in spans]),
+        episode=episode,
+        last=(np.cumsum(lengths) - 1)[episode],
+        instructions=[e["instruction"] for e in episodes],
+        tasks=[e["task"] for e in episodes],
+    )

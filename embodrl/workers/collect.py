@@ -1,0 +1,128 @@
+"""`embodrl collect`: demonstrations by scripted experts, in parallel, perturbed so that they show recovery."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.config.schema import Config
+from embodrl.data.demos import DemoWriter, Episode
+from embodrl.envs.pool import EnvPool
+from embodrl.errors import EmbodrlError
+from embodrl.metrics.progress import Progress
+from embodrl.types import Observation
+
+MAX_ATTEMPTS_PER_EPISODE = 10
+
+
+class Collector:
+    """Plays experts in all environments of a pool until enough episodes have succeeded.
+
+    Args:
+        config: the run; section ``collect``.
+        pool: started, without auto-reset.
+    """
+
+    def __init__(self, config: Config, pool: EnvPool) -> None:
+        self.settings = config.collect
+        self.pool = pool
+        self.tasks = pool.spec.tasks
+        self.writer = DemoWriter(Path(self.settings.output_dir))
+        self.rng = np.random.default_rng(self.settings.seed)
+        self.attempts = 0
+        self.kept = np.zeros(len(self.tasks), np.int64)
+        self.tried = np.zeros(len(self.tasks), np.int64)
+        self.wanted = np.array(
+            [len(part) for part in np.array_split(np.arange(self.settings.num_episodes), len(self.tasks))]
+        )
+        num_envs = pool.spec.num_envs
+        self.frames: list[list[tuple[NDArray[np.uint8], NDArray[np.float32]]]] = [[] for _ in range(num_envs)]
+        self.seeds = np.zeros(num_envs, np.int64)
+        self.task_ids = np.zeros(num_envs, np.int32)
+        self.noise_std = np.zeros(num_envs, np.float32)
+
+    def begin(self, rows: NDArray[np.int64]) -> Observation:
+        """Start new attempts in ``rows``, of the tasks that lack most."""
+        missing = (self.wanted - self.kept).astype(np.float64)
+        for row in rows:
+            task = int(np.argmax(missing))
+            missing[task] -= 1
+            self.task_ids[row] = task
+            self.seeds[row] = self.settings.seed + self.attempts
+            self.attempts += 1
+            noisy = self.rng.random() < self.settings.noise_fraction
+            self.noise_std[row] = self.settings.noise_std if noisy else 0.0
+            self.frames[row] = []
+        observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
+        size = self.pool.spec.num_envs // len(self.pool.managers)
+        for rank, manager in enumerate(self.pool.managers):
+            mine = rows[(rows >= rank * size) & (rows < (rank + 1) * size)] - rank * size
+            if len(mine):
+                manager.call("expert_reset", {"rows": mine.tolist()})
+        return observation
+
+    def run(self, progress: Progress) -> None:
+        """Collect until every task has its share.
+
+        Raises:
+            EmbodrlError: the experts fail too often.
+        """
+        observation = self.begin(np.arange(self.pool.spec.num_envs))
+        while (self.kept < self.wanted).any():
+            expert = np.concatenate(self.pool.call("expert_actions")).astype(np.float32)
+            for row, frames in enumerate(self.frames):
+                frames.append((observation.images[row].copy(), expert[row]))
+            noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]
+            noise[:, -1] = 0  # a random gripper would drop the object
+            step = self.pool.step(np.clip(expert + noise, -1, 1)[:, None])
+            observation, ended = step.observation, np.flatnonzero(step.done)
+            for row in ended:
+                self._keep(int(row), bool(step.success[row]), observation.instruction[row])
+            progress.update(int(self.kept.sum()), f"success {self.kept.sum() / max(self.tried.sum(), 1):.0%}")
+            if len(ended):
+                self._refuse_failing_experts()
+                observation = self.begin(ended)
+
+    def _keep(self, row: int, success: bool, instruction: str) -> None:
+        task = int(self.task_ids[row])
+        self.tried[task] += 1
+        if not (success or self.settings.keep_failures) or self.kept[task] >= self.wanted[task]:
+            return
+        self.kept[task] += 1
+        images, actions = zip(*self.frames[row], strict=True)
+        seed = int(self.seeds[row])
+        self.writer.add(Episode(np.stack(images), np.stack(actions), instruction, self.tasks[task], seed, success))
+
+    def _refuse_failing_experts(self) -> None:
+        failing = (self.tried > 50) & (self.tried > MAX_ATTEMPTS_PER_EPISODE * self.kept)
+        if failing.any():
+            names = [task for task, fails in zip(self.tasks, failing, strict=True) if fails]
+            raise EmbodrlError(
+                f"the expert fails more than 9 times in 10 on {', '.join(names)}",
+                "lower collect.noise_std, or raise env.max_episode_steps",
+            )
+
+
+def collect(config: Config) -> int:
+    """Gather demonstrations as ``config.collect`` says; returns the exit code."""
+    from embodrl.workers.env import make_pool
+
+    start_s = time.monotonic()
+    pool = make_pool(config, config.env.train.total_num_envs, max_chunk=1, auto_reset=False, ignore_terminations=False)
+    with pool, Progress("collect", config.collect.num_episodes, "episodes", config.runner.logger.console) as progress:
+        collector = Collector(config, pool)
+        collector.run(progress)
+        success_rate = {
+            task: float(kept / max(tried, 1))
+            for task, kept, tried in zip(collector.tasks, collector.kept, collector.tried, strict=True)
+        }
+        collector.writer.close({"collect": config.collect.model_dump(), "expert_success_rate": success_rate})
+        frames = sum(e["length"] for e in collector.writer._episodes)
+        progress.message(
+            f"{int(collector.kept.sum())} episodes, {frames} frames in {time.monotonic() - start_s:.0f} s"
+            f" -> {config.collect.output_dir}; expert success {success_rate}"
+        )
+    return 0

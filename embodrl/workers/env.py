@@ -1,0 +1,63 @@
+"""From the configuration to a pool of simulator processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from embodrl.config.schema import Config
+from embodrl.envs.manager import EnvTimeouts
+from embodrl.envs.pool import EnvPool
+from embodrl.scheduler.topology import assign_cpus
+
+
+def env_kwargs(config: Config) -> dict[str, Any]:
+    """Return the keyword arguments of the VectorEnv, without ``num_envs``, as plain values."""
+    env = config.env
+    common: dict[str, Any] = {
+        "tasks": list(env.tasks),
+        "max_episode_steps": env.max_episode_steps,
+        "max_chunk": config.model.num_action_chunks,
+        "include_state": env.include_state,
+        "auto_reset": env.train.auto_reset,
+        "ignore_terminations": env.train.ignore_terminations,
+    }
+    if env.env_type == "maniskill":
+        common |= {
+            "cameras": [camera.model_dump(mode="json") for camera in env.cameras],
+            "reward_mode": env.reward_mode,
+            "success_bonus": env.success_bonus,
+            "sim_backend": "physx_cuda" if env.sim_backend == "physx_cuda" else "physx_cpu",
+            "render_backend": env.render_backend,
+            "mesh_decimation": None if env.mesh_decimation == "auto" else env.mesh_decimation,
+            "video_size": [env.video.height, env.video.width],
+            "video_fps": env.video.fps,
+        }
+    elif env.env_type == "toy":
+        common |= {"image_size": env.cameras[0].height}
+    return common
+
+
+def make_pool(config: Config, total_num_envs: int, log_dir: Path | None = None, **overrides: Any) -> EnvPool:
+    """Return a pool of simulator processes, not yet started.
+
+    Args:
+        config: the run.
+        total_num_envs: environments over ``env.num_processes`` processes.
+        log_dir: where the processes' output goes.
+        overrides: keyword arguments of the VectorEnv that differ from the configuration.
+    """
+    env = config.env
+    slots = assign_cpus(env.num_processes) if env.pin_cpus else [None] * env.num_processes
+    return EnvPool.create(
+        env.env_type,
+        {**env_kwargs(config), **overrides},
+        total_num_envs=total_num_envs,
+        num_processes=env.num_processes,
+        cpus=[None if slot is None else slot.cpu for slot in slots],
+        numa_nodes=[None if slot is None else slot.numa_node for slot in slots],
+        python=env.python,
+        timeouts=EnvTimeouts(env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s),
+        log_dir=log_dir,
+        extensions=config.extensions,
+    )

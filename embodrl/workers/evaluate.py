@@ -1,0 +1,180 @@
+"""Measuring a policy: deterministic actions on fixed seeds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodrl.config.schema import Config
+from embodrl.envs.pool import EnvPool
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class EvalResult:
+    """What an evaluation measured.
+
+    Attributes:
+        success_rate: part of the episodes in which the task was solved at some time.
+        episodes: how many were played to their end.
+        per_task: success rate of each task.
+        mean_return: mean sum of rewards.
+        mean_length: mean number of environment steps.
+        env_s, policy_s: seconds spent waiting for simulation and for the policy.
+    """
+
+    success_rate: float
+    episodes: int
+    per_task: dict[str, float]
+    mean_return: float
+    mean_length: float
+    env_s: float = 0.0
+    policy_s: float = 0.0
+    successes: list[bool] = field(default_factory=list)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what goes into metrics.jsonl."""
+        result = {
+            "eval/success_rate": self.success_rate,
+            "eval/return": self.mean_return,
+            "eval/episode_length": self.mean_length,
+            "eval/episodes": float(self.episodes),
+            "time/eval_s": self.env_s + self.policy_s,
+        }
+        if len(self.per_task) > 1:
+            result |= {f"eval/{task}/success_rate": rate for task, rate in self.per_task.items()}
+        return result
+
+
+class Evaluator:
+    """Plays ``env.eval.num_episodes`` episodes; episode i always has seed ``env.eval.seed + i`` and task ``i mod n``.
+
+    Args:
+        config: the run.
+        pool: any started pool; its environments are built anew before and after, so that neither evaluation nor what
+            follows depends on what went before.
+        engine: the policy.
+        progress: called with the episodes done, now and then.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: NativeRolloutEngine,
+        progress: Callable[[int, str], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.engine = engine
+        self.progress = progress
+
+    def run(self, video_dir: Path | None = None) -> EvalResult:
+        """Play all episodes; write videos of the first ones into ``video_dir``."""
+        settings, spec = self.config.env.eval, self.pool.spec
+        num_tasks = len(spec.tasks)
+        episodes = np.arange(settings.num_episodes)
+        outcome = np.zeros((settings.num_episodes, 3), np.float64)
+        self._seconds = {"env": 0.0, "policy": 0.0}
+        self.pool.call("rebuild")
+        self.pool.call("set_auto_reset", {"value": False})
+        for start in range(0, settings.num_episodes, spec.num_envs):
+            wave = episodes[start : start + spec.num_envs]
+            self._play(wave, num_tasks, outcome, video_dir)
+            if self.progress is not None:
+                done = start + len(wave)
+                self.progress(done, f"success {outcome[:done, 0].mean():.0%}")
+        self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset})
+        self.pool.call("rebuild")
+        task_of = episodes % num_tasks
+        return EvalResult(
+            success_rate=float(outcome[:, 0].mean()),
+            episodes=settings.num_episodes,
+            per_task={name: float(outcome[task_of == i, 0].mean()) for i, name in enumerate(spec.tasks)},
+            mean_return=float(outcome[:, 1].mean()),
+            mean_length=float(outcome[:, 2].mean()),
+            env_s=self._seconds["env"],
+            policy_s=self._seconds["policy"],
+            successes=[bool(x) for x in outcome[:, 0]],
+        )
+
+    def _play(self, wave: np.ndarray, num_tasks: int, outcome: np.ndarray, video_dir: Path | None) -> None:
+        """Play episodes ``wave int64[n]`` in the first n environments, to their end."""
+        spec = self.pool.spec
+        chunk = self.config.model.num_action_chunks
+        rows = np.arange(len(wave))
+        clock = time.perf_counter()
+        observation = self.pool.reset(
+            self.config.env.eval.seed + wave, (wave % num_tasks).astype(np.int32), rows.astype(np.int64)
+        )
+        if video_dir is not None:
+            self._film(wave, video_dir)
+        active = np.zeros(spec.num_envs, np.bool_)
+        active[rows] = True
+        while active.any():
+            clock = self._lap("env", clock)
+            chosen = np.flatnonzero(active)
+            actions = np.zeros((spec.num_envs, chunk, spec.action_dim), np.float32)
+            actions[chosen] = self.engine.act_greedily(observation.select(chosen)).actions
+            clock = self._lap("policy", clock)
+            step = self.pool.step(actions, active)
+            observation = step.observation
+            for row in np.flatnonzero(active & step.done):
+                outcome[wave[row]] = step.success[row], step.episode_return[row], step.episode_length[row]
+            active = active & ~step.done
+        self._lap("env", clock)
+
+    def _film(self, wave: np.ndarray, video_dir: Path) -> None:
+        size = self.pool.spec.num_envs // len(self.pool.managers)
+        for row, episode in enumerate(wave):
+            if episode < self.config.env.video.num_episodes:
+                path = video_dir.resolve() / f"episode_{episode:03d}"
+                manager = self.pool.managers[row // size]
+                manager.call("start_video", {"row": row % size, "path": str(path)})
+
+    def _lap(self, name: str, clock: float) -> float:
+        now = time.perf_counter()
+        self._seconds[name] += now - clock
+        return now
+
+
+def evaluate(config: Config, json_path: Path | None = None) -> int:
+    """`embodrl eval`: measure the policy that the configuration names; returns the exit code."""
+    from embodrl.metrics.progress import Progress
+    from embodrl.workers.env import make_pool
+    from embodrl.workers.policy import build_policy, configure_torch
+
+    configure_torch(config)
+    pool = make_pool(config, config.env.eval.total_num_envs)
+    with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
+        policy = build_policy(config)
+        engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, config.runner.seed)
+        video_dir = None
+        if config.runner.output_dir != "auto" and config.env.video.enabled:
+            video_dir = Path(config.runner.output_dir) / "videos" / "eval"
+        result = Evaluator(config, pool, engine, progress.update).run(video_dir)
+        tasks = ", ".join(f"{task} {rate:.1%}" for task, rate in result.per_task.items())
+        progress.message(f"success rate {result.success_rate:.1%} of {result.episodes} episodes ({tasks})")
+    if json_path is not None:
+        content: dict[str, Any] = {
+            "success_rate": result.success_rate,
+            "episodes": result.episodes,
+            "per_task": result.per_task,
+            "mean_return": result.mean_return,
+            "mean_length": result.mean_length,
+            "seed": config.env.eval.seed,
+        }
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        partial = json_path.with_name(f".{json_path.name}.partial")
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.replace(json_path)
+    return 0

@@ -1,0 +1,57 @@
+"""From the configuration to a policy on its device."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import psutil
+import torch
+
+from embodrl.config.schema import Config
+from embodrl.errors import EmbodrlError
+from embodrl.models.base import VLAPolicy
+from embodrl.registry import MODELS
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_device(config: Config) -> torch.device:
+    """Return the device of the policy; auto is the first GPU if there is one.
+
+    Raises:
+        EmbodrlError: a GPU is asked for and torch sees none.
+    """
+    setting = config.cluster.device
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise EmbodrlError("cluster.device is cuda, and torch sees no GPU", "set cluster.device=auto or cpu")
+    return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def configure_torch(config: Config) -> torch.device:
+    """Set threads and seeds; return the device of the policy."""
+    device = resolve_device(config)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+    torch.set_num_threads(config.cluster.num_threads or cores)
+    torch.manual_seed(config.runner.seed)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+    return device
+
+
+def build_policy(config: Config) -> VLAPolicy:
+    """Build or load the policy on its device, and log what became of the checkpoint's names."""
+    device = resolve_device(config)
+    dtype = torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
+    build = MODELS.get(config.model.model_type)
+    policy, report = build(config.model, device=device, dtype=dtype, seed=config.runner.seed)
+    logger.info(
+        "policy from %s: %d tensors loaded, %d initialised, %d ignored",
+        report.source,
+        report.num_loaded,
+        len(report.initialized),
+        len(report.ignored),
+    )
+    if config.actor.gradient_checkpointing:
+        policy.enable_gradient_checkpointing()
+    return policy.eval()

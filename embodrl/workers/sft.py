@@ -1,0 +1,129 @@
+"""`embodrl sft`: imitation of demonstrations."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from embodrl.config.schema import Config, SftConfig
+from embodrl.data.demos import Demos, load_demos
+from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.precision import autocast, resolve_precision
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.metrics.progress import Progress
+from embodrl.models.base import VLAPolicy
+from embodrl.types import Observation
+from embodrl.workers.policy import build_policy, configure_torch
+
+
+def learning_rate(settings: SftConfig, step: int) -> float:
+    """Return the learning rate of a step: linear warm-up, then a cosine to 0."""
+    if step < settings.lr_warmup_steps:
+        return settings.lr * (step + 1) / settings.lr_warmup_steps
+    part = (step - settings.lr_warmup_steps) / max(settings.max_steps - settings.lr_warmup_steps, 1)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(part, 1.0)))
+
+
+def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Return ``uint8[N,V,H,W,3]`` shifted by up to ``largest`` pixels, edges repeated (Kostrikov et al., 2020)."""
+    if largest == 0:
+        return images
+    height, width = images.shape[2:4]
+    padded = np.pad(images, ((0, 0), (0, 0), (largest, largest), (largest, largest), (0, 0)), mode="edge")
+    shifts = rng.integers(0, 2 * largest + 1, size=(len(images), 2))
+    return np.stack([padded[i, :, y : y + height, x : x + width] for i, (y, x) in enumerate(shifts)])
+
+
+def batches(
+    demos: Demos, settings: SftConfig, chunk: int, seed: int
+) -> Iterator[tuple[Observation, Tensor, Tensor]]:
+    """Yield observations, ``float32[N,C,A]`` actions and ``bool[N,C]`` mask without end, shuffled by the epoch."""
+    rng = np.random.default_rng(seed)
+    order = np.zeros(0, np.int64)
+    while True:
+        while len(order) < settings.batch_size:
+            order = np.concatenate([order, rng.permutation(len(demos.actions))])
+        frames, order = order[: settings.batch_size], order[settings.batch_size :]
+        actions, inside = demos.action_chunks(frames, chunk)
+        observation = Observation(
+            images=shift_images(demos.images[frames], settings.random_shift_px, rng),
+            state=np.zeros((len(frames), 0), np.float32),
+            instruction=[demos.instructions[i] for i in demos.episode[frames]],
+            task_id=np.zeros(len(frames), np.int32),
+        )
+        yield observation, torch.from_numpy(actions), torch.from_numpy(inside)
+
+
+def make_optimizer(policy: VLAPolicy, settings: SftConfig) -> torch.optim.AdamW:
+    """Return AdamW over all groups but the value head; biases and norms are not decayed."""
+    parameters = [p for name, group in policy.trainable_groups().items() if name != "value_head" for p in group]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
+
+
+def sft(config: Config) -> int:
+    """Train the policy on demonstrations and save it in its public layout; returns the exit code.
+
+    Raises:
+        EmbodrlError: there are no demonstrations, or the loss is not finite.
+    """
+    settings = config.sft
+    device = configure_torch(config)
+    demos = load_demos(Path(settings.data_dir), settings.max_episodes)
+    policy = build_policy(config)
+    output_dir = Path(settings.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    optimizer = make_optimizer(policy, settings)
+    precision = resolve_precision(config.actor.precision, device)
+    stream = batches(demos, settings, policy.num_action_chunks, config.runner.seed)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    start_s = time.monotonic()
+    with (
+        Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
+        (output_dir / "sft_metrics.jsonl").open("w") as log,
+    ):
+        progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
+        for step in range(settings.max_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(settings, step)
+            observation, actions, inside = next(stream)
+            inputs = policy.sft_inputs(observation, actions) | {"action_mask": inside.to(device)}
+            with autocast(precision, device):
+                loss, scalars = policy.sft_loss(inputs, settings.label_smoothing_bins)
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            if not math.isfinite(float(loss.detach())):
+                raise EmbodrlError(f"the loss is {float(loss)} at step {step}", "lower sft.lr")
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            done = step + 1
+            if done % settings.log_interval == 0 or done == settings.max_steps:
+                row = {"step": done, "loss": float(loss.detach())} | {k: float(v) for k, v in scalars.items()}
+                log.write(json.dumps(row | {"time_s": time.monotonic() - start_s}) + "\n")
+                log.flush()
+                progress.update(done, " ".join(f"{k} {v:.3f}" for k, v in row.items() if k != "step"))
+            if settings.eval_interval and done % settings.eval_interval == 0:
+                progress.message(f"step {done}: success rate {_success_rate(config, policy):.1%}")
+    policy.save_pretrained(output_dir / "policy")
+    print(f"saved {output_dir / 'policy'}")
+    return 0
+
+
+def _success_rate(config: Config, policy: VLAPolicy) -> float:
+    from embodrl.workers.env import make_pool
+    from embodrl.workers.evaluate import Evaluator
+
+    engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, config.runner.seed)
+    with make_pool(config, config.env.eval.total_num_envs) as pool:
+        return Evaluator(config, pool, engine).run().success_rate
