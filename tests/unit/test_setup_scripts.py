@@ -138,3 +138,16 @@ def test_scripts_are_executable_and_parse() -> None:
     for path in [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]:
         subprocess.run(["bash", "-n", str(path)], check=True)
         assert path.name == "lib.sh" or os.access(path, os.X_OK), path
+
+
+@pytest.mark.parametrize(("failing", "status"), [("none", 0), ("setup", 1), ("lint", 1), ("test", 1)])
+def test_ci_reports_every_failure(tmp_path: Path, failing: str, status: int) -> None:
+    body = f'[ "$1" = test ] && echo "3 passed in 0.12s" && echo chatter\n[ "$1" != {failing} ]'
+    fake(tmp_path / "bin", "make", body)
+    variables = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    done = subprocess.run([str(ROOT / ".ci" / "run")], env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    if failing == "setup":
+        assert done.stdout == ""
+    else:
+        assert done.stdout.splitlines()[-1] == "3 passed in 0.12s"
