@@ -9,9 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from embodrl.config.compose import put
 from embodrl.config.nodes import Node, lookup, origin_of
 from embodrl.config.schema import Config
+from embodrl.config.tree import copy, put
 from embodrl.errors import ConfigProblem
 from embodrl.registry import nearest
 
@@ -32,18 +32,12 @@ def validate(tree: Node) -> tuple[Config, set[str], list[ConfigProblem]]:
             return Config.model_validate_json(json.dumps(plain)), pruned, problems
         except ValidationError as error:
             wrong = describe(error, tree)
-        remaining = _copy(remaining)
+        remaining = copy(remaining)
         for key, problem in wrong:
             problems.append(problem)
             pruned.add(key)
             prune(remaining, key)
     raise AssertionError("the schema's defaults are invalid")
-
-
-def _copy(node: Node) -> Node:
-    if isinstance(node.value, dict):
-        return Node({name: _copy(child) for name, child in node.children.items()}, node.origin)
-    return Node(node.value, node.origin)
 
 
 def prune(tree: Node, key: str) -> None:
@@ -69,7 +63,7 @@ def describe(error: ValidationError, tree: Node) -> list[tuple[str, ConfigProble
         value = node.plain() if node is not None else None
         origin = str(origin_of(tree, key))
         if item["type"] == "extra_forbidden":
-            result[key] = _unknown_key(key, origin)
+            result[key] = unknown_key(key, origin)
             continue
         allowed, options = allowed_values(key)
         message = f"{_show(value)} {_reason(item, value)}"
@@ -135,12 +129,17 @@ def _remedy(kind: str, key: str, value: Any, allowed: str) -> str:
         return "write the value without quotes" if _is_number(value) else f"give {allowed}"
     if kind == "string_type":
         text = str(value).lower() if isinstance(value, bool) else value
-        quoted = f"put it into quotes: '{text}' in YAML, \"{key}='{text}'\" in a shell"
+        shell = "" if key[-1].isdigit() else f" in YAML, \"{key}='{text}'\" in a shell"
+        quoted = f"put it into quotes: '{text}'{shell}"
         return quoted if not isinstance(value, (dict, list, type(None))) else "give a single text"
     if kind in ("tuple_type",):
         return f"write a list: [{value}]" if not isinstance(value, dict) else "write a list: [...]"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         example = key.split(".")[-1]
+        if isinstance(value, str) and "." not in key:
+            return f"choose a preset as 'presets: {{{key}: {value}}}' in a file, or {key}={value} on the command line"
+        if example.isdigit() or kind == "dict_type":
+            return "write a mapping: {KEY: VALUE}"
         return f"give keys below it, as {key}.KEY=VALUE or '{example}: {{KEY: VALUE}}'"
     if kind == "finite_number":
         return "give a finite number" + (", or null to switch it off" if "null" in allowed else "")
@@ -156,7 +155,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _unknown_key(key: str, origin: str) -> ConfigProblem:
+def unknown_key(key: str, origin: str) -> ConfigProblem:
+    """Return the problem of a key that the schema lacks."""
     section, _, name = key.rpartition(".")
     model = section_model(section)
     names = list(model.model_fields) if model is not None else []
@@ -265,8 +265,9 @@ def in_words(annotation: Any, metadata: list[Any]) -> str:
     if origin is tuple:
         args = get_args(annotation)
         many = len(args) == 2 and args[1] is Ellipsis
-        items = in_words(args[0], [])
-        return f"a list of {'any number of' if many else len(args)} items, each {items}"
+        least = next((bound.min_length for bound in bounds if hasattr(bound, "min_length")), 0)
+        number = (f"at least {least}" if least else "any number of") if many else str(len(args))
+        return f"a list of {number} item{'s' if number != 'at least 1' else ''}, each {in_words(args[0], [])}"
     if origin is dict:
         return "a mapping of text to text"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

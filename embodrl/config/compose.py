@@ -6,18 +6,19 @@ merged here rather than by Hydra, because a value must keep its file and line an
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from embodrl.config.check import schema_keys, unknown_key
 from embodrl.config.nodes import Node, Origin, from_plain, read_yaml
+from embodrl.config.tree import merge, put
 from embodrl.errors import ConfigProblem
 from embodrl.registry import nearest
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-# Mappings whose keys are the user's own: a later one replaces an earlier one instead of being merged into it.
-REPLACED = ("cluster.component_placement",)
 
 
 @dataclass
@@ -77,22 +78,23 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
     parser = OverridesParser.create()
     for text in texts:
         origin = f"command line: {text}"
-        key = text.partition("=")[0]
+        key = text.partition("=")[0] or "(argument)"
         if text.startswith("-"):
             remedy = "options go before a lone '--' or are listed by --help; settings are written key=value"
             problems.append(ConfigProblem(text, "is not an option of this command", origin, remedy=remedy))
             continue
-        if "=" not in text and not text.startswith("~"):
-            remedy = f"write {key}=VALUE; a YAML file is given with --config FILE"
+        if text.startswith("=") or text == "~" or ("=" not in text and not text.startswith("~")):
+            remedy = "write section.key=VALUE; a YAML file is given with --config FILE"
             problems.append(ConfigProblem(key, "is not of the form key=value", origin, "key=value", remedy=remedy))
             continue
         try:
             parsed = parser.parse_override(text)
         except (HydraException, ValueError) as error:
-            reason = str(error).splitlines()[0].partition(" expecting ")[0]
+            near = re.search(r"(?:at|input):? ('.*?')(?: expecting|$)", str(error).splitlines()[0])
+            reason = f"can't be parsed{f' near {near[1]}' if near else ''}"
             remedy = "write key=value without blanks, e.g. runner.seed=3 or env.tasks=[PushCube-v1,PullCube-v1];"
-            remedy += " quote text that holds blanks, commas, colons or brackets: \"runner.name='my run'\""
-            problems.append(ConfigProblem(key, f"can't be parsed: {reason}", origin, "key=value", remedy=remedy))
+            remedy += " quote text that holds blanks or any of , : ~ [ ] { } ( ) = as \"runner.name='my run'\""
+            problems.append(ConfigProblem(key, reason, origin, "key=value", remedy=remedy))
             continue
         if parsed.is_sweep_override():
             remedy = f"give one value; a list is written {key}=[...], and several runs are several commands"
@@ -132,59 +134,6 @@ def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
     return ConfigProblem(group, message, origin, ", ".join(names), hint, remedy)
 
 
-def merge(base: Node, extra: Node, key: str = "") -> None:
-    """Lay ``extra`` over ``base``: mappings are merged, everything else is replaced."""
-    for name, child in extra.children.items():
-        full = f"{key}.{name}" if key else name
-        mine = base.children.get(name)
-        if mine is not None and isinstance(mine.value, dict) and isinstance(child.value, dict) and full not in REPLACED:
-            merge(mine, child, full)
-        else:
-            base.children[name] = copy(child)
-
-
-def copy(node: Node) -> Node:
-    """Return a copy that can be changed without changing the original."""
-    if isinstance(node.value, dict):
-        return Node({name: copy(child) for name, child in node.children.items()}, node.origin)
-    return Node(node.value, node.origin)
-
-
-def put(tree: Node, key: str, value: Node | None) -> str:
-    """Set the value of a dotted key, or remove it if ``value`` is None.
-
-    Returns:
-        What is wrong; "" if nothing.
-    """
-    parts = key.split(".")
-    node = tree
-    for depth, part in enumerate(parts[:-1]):
-        if part not in node.children:
-            if value is None:
-                return ""
-            node.children[part] = Node({}, value.origin)
-        node = node.children[part]
-        if isinstance(node.value, list):
-            return f"'{'.'.join(parts[: depth + 1])}' is a list, whose items can't be set one by one"
-        if node.value is None:
-            node.value = {}
-        if not isinstance(node.value, dict):
-            return f"'{'.'.join(parts[: depth + 1])}' is a single value without keys of its own"
-    if value is None:
-        node.children.pop(parts[-1], None)
-    elif isinstance(value.value, dict) and key not in REPLACED and isinstance(lookup_child(node, parts[-1]), dict):
-        merge(node.children[parts[-1]], value, key)
-    else:
-        node.children[parts[-1]] = value
-    return ""
-
-
-def lookup_child(node: Node, name: str) -> Any:
-    """Return the value of a child, or None."""
-    child = node.children.get(name)
-    return None if child is None else child.value
-
-
 def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem]:
     """Set single values given on the command line; the last one wins."""
     problems: list[ConfigProblem] = []
@@ -196,6 +145,9 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
                     argument.key, "Hydra's own settings can't be changed", str(argument.origin), remedy=remedy
                 )
             )
+            continue
+        if argument.delete and argument.key not in (*schema_keys(), *groups()):
+            problems.append(unknown_key(argument.key, str(argument.origin)))
             continue
         value = None if argument.delete else from_plain(argument.value, argument.origin)
         wrong = put(tree, argument.key, value)

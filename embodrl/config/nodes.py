@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from yaml.reader import ReaderError
 
 from embodrl.errors import ConfigProblem
 
@@ -246,8 +247,12 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
         remedy = "mend the YAML: keys of one mapping are indented alike, with spaces, and a blank follows each colon"
         return empty, [ConfigProblem("(file)", f"is not YAML: {what}", f"{name}:{line}", remedy=remedy)]
-    except (yaml.YAMLError, RecursionError) as error:
-        return empty, [ConfigProblem("(file)", f"is not YAML: {error}", name, remedy="mend the YAML")]
+    except ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        remedy = "remove the character; YAML is text"
+        return empty, [ConfigProblem("(file)", f"is not YAML: {error.reason}", f"{name}:{line}", remedy=remedy)]
+    except RecursionError:
+        return empty, [ConfigProblem("(file)", "is nested far too deep", name, remedy="write at most 20 levels")]
     if not documents:
         return empty, []
     if len(documents) > 1:

@@ -28,6 +28,33 @@ class Wrong:
     more: tuple[str, ...] = ()
 
 
+# Cases do arithmetic with these, whatever the presets say.
+BASE = (
+    "env.tasks=[PushCube-v1]",
+    "env.max_episode_steps=50",
+    "env.num_processes=2",
+    "env.train.total_num_envs=32",
+    "env.train.max_steps_per_rollout_epoch=100",
+    "env.eval.total_num_envs=32",
+    "env.eval.num_episodes=128",
+    "env.eval.seed=1000000",
+    "model.num_action_chunks=5",
+    "model.architecture.image_size=64",
+    "model.architecture.patch_size=8",
+    "model.architecture.dino.width=96",
+    "model.architecture.dino.num_heads=3",
+    "model.architecture.hidden_size=192",
+    "model.architecture.num_attention_heads=6",
+    "algorithm.rollout_epoch=1",
+    "actor.global_batch_size=160",
+    "actor.micro_batch_size=80",
+    "actor.optim.critic_warmup_iterations=2",
+    "actor.optim.lr_warmup_iterations=4",
+    "runner.max_iterations=60",
+    "collect.num_episodes=400",
+    "sft.max_steps=1000",
+)
+
 FORM = [
     Wrong("misspelt key", "algorithm.gama", "algorithm.gamma", ("algorithm.gama=0.9",)),
     Wrong("misspelt key with plus", "runner.sed", "runner.seed", ("+runner.sed=3",)),
@@ -112,6 +139,16 @@ FORM = [
     Wrong("extension that is code", "extensions", "not the name of a module", ("extensions=['os:system']",)),
 ]
 
+FORM += [
+    Wrong("preset in place of a section", "env", "presets: {env: maniskill}", text="env: maniskill\n", line=1),
+    Wrong("unknown key taken back", "runner.sed", "nearest:  runner.seed", ("~runner.sed",)),
+    Wrong("taken back with a value", "~env.tasks", "write ~key alone", ("~env.tasks=[x]",)),
+    Wrong("nothing taken back", "~", "key=value", ("~",)),
+    Wrong("no key", "(argument)", "key=value", ("=3",)),
+    Wrong("home directory unquoted", "runner.output_dir", "near '~'", ("runner.output_dir=~/x",)),
+    Wrong("zero byte", "(file)", "special characters", text="runner: {seed: 3}\n# \0\n", line=2),
+]
+
 RULES = [
     Wrong(
         "train environments and processes",
@@ -132,7 +169,7 @@ RULES = [
         "groups and tasks",
         "env.train.total_num_envs",
         "1 initial states for 2 tasks",
-        ("algorithm.group_size=32", "env=maniskill_mix", "env.num_processes=1"),
+        ("algorithm.group_size=32", "env.tasks=[PushCube-v1,PullCube-v1]", "env.num_processes=1"),
     ),
     Wrong(
         "chunks and rollout",
@@ -171,7 +208,7 @@ RULES = [
         "episodes and tasks",
         "env.eval.num_episodes",
         "can't cover 2 tasks",
-        ("env.eval.num_episodes=1", "env=maniskill_mix"),
+        ("env.eval.num_episodes=1", "env.tasks=[PushCube-v1,PullCube-v1]"),
     ),
     Wrong("train seeds in the evaluation", "env.train.seed", "overlap", ("env.train.seed=1000000",)),
     Wrong("demonstration seeds in the evaluation", "collect.seed", "overlap", ("collect.seed=999700",)),
@@ -312,7 +349,7 @@ RULES = [
         "cluster.component_placement",
         "placed twice",
         text='cluster:\n  component_placement:\n    "actor,rollout": 0\n    "env,actor": all\n',
-        line=2,
+        line=4,
     ),
     Wrong(
         "component not placed",
@@ -367,7 +404,7 @@ RULES = [
         "demonstrations and tasks",
         "collect.num_episodes",
         "can't cover 2",
-        ("collect.num_episodes=1", "env=maniskill_mix"),
+        ("collect.num_episodes=1", "env.tasks=[PushCube-v1,PullCube-v1]"),
     ),
     Wrong("shift out of the picture", "sft.random_shift_px", "0 to 32", ("sft.random_shift_px=40",)),
 ]

@@ -11,7 +11,7 @@ import pytest
 
 from embodrl.config import load_config, load_resolved
 
-WRONG = ["env=maniskil", "runner.sed=3", "actor.micro_batch_size=50"]
+WRONG = ["env=maniskil", "runner.sed=3", "actor.global_batch_size=160", "actor.micro_batch_size=50"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +21,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_valid_configuration() -> None:
-    result = run("config", "validate", "env=maniskill", "model=openvla")
+    sizes = ["env.train.total_num_envs=32", "env.train.max_steps_per_rollout_epoch=100", "model.num_action_chunks=5"]
+    sizes += ["env.max_episode_steps=50", "actor.global_batch_size=160", "actor.micro_batch_size=80"]
+    result = run("config", "validate", "env=maniskill", "model=openvla", *sizes)
     assert (result.returncode, result.stderr) == (0, "")
     assert "640 chunks, 3200 environment steps" in result.stdout
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from config_cases import FORM, RULES, Wrong
+from config_cases import BASE, FORM, RULES, Wrong
 
 from embodrl.config import load_config
 from embodrl.config import rules as rule_package
@@ -29,8 +29,9 @@ def refuse(case: Wrong, tmp_path: Path) -> ConfigError:
     if case.text is not None:
         path = tmp_path / "mine.yaml"
         path.write_text(case.text)
+    arguments = [*(BASE if case in RULES else ()), *(arg.replace("{tmp}", str(tmp_path)) for arg in case.args)]
     with pytest.raises(ConfigError) as caught:
-        load_config([arg.replace("{tmp}", str(tmp_path)) for arg in case.args], path)
+        load_config(arguments, path)
     return caught.value
 
 
@@ -88,6 +89,7 @@ def _more_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WITHOUT_CRITIC = (
+    *BASE,
     "algorithm.adv_type=grouped",
     "algorithm.loss_type=actor",
     "model.add_value_head=false",
@@ -141,11 +143,14 @@ def test_output_without_permission(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         load_config([f"runner.output_dir={tmp_path}/run"])
 
 
+TWO_BATCHES = ("actor.global_batch_size=160", "actor.micro_batch_size=50")
+
+
 def test_all_problems_are_in_one_report(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("runner:\n  seed: x\n  seed: y\nenv:\n  num_processes: 3\n_target_: os.system\n")
     with pytest.raises(ConfigError) as caught:
-        load_config(["model=openvl", "algorithm.gama=1", "actor.micro_batch_size=50", "a==b"], path)
+        load_config(["model=openvl", "algorithm.gama=1", *TWO_BATCHES, "a==b"], path)
     keys = [problem.key for problem in caught.value.problems]
     assert set(keys) == {
         "a",

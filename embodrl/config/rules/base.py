@@ -25,6 +25,7 @@ class Finding:
         allowed: values that would do, in words.
         nearest: the nearest valid name.
         others: further keys that are part of it; the report names their origins, too.
+        at: the key whose origin is meant, if it is not ``key`` itself.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Finding:
     allowed: str = ""
     nearest: str = ""
     others: tuple[str, ...] = ()
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class Context:
 
     def problem(self, finding: Finding) -> ConfigProblem:
         """Return the finding with origins."""
-        keys = (finding.key, *finding.others)
+        keys = (finding.at or finding.key, *finding.others)
         origin = (
-            "\n".join(f"{key}: {self.origin(key)}" for key in keys) if finding.others else str(self.origin(finding.key))
+            "\n".join(f"{key}: {self.origin(key)}" for key in keys) if finding.others else str(self.origin(keys[0]))
         )
         return ConfigProblem(finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.remedy)
 

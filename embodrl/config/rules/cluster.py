@@ -33,15 +33,16 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
     """Every component has exactly one place."""
     seen: list[str] = []
     for names in context.config.cluster.component_placement:
+        at = f"{KEY}.{names}"
         for name in (part.strip() for part in names.split(",")):
             if name not in COMPONENTS:
                 hint = nearest(name, list(COMPONENTS))
                 remedy = f"write {hint}" if hint else "remove it"
-                yield Finding(
-                    KEY, f"there is no component '{name}' (in '{names}')", remedy, ", ".join(COMPONENTS), hint
-                )
+                message = f"there is no component '{name}' (in '{names}')"
+                yield Finding(KEY, message, remedy, ", ".join(COMPONENTS), hint, at=at)
             elif name in seen:
-                yield Finding(KEY, f"the component '{name}' is placed twice", "name it in one line only", "once each")
+                message = f"the component '{name}' is placed twice"
+                yield Finding(KEY, message, "name it in one line only", "once each", at=at)
             seen.append(name)
     missing = [name for name in COMPONENTS if name not in seen]
     if missing:
@@ -56,12 +57,12 @@ def places_exist(context: Context) -> Iterator[Finding]:
     available = count_devices(cluster.device)
     used: dict[str, Place] = {}
     for names, text in cluster.component_placement.items():
+        at = f"{KEY}.{names}"
         try:
             place = parse_ranks(text)
         except PlacementError as error:
-            yield Finding(
-                KEY, f"'{names}: {text}' can't be read: {error}", "write all, 0, 0-3 or 0-1:0-3", error.allowed
-            )
+            message = f"'{names}: {text}' can't be read: {error}"
+            yield Finding(KEY, message, "write all, 0, 0-3 or 0-1:0-3", error.allowed, at=at)
             continue
         if place is None:
             continue
@@ -70,7 +71,7 @@ def places_exist(context: Context) -> Iterator[Finding]:
         if beyond:
             last = "0" if available == 1 else f"0 to {(available or 1) - 1}"
             message = f"'{names}: {text}' needs {max(place.devices) + 1} devices, and this machine offers {available}"
-            yield Finding(KEY, message, f"write '{names}: all'", f"all, {last}", others=("cluster.device",))
+            yield Finding(KEY, message, f"write '{names}: all'", f"all, {last}", others=("cluster.device",), at=at)
     yield from native_is_one_process(context, used)
 
 
