@@ -123,9 +123,7 @@ ENVS.register(
 )
 
 ADVANTAGES = Registry("advantage estimator")
-ADVANTAGES.register(
-    "gae", "embodrl.algorithms.advantages:gae", "generalised advantage estimation", needs_values=True
-)
+ADVANTAGES.register("gae", "embodrl.algorithms.advantages:gae", "generalised advantage estimation", needs_values=True)
 
 LOSSES = Registry("loss")
 LOSSES.register(

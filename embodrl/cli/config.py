@@ -27,7 +27,7 @@ def about() -> None:
 
 @app.command()
 def show(overrides: Overrides = None, config: ConfigFile = None, plain: Plain = False, debug: Debug = False) -> None:
-    """Print the whole configuration as YAML, each value with its origin.
+    """Print all values as YAML, each with its origin.
 
     \b
     Examples:
@@ -44,7 +44,9 @@ def show(overrides: Overrides = None, config: ConfigFile = None, plain: Plain = 
 
 @app.command()
 def validate(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
-    """Check a configuration: exit code 0, or 2 and a report of all its problems on stderr.
+    """Check a configuration and report all its problems.
+
+    Exit code 0, or 2 with the report on stderr.
 
     \b
     Examples:

@@ -13,7 +13,7 @@ def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="one JSON object in place of tables")] = False,
     debug: Debug = False,
 ) -> None:
-    """Check what this machine has: packages, Vulkan driver, GPU, cores, disk. Exits 0 if training can run, else 1.
+    """Check this machine: packages, Vulkan driver, GPU, disk. Exits 0 if training can run, else 1.
 
     \b
     Examples:

@@ -24,7 +24,7 @@ def list_names(
     kind: Annotated[Kind | None, typer.Argument(help="leave it out for everything", show_default=False)] = None,
     debug: Debug = False,
 ) -> None:
-    """List the models, environments, algorithms and presets that there are.
+    """List models, environments, algorithms and presets.
 
     \b
     Examples:

@@ -20,6 +20,6 @@ def train(overrides: Overrides = None, config: ConfigFile = None, debug: Debug =
         loaded = load(overrides, config)
         from embodrl import runner
 
-        return runner.train(loaded.config, loaded.origins)
+        return runner.train(loaded)
 
     execute(action, debug)

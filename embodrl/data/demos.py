@@ -152,7 +152,9 @@ def load_demos(directory: Path, max_episodes: int | None = None) -> Demos:
         raise EmbodrlError(f"{directory} holds no demonstrations", f"embodrl collect collect.output_dir={directory}")
     content = json.loads(path.read_text())
     if content.get("format") != FORMAT:
-        raise EmbodrlError(f"{path} has format {content.get('format')}, not {FORMAT}", "collect the demonstrations anew")
+        raise EmbodrlError(
+            f"{path} has format {content.get('format')}, not {FORMAT}", "collect the demonstrations anew"
+        )
     episodes = content["episodes"][:max_episodes]
     if not episodes:
         raise EmbodrlError(f"{directory} holds no episodes", "collect more")

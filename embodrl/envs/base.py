@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.errors import EnvError
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 
@@ -21,6 +22,7 @@ class VectorEnv(ABC):
     """
 
     spec: EnvSpec
+    REQUESTS = ("set_auto_reset", "rebuild", "mark", "rewind", "start_video", "expert_reset", "expert_actions")
 
     @abstractmethod
     def reset(self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Observation:
@@ -50,9 +52,38 @@ class VectorEnv(ABC):
     def set_state(self, state: bytes) -> None:
         """Continue from a state of ``get_state`` to the bit."""
 
+    def set_auto_reset(self, value: bool) -> None:
+        """Say whether the next episode begins at the end of the chunk in which one has ended."""
+        raise NotImplementedError(f"{type(self).__name__} has no set_auto_reset")
+
+    def rebuild(self) -> None:
+        """Forget all history: what follows a reset depends on its seed alone. Nothing to do for most simulators."""
+
+    def mark(self) -> None:
+        """Remember this moment for ``rewind``. Nothing to do where a reset forgets all history."""
+
+    def rewind(self) -> None:
+        """Make ``get_state`` answer as if nothing had happened since ``mark``; a reset must come before the next step."""
+
+    def start_video(self, row: int, path: str) -> None:
+        """Film the episode of an environment that is about to be played, into ``<path>_success.mp4`` or ``_failure``."""
+
+    def expert_reset(self, rows: list[int]) -> None:
+        """Let scripted experts begin anew in ``rows``, whose episodes have just begun."""
+
+    def expert_actions(self) -> NDArray[np.float32]:
+        """Return what scripted experts would do now, ``float32[B,A]``."""
+        raise NotImplementedError(f"{type(self).__name__} has no scripted experts")
+
     def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Answer a rare, small request (JSON in, JSON out), e.g. ``expert_action``; simulators may extend it."""
-        raise NotImplementedError(f"{type(self).__name__} has no method '{method}'")
+        """Answer a rare, small request: one of ``REQUESTS``, by name; plain values and arrays in and out.
+
+        Raises:
+            EnvError: no such request.
+        """
+        if method not in self.REQUESTS:
+            raise EnvError(f"{type(self).__name__} has no request '{method}'", f"known: {', '.join(self.REQUESTS)}")
+        return getattr(self, method)(**arguments)
 
     @abstractmethod
     def close(self) -> None:

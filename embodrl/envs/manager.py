@@ -312,11 +312,20 @@ class EnvManager:
     def set_state(self, state: bytes) -> None:
         """Continue from a state of ``get_state``, to the bit."""
         self._request(Kind.SET_STATE, payload=state)
-        self._receive(Kind.SET_STATE, self.timeouts.reset_s)
+        # A simulator may have to be built anew and played forward.
+        self._receive(Kind.SET_STATE, self.timeouts.start_s)
 
     def call(self, method: str, arguments: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
         """Return what ``VectorEnv.call`` answers: plain values and numeric arrays, both ways."""
+        self.call_async(method, arguments)
+        return self.wait_call(method, timeout)
+
+    def call_async(self, method: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """Send a request of ``VectorEnv.call``; ``wait_call`` fetches the answer."""
         self._request(Kind.CALL, payload=encode({"method": method, "arguments": dict(arguments or {})}))
+
+    def wait_call(self, method: str, timeout: float | None = None) -> Any:
+        """Return the answer to ``call_async``; ``method`` is for messages."""
         return decode(self._receive(Kind.CALL, self.timeouts.reset_s if timeout is None else timeout, method).payload)
 
     # -- frames -------------------------------------------------------------------------------------------------------

@@ -143,9 +143,21 @@ class EnvPool:
 
     def start(self) -> None:
         """Start all processes at once and wait until they are ready; after ``offload``, continue there."""
+        self.start_async()
+        self.wait_started()
+
+    def start_async(self) -> None:
+        """Start all processes; there is time for other work until ``wait_started``."""
         try:
             for manager in self.managers:
                 manager.start_async()
+        except EnvError:
+            self.close()
+            raise
+
+    def wait_started(self) -> None:
+        """Wait until all processes are ready."""
+        try:
             for manager in self.managers:
                 manager.wait_started()
         except EnvError:
@@ -184,8 +196,10 @@ class EnvPool:
             manager.set_state(state)
 
     def call(self, method: str, arguments: Mapping[str, Any] | None = None) -> list[Any]:
-        """Return the answer of every manager to ``VectorEnv.call``."""
-        return [manager.call(method, arguments) for manager in self.managers]
+        """Return the answer of every manager to ``VectorEnv.call``; they work on it at the same time."""
+        for manager in self.managers:
+            manager.call_async(method, arguments)
+        return [manager.wait_call(method) for manager in self.managers]
 
     def __enter__(self) -> EnvPool:
         self.start()

@@ -5,8 +5,6 @@ Deterministic, quick, and complete (auto-reset, truncation, several tasks, state
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -133,10 +131,12 @@ class ToyVectorEnv(VectorEnv):
         for name, value in decode(state).items():
             setattr(self, name, value)
 
-    def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """``expert_action``: ``float32[B,A]``, the straight way to the goal."""
-        if method != "expert_action":
-            return super().call(method, arguments)
+    def set_auto_reset(self, value: bool) -> None:
+        """See VectorEnv."""
+        self._auto_reset = value
+
+    def expert_actions(self) -> NDArray[np.float32]:
+        """See VectorEnv; the straight way to the goal."""
         actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
         actions[:, :2] = np.clip((self._goal() - self.position) / _SPEED, -1, 1)
         return actions

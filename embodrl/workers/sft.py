@@ -42,9 +42,7 @@ def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generat
     return np.stack([padded[i, :, y : y + height, x : x + width] for i, (y, x) in enumerate(shifts)])
 
 
-def batches(
-    demos: Demos, settings: SftConfig, chunk: int, seed: int
-) -> Iterator[tuple[Observation, Tensor, Tensor]]:
+def batches(demos: Demos, settings: SftConfig, chunk: int, seed: int) -> Iterator[tuple[Observation, Tensor, Tensor]]:
     """Yield observations, ``float32[N,C,A]`` actions and ``bool[N,C]`` mask without end, shuffled by the epoch."""
     rng = np.random.default_rng(seed)
     order = np.zeros(0, np.int64)

@@ -111,10 +111,10 @@ def test_a_large_state_passes():
 def test_call_takes_and_returns_arrays():
     with EnvManager("toy", KWARGS) as manager:
         manager.reset(SEEDS, TASKS)
-        expert = manager.call("expert_action")
+        expert = manager.call("expert_actions")
         assert expert.shape == (3, 7) and expert.dtype == np.float32
         with pytest.raises(TypeError, match="plain"):
-            manager.call("expert_action", {"function": print})
+            manager.call("expert_actions", {"function": print})
 
 
 def test_an_exception_carries_the_traceback_and_the_process_goes_on():

@@ -4,7 +4,7 @@ from embodrl.envs.toy import ToyVectorEnv
 
 
 def expert_chunk(env):
-    return env.call("expert_action", {})[:, None]
+    return env.call("expert_actions", {})[:, None]
 
 
 def test_expert_solves_both_tasks():
@@ -58,5 +58,5 @@ def test_the_task_decides_which_goal_counts():
     np.testing.assert_array_equal(observation.images[0], observation.images[1])
     assert observation.instruction[0] != observation.instruction[1]
     env.position[:], env.goals[:] = 0.0, [[0.5, 0.0], [-0.5, 0.0]]
-    first, second = env.call("expert_action", {})
+    first, second = env.call("expert_actions", {})
     np.testing.assert_array_equal([first[0], second[0]], [1, -1])

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.base import VectorEnv
+from embodrl.envs.codec import decode, encode
 from embodrl.envs.maniskill.fleet import Fleet
 from embodrl.envs.maniskill.tasks import TASKS
 from embodrl.envs.maniskill.video import VideoWriter
-from embodrl.errors import EnvError
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
 
@@ -211,34 +211,43 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def get_state(self) -> bytes:
         """See VectorEnv; on a CPU what was done since the scenes were built, on a GPU the physical state."""
-        from embodrl.envs.codec import encode
-
         names = ("_elapsed", "_returned", "_solved", "_seed", "_potential", "_images", "_state")
         return encode({"fleet": self._fleet.get_state(), **{name: getattr(self, name) for name in names}})
 
     def set_state(self, state: bytes) -> None:
         """See VectorEnv; to the bit on a CPU, closely on a GPU."""
-        from embodrl.envs.codec import decode
-
         content = decode(state)
         self._fleet.set_state(content.pop("fleet"))
         for name, value in content.items():
             setattr(self, name, value.copy())
 
-    def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Requests: rebuild, set_auto_reset, start_video, expert_reset, expert_actions."""
-        if method == "rebuild":
-            return self._fleet.rebuild()
-        if method == "set_auto_reset":
-            self._auto_reset = bool(arguments["value"])
-            return None
-        if method == "start_video":
-            return self._video.start(int(arguments["row"]), arguments["path"])
-        if method == "expert_reset":
-            return self._fleet.expert_reset(np.asarray(arguments["rows"], np.int64))
-        if method == "expert_actions":
-            return self._fleet.expert_actions()
-        raise EnvError(f"ManiSkill has no request '{method}'")
+    def set_auto_reset(self, value: bool) -> None:
+        """See VectorEnv."""
+        self._auto_reset = value
+
+    def rebuild(self) -> None:
+        """See VectorEnv; new scenes, on a CPU."""
+        self._fleet.rebuild()
+
+    def mark(self) -> None:
+        """See VectorEnv."""
+        self._fleet.mark()
+
+    def rewind(self) -> None:
+        """See VectorEnv."""
+        self._fleet.rewind()
+
+    def start_video(self, row: int, path: str) -> None:
+        """See VectorEnv."""
+        self._video.start(row, path)
+
+    def expert_reset(self, rows: list[int]) -> None:
+        """See VectorEnv."""
+        self._fleet.expert_reset(np.asarray(rows, np.int64))
+
+    def expert_actions(self) -> NDArray[np.float32]:
+        """See VectorEnv."""
+        return self._fleet.expert_actions()
 
     def close(self) -> None:
         """See VectorEnv."""

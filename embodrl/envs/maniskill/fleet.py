@@ -35,6 +35,13 @@ class Journal:
         self.kinds.append(_STEP)
         self.actions.append(action.copy())
 
+    def truncate(self, num_events: int) -> None:
+        """Drop what came after the first events."""
+        num_resets = self.kinds[:num_events].count(_RESET)
+        self.kinds = self.kinds[:num_events]
+        self.seeds = self.seeds[:num_resets]
+        self.actions = self.actions[: num_events - num_resets]
+
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return ``kinds uint8[n]``, ``seeds int64[n_resets]`` and ``actions float32[n_steps,A]``."""
         actions = np.stack(self.actions) if self.actions else np.zeros((0, 0), np.float32)
@@ -74,10 +81,13 @@ class Fleet:
         self._batched: ManiSkillSim | None = None
         self._sims: dict[tuple[int, int], ManiSkillSim] = {}
         self._journals: dict[tuple[int, int], Journal] = {}
+        self._marks: dict[tuple[int, int], int] = {}
         self._experts: list[Expert | None] = [None] * num_envs
         if sim_kwargs["sim_backend"] == "physx_cuda":
             if len(tasks) > 1:
-                raise EnvError("physx_cuda simulates one task at a time", "give one task or set env.sim_backend=physx_cpu")
+                raise EnvError(
+                    "physx_cuda simulates one task at a time", "give one task or set env.sim_backend=physx_cpu"
+                )
             self._batched = ManiSkillSim(tasks[0], num_envs, **sim_kwargs)
         else:
             for row in range(num_envs):
@@ -111,7 +121,9 @@ class Fleet:
             self._sim(row).reset(np.array([seed]), np.zeros(1, np.int64))
             self._journal(row).reset(seed)
 
-    def step(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    def step(
+        self, actions: NDArray[np.float32], running: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Play ``actions float32[B,A]`` in the running rows; return dense reward and success, 0 elsewhere."""
         if self._batched is not None:
             return self._batched.step(actions)
@@ -170,10 +182,20 @@ class Fleet:
         """Build the scenes anew, so that what follows does not depend on what went before (CPU only)."""
         if self._batched is not None:
             return
+        self._marks = {}
         for key, sim in list(self._sims.items()):
             sim.close()
             self._sims[key] = ManiSkillSim(self.tasks[key[1]], 1, **self._kwargs)
             self._journals[key] = Journal()
+
+    def mark(self) -> None:
+        """Remember how long the journals are."""
+        self._marks = {key: len(journal.kinds) for key, journal in self._journals.items()}
+
+    def rewind(self) -> None:
+        """Cut the journals back to the mark."""
+        for key, journal in self._journals.items():
+            journal.truncate(self._marks.get(key, 0))
 
     def get_state(self) -> dict[str, Any]:
         """Return all that ``set_state`` needs."""

@@ -47,8 +47,8 @@ class ManiSkillSim:
     ) -> None:
         import gymnasium
         import mani_skill.envs  # noqa: F401  registers the tasks
-        from mani_skill.utils.logging_utils import logger
         from mani_skill.utils import sapien_utils
+        from mani_skill.utils.logging_utils import logger
 
         logger.setLevel("ERROR")  # it warns of its own tasks' initial poses, once a scene
         accept_pci_devices()
