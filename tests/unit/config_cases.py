@@ -211,7 +211,7 @@ RULES = [
         ("env.eval.num_episodes=1", "env.tasks=[PushCube-v1,PullCube-v1]"),
     ),
     Wrong("train seeds in the evaluation", "env.train.seed", "overlap", ("env.train.seed=1000000",)),
-    Wrong("demonstration seeds in the evaluation", "collect.seed", "overlap", ("collect.seed=999700",)),
+    Wrong("demonstration seeds in the evaluation", "collect.seed", "overlap", ("collect.seed=999300",)),
     Wrong("several cameras", "env.cameras", "sees 1 camera", ("env.cameras=[{name: a},{name: b}]",)),
     Wrong(
         "cameras of one name",

@@ -224,7 +224,7 @@ def seeds_are_apart(context: Context) -> Iterator[Finding]:
     first, last = config.env.eval.seed, config.env.eval.seed + config.env.eval.num_episodes - 1
     for key, start, count in (
         ("env.train.seed", config.env.train.seed, config.env.train.total_num_envs),
-        ("collect.seed", config.collect.seed, config.collect.num_episodes),
+        ("collect.seed", config.collect.seed, 2 * config.collect.num_episodes),  # failed attempts use seeds, too
     ):
         if start <= last and first <= start + count - 1:
             yield Finding(
