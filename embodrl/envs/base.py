@@ -56,19 +56,21 @@ class VectorEnv(ABC):
         """Say whether the next episode begins at the end of the chunk in which one has ended."""
         raise NotImplementedError(f"{type(self).__name__} has no set_auto_reset")
 
-    def rebuild(self) -> None:
+    # The next five are optional: a simulator without history, cameras for people or experts has nothing to do.
+
+    def rebuild(self) -> None:  # noqa: B027
         """Forget all history: what follows a reset depends on its seed alone. Nothing to do for most simulators."""
 
-    def mark(self) -> None:
+    def mark(self) -> None:  # noqa: B027
         """Remember this moment for ``rewind``. Nothing to do where a reset forgets all history."""
 
-    def rewind(self) -> None:
-        """Make ``get_state`` answer as if nothing had happened since ``mark``; a reset must come before the next step."""
+    def rewind(self) -> None:  # noqa: B027
+        """Let ``get_state`` answer as if nothing had happened since ``mark``; a reset must follow."""
 
-    def start_video(self, row: int, path: str) -> None:
-        """Film the episode of an environment that is about to be played, into ``<path>_success.mp4`` or ``_failure``."""
+    def start_video(self, row: int, path: str) -> None:  # noqa: B027
+        """Film the episode that is about to be played, into ``<path>_success.mp4`` or ``<path>_failure.mp4``."""
 
-    def expert_reset(self, rows: list[int]) -> None:
+    def expert_reset(self, rows: list[int]) -> None:  # noqa: B027
         """Let scripted experts begin anew in ``rows``, whose episodes have just begun."""
 
     def expert_actions(self) -> NDArray[np.float32]:

@@ -5,6 +5,8 @@ Deterministic, quick, and complete (auto-reset, truncation, several tasks, state
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 

@@ -113,8 +113,8 @@ def sft(config: Config) -> int:
                 progress.update(done, " ".join(f"{k} {v:.3f}" for k, v in row.items() if k != "step"))
             if settings.eval_interval and done % settings.eval_interval == 0:
                 progress.message(f"step {done}: success rate {_success_rate(config, policy):.1%}")
-    policy.save_pretrained(output_dir / "policy")
-    print(f"saved {output_dir / 'policy'}")
+        policy.save_pretrained(output_dir / "policy")
+        progress.message(f"saved {output_dir / 'policy'}")
     return 0
 
 
