@@ -39,6 +39,7 @@ BASE = (
     "env.eval.num_episodes=128",
     "env.eval.seed=1000000",
     "model.num_action_chunks=5",
+    "model.warm_start=null",
     "model.architecture.image_size=64",
     "model.architecture.patch_size=8",
     "model.architecture.dino.width=96",
@@ -268,6 +269,14 @@ RULES = [
     ),
     Wrong("checkpoint that is a file", "model.model_path", "is a file", ("model.model_path={tmp}/file",)),
     Wrong("no warm start", "model.warm_start", "nearest:  builtin", ("model.warm_start=buildin",)),
+    Wrong("checkpoint without a policy", "model.model_path", "no config.json", ("model.model_path={tmp}",)),
+    Wrong("warm start without a policy", "model.warm_start", "holds no policy", ("model.warm_start={tmp}",)),
+    Wrong(
+        "shipped weights of another size",
+        "model.warm_start",
+        "(hidden_size)",
+        ("model.warm_start=builtin", "~model.architecture", "model.architecture.hidden_size=384"),
+    ),
     Wrong("patches", "model.architecture.image_size", "set it to 64 or 72", ("model.architecture.image_size=65",)),
     Wrong(
         "vision heads", "model.architecture.dino.num_heads", "96 / 5 leaves 1", ("model.architecture.dino.num_heads=5",)

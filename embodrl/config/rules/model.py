@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule, what_is
+from embodrl.config.schema import ArchitectureConfig
 from embodrl.registry import MODELS, nearest
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -35,10 +36,16 @@ def model_is_registered(context: Context) -> Iterator[Finding]:
 def checkpoint_exists(context: Context) -> Iterator[Finding]:
     """A local checkpoint is a directory; anything else has the form of a hub id."""
     path = context.config.model.model_path
-    if path is None or what_is(path) == "directory":
+    if path is None or what_is(f"{path}/config.json") == "file":
         return
     allowed = "an existing directory, a hub id such as openvla/openvla-7b, or null"
-    if what_is(path) == "file":
+    if what_is(path) == "directory":
+        message, remedy = (
+            f"'{path}' holds no config.json",
+            "give the directory that holds config.json and *.safetensors",
+        )
+        yield Finding("model.model_path", message, remedy, allowed)
+    elif what_is(path) == "file":
         message, remedy = f"'{path}' is a file", "give the directory that holds config.json and *.safetensors"
         yield Finding("model.model_path", message, remedy, allowed)
     elif not HUB_ID.fullmatch(path) or what_is(path.partition("/")[0]) == "directory":
@@ -55,11 +62,31 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
     model = context.config.model
     if model.warm_start in (None, BUILTIN) or model.model_path is not None:
         return
-    if what_is(str(model.warm_start)) != "directory":
+    if what_is(f"{model.warm_start}/config.json") != "file":
         hint = nearest(str(model.warm_start), [BUILTIN])
         remedy = "give a directory made by `embodrl sft`, builtin for the shipped weights, or null for random ones"
-        message = f"there is no directory '{model.warm_start}'"
+        found = what_is(str(model.warm_start)) == "directory"
+        message = f"'{model.warm_start}' holds no policy" if found else f"there is no directory '{model.warm_start}'"
         yield Finding("model.warm_start", message, remedy, "builtin, an existing directory, null", hint)
+
+
+@rule("model.warm_start", "model.model_path", "model.architecture")
+def shipped_weights_have_one_size(context: Context) -> Iterator[Finding]:
+    """The shipped warm start has the default dimensions."""
+    model = context.config.model
+    if model.warm_start != BUILTIN or model.model_path is not None:
+        return
+    shape, shipped = model.architecture.model_dump(), ArchitectureConfig().model_dump()
+    # prompts may be padded to any length; everything else is the shape of a weight
+    changed = [name for name in shipped if name != "max_prompt_tokens" and shape[name] != shipped[name]]
+    if changed:
+        yield Finding(
+            "model.warm_start",
+            f"the shipped weights have other dimensions than model.architecture ({', '.join(changed)})",
+            "set model.warm_start=null for random weights, or leave model.architecture as it is",
+            "null, or a directory with weights of this size",
+            others=tuple(f"model.architecture.{name}" for name in changed),
+        )
 
 
 @rule("model.architecture")
