@@ -227,12 +227,14 @@ def seeds_are_apart(context: Context) -> Iterator[Finding]:
         ("collect.seed", config.collect.seed, 2 * config.collect.num_episodes),  # failed attempts use seeds, too
     ):
         if start <= last and first <= start + count - 1:
+            blamed = "env.eval.seed" if context.by_user("env.eval.seed") and not context.by_user(key) else key
+            below = start - (last - first + 1) if blamed == "env.eval.seed" else first - count
             yield Finding(
-                key,
-                f"seeds {start} to {start + count - 1} overlap the evaluation's seeds {first} to {last}",
+                blamed,
+                f"the seeds from {key} on, {start} to {start + count - 1}, overlap the evaluation's, {first} to {last}",
                 "keep the two ranges well apart, so that evaluation has initial states of its own",
-                f"below {max(0, first - count)} or above {last}",
-                others=("env.eval.seed", "env.eval.num_episodes"),
+                f"0 to {below}, or far above" if below >= 0 else "far above",
+                others=tuple(k for k in (key, "env.eval.seed", "env.eval.num_episodes") if k != blamed),
             )
 
 
