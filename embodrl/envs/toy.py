@@ -21,7 +21,7 @@ _INSTRUCTIONS = {
 }
 _SPEED = 0.15
 _NEAR = 0.2
-_COUNTERS = ("position", "goals", "task_id", "episode_seed", "episode_count", "elapsed", "returned", "solved")
+_COUNTERS = ("position", "goals", "task_id", "episode_seed", "elapsed", "returned", "solved")
 
 
 class ToyVectorEnv(VectorEnv):
@@ -37,7 +37,6 @@ class ToyVectorEnv(VectorEnv):
         include_state: put the dot's position into the observation.
         auto_reset: start the next episode at the end of the chunk in which one has ended.
         ignore_terminations: only the step limit ends an episode.
-        seed: from which the seeds of auto-reset episodes follow.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class ToyVectorEnv(VectorEnv):
         include_state: bool = False,
         auto_reset: bool = True,
         ignore_terminations: bool = False,
-        seed: int = 0,
     ) -> None:
         self.spec = EnvSpec(
             num_envs=num_envs,
@@ -66,12 +64,10 @@ class ToyVectorEnv(VectorEnv):
         self._max_episode_steps = max_episode_steps
         self._auto_reset = auto_reset
         self._ignore_terminations = ignore_terminations
-        self._seed = seed
         self.position = np.zeros((num_envs, 2), np.float32)
         self.goals = np.zeros((num_envs, 2, 2), np.float32)
         self.task_id = np.zeros(num_envs, np.int32)
         self.episode_seed = np.full(num_envs, -1, np.int64)
-        self.episode_count = np.zeros(num_envs, np.int64)
         self.elapsed = np.zeros(num_envs, np.int32)
         self.returned = np.zeros(num_envs, np.float32)
         self.solved = np.zeros(num_envs, np.bool_)
@@ -111,7 +107,8 @@ class ToyVectorEnv(VectorEnv):
         final_observation = self._observe() if final_mask.any() else None
         if self._auto_reset:
             for index in np.flatnonzero((terminated | truncated).any(axis=1)).tolist():
-                sequence = np.random.SeedSequence([self._seed, index, int(self.episode_count[index])])
+                # From the seed of the last episode alone: what follows a reset depends on nothing before it.
+                sequence = np.random.SeedSequence([int(self.episode_seed[index]), 0x5EED])
                 self._begin(index, int(sequence.generate_state(1)[0]), int(self.task_id[index]))
         return EnvStep(
             observation=self._observe(),
@@ -152,7 +149,6 @@ class ToyVectorEnv(VectorEnv):
         self.goals[index] = random.uniform(-0.8, 0.8, (2, 2))
         self.task_id[index] = task_id
         self.episode_seed[index] = seed
-        self.episode_count[index] += 1
         self.elapsed[index], self.returned[index], self.solved[index] = 0, 0.0, False
 
     def _goal(self) -> NDArray[np.float32]:

@@ -16,6 +16,7 @@ from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TensorTree, TrainEngine
+from embodrl.hybrid_engines.parallel import add_gradients
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
 from embodrl.models.base import VLAPolicy
@@ -179,15 +180,19 @@ class NativeTrainEngine(TrainEngine):
     def forward_backward(
         self, minibatch: TensorTree, loss_fn: Callable[[TensorTree], LossOutput]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        total = torch.zeros((), device=self.device)
-        metrics: dict[str, Tensor] = {}
-        for rows in torch.arange(num_rows_of(minibatch)).split(self.config.micro_batch_size):
+        def compute(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             micro = to_device(select_rows(minibatch, rows), self.device)
             with autocast(self.precision, self.device):
                 output = loss_fn(micro)
-            output.loss.backward()
-            total += output.loss.detach()
-            for name, value in output.metrics.items():
+            return output.loss, output.metrics
+
+        chosen = torch.arange(num_rows_of(minibatch)).split(self.config.micro_batch_size)
+        trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
+        num_threads = torch.get_num_threads() if self.device.type == "cpu" else 1
+        total, outputs = add_gradients([lambda rows=rows: compute(rows) for rows in chosen], trained, num_threads)
+        metrics: dict[str, Tensor] = {}
+        for output in outputs:
+            for name, value in output.items():
                 metrics[name] = metrics[name] + value if name in metrics else value
         return total, metrics
 

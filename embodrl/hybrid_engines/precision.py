@@ -37,5 +37,5 @@ def resolve_precision(setting: Literal["auto", "fp32", "bf16"], device: torch.de
 def autocast(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:
     """Return the context in which the forward pass runs at that precision."""
     enabled = precision == "bf16"
-    # The cache keeps bf16 copies of weights within one context only, so an optimizer step between two is safe.
-    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=enabled)
+    # A forward pass uses each weight once, and the cache of bf16 copies would be shared by threads.
+    return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)

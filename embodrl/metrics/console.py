@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
@@ -15,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from embodrl.metrics.sinks import MetricValue
+
+logger = logging.getLogger(__name__)
 
 BAR_WIDTH = 24
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -84,6 +87,7 @@ class Console:
     def update(self, row: Mapping[str, MetricValue]) -> None:
         """Show the metrics of an iteration."""
         self._absorb(row)
+        logger.info("%s", self._line())
         if self.mode == "plain":
             self._out.print(self._line(), highlight=False, soft_wrap=True, markup=False)
         self._refresh()
@@ -95,6 +99,7 @@ class Console:
 
     def message(self, text: str) -> None:
         """Say something worth keeping, e.g. a warning or the path of a checkpoint."""
+        logger.info("%s", text)
         self._messages.append(text)
         if self.mode == "plain":
             self._out.print(text, highlight=False, soft_wrap=True, markup=False)

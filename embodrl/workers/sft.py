@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import Demos, load_demos
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.precision import autocast, resolve_precision
+from embodrl.hybrid_engines.parallel import add_gradients
+from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.metrics.progress import Progress
 from embodrl.models.base import VLAPolicy
@@ -70,6 +71,27 @@ def make_optimizer(policy: VLAPolicy, settings: SftConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=True)
 
 
+def _backward(
+    policy: VLAPolicy, inputs: dict[str, Tensor], parameters: list[nn.Parameter], smoothing: float, precision: Precision
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add the gradients of a batch; on a CPU every core takes a part of it. Return the loss and scalars."""
+    cores = torch.get_num_threads() if policy.device.type == "cpu" else 1
+    total = inputs["action_mask"].sum()
+    parts = [
+        dict(zip(inputs, part, strict=True)) for part in zip(*(x.chunk(cores) for x in inputs.values()), strict=True)
+    ]
+    weights = [part["action_mask"].sum() / total for part in parts]
+
+    def compute(index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        with autocast(precision, policy.device):
+            loss, scalars = policy.sft_loss(parts[index], smoothing)
+        return loss * weights[index], {name: value * weights[index] for name, value in scalars.items()}
+
+    losses = [lambda index=index: compute(index) for index in range(len(parts))]
+    loss, scalars = add_gradients(losses, parameters, cores)
+    return loss, {name: torch.stack([s[name] for s in scalars]).sum() for name in scalars[0]}
+
+
 def sft(config: Config) -> int:
     """Train the policy on demonstrations and save it in its public layout; returns the exit code.
 
@@ -97,9 +119,7 @@ def sft(config: Config) -> int:
                 group["lr"] = learning_rate(settings, step)
             observation, actions, inside = next(stream)
             inputs = policy.sft_inputs(observation, actions) | {"action_mask": inside.to(device)}
-            with autocast(precision, device):
-                loss, scalars = policy.sft_loss(inputs, settings.label_smoothing_bins)
-            loss.backward()
+            loss, scalars = _backward(policy, inputs, parameters, settings.label_smoothing_bins, precision)
             nn.utils.clip_grad_norm_(parameters, 1.0)
             if not math.isfinite(float(loss.detach())):
                 raise EmbodrlError(f"the loss is {float(loss)} at step {step}", "lower sft.lr")

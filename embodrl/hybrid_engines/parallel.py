@@ -1,0 +1,60 @@
+"""Micro-batches side by side on the cores of a CPU.
+
+Splitting each small operation over the cores costs a barrier an operation; at the size of a tiny policy that eats most
+of the gain. Here every core takes whole micro-batches instead. Gradients are summed in the order of the micro-batches,
+so that the result does not depend on which thread was first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int) -> list[T]:
+    """Return what the tasks return, in their order; each runs its operations on one core."""
+    if num_threads <= 1 or len(tasks) <= 1:
+        return [task() for task in tasks]
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(lambda task: task(), tasks))
+    finally:
+        torch.set_num_threads(before)
+
+
+def add_gradients(
+    losses: Sequence[Callable[[], tuple[Tensor, T]]], parameters: Sequence[nn.Parameter], num_threads: int
+) -> tuple[Tensor, list[T]]:
+    """Add the gradients of several losses to ``parameters``.
+
+    Args:
+        losses: each computes a scalar loss and something to return; they must not share a graph.
+        parameters: with ``requires_grad``.
+        num_threads: cores to use.
+
+    Returns:
+        the sum of the losses (scalar, detached), and what else they returned.
+    """
+
+    def differentiate(compute: Callable[[], tuple[Tensor, T]]) -> tuple[Tensor, T, tuple[Tensor | None, ...]]:
+        loss, extra = compute()
+        return loss.detach(), extra, torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    results = on_threads([lambda compute=compute: differentiate(compute) for compute in losses], num_threads)
+    for _, _, gradients in results:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient.clone()
+            else:
+                parameter.grad += gradient
+    total = torch.stack([loss for loss, _, _ in results]).sum()
+    return total, [extra for _, extra, _ in results]
