@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import signal
+import shutil
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,48 +21,25 @@ from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.metrics.console import Console
+from embodrl.metrics.log import RunLog
 from embodrl.metrics.report import write_report
-from embodrl.metrics.sinks import MetricsLogger, read_metrics
+from embodrl.metrics.sinks import METRICS_FILE, MetricsLogger, read_metrics
 from embodrl.models.base import VLAPolicy
-from embodrl.workers.env import make_pool
+from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
-from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.policy import build_policy, configure_torch, resolve_device
 from embodrl.workers.rollout import RolloutWorker
+from embodrl.workers.stop import StopSignal
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
+LOG_FILE = "logs/embodrl.log"
+POLICY_DIR = "policy"
+REPORT_FILE = "report.html"
+# Asked for before the policy is built and its size known.
+LEAST_FREE_BYTES = 64 * 2**20
 Row = dict[str, Any]
-
-
-class StopSignal:
-    """Remembers SIGINT and SIGTERM, so that the loop can save and leave; the second one leaves at once."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.number:
-            raise KeyboardInterrupt
-        self.number = number
-
-    def __bool__(self) -> bool:
-        return self.number != 0
-
-    @property
-    def exit_code(self) -> int:
-        """128 + the signal's number; 0 without a signal."""
-        return 128 + self.number if self.number else 0
 
 
 class Runner:
@@ -95,44 +71,43 @@ class Runner:
         self.engine = NativeTrainEngine(policy, config.actor, runner.max_iterations, policy.device)
         self.rollout_engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed)
         self.rollout = RolloutWorker(config, pool, self.rollout_engine, lambda: bool(stop))
-        self.evaluator = Evaluator(config, pool, self.rollout_engine)
+        self.evaluator = Evaluator(config, pool, self.rollout_engine, should_stop=lambda: bool(stop))
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
         self.shuffle = torch.Generator().manual_seed(runner.seed)
         self.iteration = 0
         self.env_steps = 0
-        self.saved_at = -1
+        # The metrics of an iteration that lacks its evaluation, and is not logged yet.
+        self.pending: Row | None = {"iteration": 0, "env_steps": 0} if runner.eval_at_start else None
+        self.saved = False
+
+    @property
+    def finished(self) -> bool:
+        """All iterations are done and logged."""
+        return self.iteration >= self.config.runner.max_iterations and self.pending is None
 
     def run(self) -> int:
         """Train until the last iteration or a signal; return the exit code."""
-        runner = self.config.runner
-        if self.iteration == 0 and runner.eval_at_start:
-            self._log({"iteration": 0, "env_steps": 0} | self._evaluate(last=False), time.perf_counter())
-        while self.iteration < runner.max_iterations and not self.stop:
-            clock = time.perf_counter()
-            try:
-                row = self._iterate()
-            except InterruptedError:
-                break
-            last = self.iteration == runner.max_iterations
-            if last or (runner.eval_interval and self.iteration % runner.eval_interval == 0):
-                row |= self._evaluate(last)
-            self._log(row, clock)
-            if last or self.iteration % runner.save_interval == 0:
-                self.console.phase("saving")
-                # What follows must not depend on simulator history that a checkpoint would have to carry.
-                self.pool.call("rebuild")
-                self._save()
-        if self.saved_at != self.iteration:
+        self.stop.graceful = True
+        try:
+            if self.pending is not None:
+                self._complete()
+            while not (self.finished or self.stop):
+                self._iterate()
+                self._complete()
+        except InterruptedError:
+            pass
+        if not self.saved:
             self._save()
-        return self.stop.exit_code
+        return 0 if self.finished else self.stop.exit_code
 
-    def _iterate(self) -> Row:
-        """Roll out and update once; return the metrics.
+    def _iterate(self) -> None:
+        """Roll out and update once; the metrics are pending.
 
         Raises:
             InterruptedError: a signal came during the rollout; the run is as it was before.
         """
         self.console.phase("rollout")
+        start = time.perf_counter()
         self.pool.call("mark")
         before = generator_state(self.rollout_engine.generator)
         try:
@@ -147,16 +122,45 @@ class Runner:
         train_metrics = self.engine.update(batch, advantages, self.config.algorithm, self.shuffle)
         self.iteration += 1
         self.env_steps += int(batch.valid.sum())
+        self.saved = False
         faults = self.pool.faults
-        return {
+        end = time.perf_counter()
+        self.pending = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             **rollout_metrics,
             **train_metrics,
             "env/restarts": faults.restarts,
             "env/quarantined": faults.quarantined,
-            "time/train_s": time.perf_counter() - clock,
+            "time/train_s": end - clock,
+            "time/total_s": end - start,
+            "time/env_steps_per_s": int(batch.valid.sum()) / (end - start),
         }
+
+    def _complete(self) -> None:
+        """Evaluate and save, where it is time for it, and log what is pending.
+
+        Raises:
+            InterruptedError: a signal came during the evaluation; the metrics are still pending.
+        """
+        runner = self.config.runner
+        assert self.pending is not None
+        row, clock = dict(self.pending), time.perf_counter()
+        last = self.iteration == runner.max_iterations
+        due = runner.eval_at_start if self.iteration == 0 else last or self._divides(runner.eval_interval)
+        if due:
+            row |= self._evaluate(last)
+        row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
+        self.pending, self.saved = None, False
+        self.console.update(self.metrics.log(row))
+        if last or (self.iteration and self._divides(runner.save_interval)):
+            self.console.phase("saving")
+            # What follows must not depend on simulator history that a checkpoint would have to carry.
+            self.pool.call("rebuild")
+            self._save()
+
+    def _divides(self, interval: int) -> bool:
+        return bool(interval) and self.iteration % interval == 0
 
     def _evaluate(self, last: bool) -> Row:
         self.console.phase("evaluation")
@@ -164,18 +168,6 @@ class Runner:
         wanted = video.enabled and (last or video.every_eval)
         video_dir = self.run_dir / "videos" / f"iteration_{self.iteration:04d}" if wanted else None
         return self.evaluator.run(video_dir).metrics()
-
-    def _log(self, row: Row, clock: float) -> None:
-        row["time/total_s"] = time.perf_counter() - clock
-        gathered = row["time/total_s"] - row.get("time/eval_s", 0.0)
-        if row.get("time/env_s") is not None:
-            row["time/env_steps_per_s"] = float(self.config.env.train.total_num_envs) and (
-                (row["env_steps"] - self._steps_logged) / gathered
-            )
-        self._steps_logged = row["env_steps"]
-        self.console.update(self.metrics.log(row))
-
-    _steps_logged = 0
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -185,6 +177,7 @@ class Runner:
         state = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
+            "pending": self.pending,
             "engine": saved.state,
             "rng": capture_rng(),
             "shuffle": generator_state(self.shuffle),
@@ -196,9 +189,8 @@ class Runner:
             path = self.checkpoints.save(self.iteration, saved.tensors, state, blobs)
         except OutputError as error:
             logger.error("%s", error)
-            self.console.message(f"WARNING: {error}")
             return
-        self.saved_at = self.iteration
+        self.saved = True
         self.console.message(f"saved {path}")
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -221,8 +213,8 @@ class Runner:
         restore_generator(self.shuffle, state["shuffle"])
         restore_generator(self.rollout_engine.generator, state["rollout"])
         vars(self.pool.faults).update(state["faults"])
-        self.iteration = self.saved_at = state["iteration"]
-        self.env_steps = self._steps_logged = state["env_steps"]
+        self.iteration, self.env_steps = state["iteration"], state["env_steps"]
+        self.pending, self.saved = state["pending"], True
 
 
 def run_directory(config: Config) -> Path:
@@ -245,52 +237,70 @@ def train(loaded: LoadedConfig) -> int:
     """
     config = loaded.config
     run_dir = run_directory(config)
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS_FILE
     if path.is_file() and path.stat().st_size:
         raise OutputError(
             f"{run_dir} holds an earlier run",
             f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
         )
-    return _execute(config, run_dir, loaded.to_yaml(), None)
+    _check_machine(config, run_dir)
+    with RunLog(run_dir / LOG_FILE):
+        return _execute(config, run_dir, loaded.to_yaml(), None, logged_until=None)
 
 
 def resume(directory: Path, overrides: list[str]) -> int:
-    """`embodrl resume`: continue a run from its last good checkpoint; returns the exit code.
+    """`embodrl resume`: continue a run from its last good checkpoint, or from the start if it has none.
+
+    Returns:
+        the exit code.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: this is no run, or all its checkpoints are damaged.
     """
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise CheckpointError(f"{directory} is not the directory of a run: it has no {CONFIG_FILE}", "look in outputs/")
     loaded = load_run(path, overrides)
     config = loaded.config
-    checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
-    for problem in problems:
-        logger.warning("%s", problem)
-    if checkpoint is not None and checkpoint.state["iteration"] > config.runner.max_iterations:
-        raise ConfigError(
-            [
-                ConfigProblem(
-                    "runner.max_iterations",
-                    f"is {config.runner.max_iterations}, and the run has done {checkpoint.state['iteration']}",
-                    remedy="raise it",
+    _check_machine(config, directory)
+    with RunLog(directory / LOG_FILE):
+        checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
+        if checkpoint is None:
+            if problems:
+                raise CheckpointError(
+                    f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
+                    "start a new run; remove the checkpoints to start this one over",
                 )
-            ]
+            logger.warning("%s has no checkpoint: it starts over", directory)
+            return _execute(config, directory, loaded.to_yaml(), None, logged_until=-1)
+        done, pending = checkpoint.state["iteration"], checkpoint.state["pending"]
+        if done > config.runner.max_iterations:
+            message = f"is {config.runner.max_iterations}, and the run has done {done}"
+            raise ConfigError([ConfigProblem("runner.max_iterations", message, remedy="raise it")])
+        if done == config.runner.max_iterations and pending is None and _has_results(directory):
+            with Console(config.runner.logger.console, done, directory.name) as console:
+                console.restore(read_metrics(directory / METRICS_FILE))
+                console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
+            return 0
+        return _execute(
+            config, directory, loaded.to_yaml(), checkpoint, logged_until=done if pending is None else done - 1
         )
-    return _execute(config, directory, loaded.to_yaml(), checkpoint, resumed=True)
 
 
 def _execute(
-    config: Config, run_dir: Path, config_yaml: str, checkpoint: Checkpoint | None, resumed: bool = False
+    config: Config, run_dir: Path, config_yaml: str, checkpoint: Checkpoint | None, logged_until: int | None
 ) -> int:
-    """Bring up the parts of a run, walk through it, and write the report."""
-    _check_machine(config)
-    # Weights, two moments and a margin, of this and the kept checkpoints; the policy is not built yet.
-    preflight(run_dir, 64 * 2**20)
+    """Bring up the parts of a run, walk through it, and write the report.
+
+    Args:
+        config: the run.
+        run_dir: its directory.
+        config_yaml: the same, as it is kept there.
+        checkpoint: where to go on.
+        logged_until: last iteration whose metrics are kept; None for a new run.
+    """
     device = configure_torch(config)
     logger.info("device %s, %d threads", device, torch.get_num_threads())
-    iteration = checkpoint.state["iteration"] if checkpoint is not None else -1
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
     pool = make_pool(config, config.env.train.total_num_envs, run_dir / "logs")
     metrics: MetricsLogger | None = None
@@ -300,7 +310,7 @@ def _execute(
             pool.start_async()
             policy = build_policy(config)
             _write_config(run_dir, config_yaml)
-            metrics = MetricsLogger(run_dir, config.runner.logger, iteration if resumed else None, config.model_dump())
+            metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
             console.restore(read_metrics(metrics.path))
             pool.wait_started()
             runner = Runner(config, run_dir, pool, policy, metrics, console, stop)
@@ -313,19 +323,39 @@ def _execute(
             pool.close()
             if metrics is not None:
                 metrics.close()
-        if code == 0:
-            policy.save_pretrained(run_dir / "policy")
-        console.message(f"report: {write_report(run_dir)}")
-        if code:
+        if runner.finished:
+            _export(policy, run_dir / POLICY_DIR)
+        if read_metrics(run_dir / METRICS_FILE):
+            console.message(f"report: {write_report(run_dir)}")
+        if not runner.finished:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
     return code
 
 
-def _check_machine(config: Config) -> None:
-    if config.env.env_type == "maniskill":
-        from embodrl.scheduler.doctor import preflight_rendering
+def _check_machine(config: Config, run_dir: Path) -> None:
+    """Refuse what can't work before anything is started."""
+    resolve_device(config)
+    check_simulator(config)
+    preflight(run_dir, LEAST_FREE_BYTES)
 
-        preflight_rendering()
+
+def _has_results(run_dir: Path) -> bool:
+    return (run_dir / POLICY_DIR).is_dir() and (run_dir / REPORT_FILE).is_file()
+
+
+def _export(policy: VLAPolicy, directory: Path) -> None:
+    """Write the policy in its public layout; a directory of that name holds a whole one."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        policy.save_pretrained(partial)
+        if directory.exists():
+            shutil.rmtree(directory)
+        partial.replace(directory)
+    except OSError as error:
+        raise OutputError(
+            f"{directory} can't be written: {error}", "free some room, then `embodrl resume` the run"
+        ) from error
 
 
 def _write_config(run_dir: Path, config_yaml: str) -> None:

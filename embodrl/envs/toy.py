@@ -37,6 +37,7 @@ class ToyVectorEnv(VectorEnv):
         include_state: put the dot's position into the observation.
         auto_reset: start the next episode at the end of the chunk in which one has ended.
         ignore_terminations: only the step limit ends an episode.
+        seed: from which the seeds of auto-reset episodes follow, together with that of the episode before.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ToyVectorEnv(VectorEnv):
         include_state: bool = False,
         auto_reset: bool = True,
         ignore_terminations: bool = False,
+        seed: int = 0,
     ) -> None:
         self.spec = EnvSpec(
             num_envs=num_envs,
@@ -64,6 +66,7 @@ class ToyVectorEnv(VectorEnv):
         self._max_episode_steps = max_episode_steps
         self._auto_reset = auto_reset
         self._ignore_terminations = ignore_terminations
+        self._seed = seed
         self.position = np.zeros((num_envs, 2), np.float32)
         self.goals = np.zeros((num_envs, 2, 2), np.float32)
         self.task_id = np.zeros(num_envs, np.int32)
@@ -107,8 +110,8 @@ class ToyVectorEnv(VectorEnv):
         final_observation = self._observe() if final_mask.any() else None
         if self._auto_reset:
             for index in np.flatnonzero((terminated | truncated).any(axis=1)).tolist():
-                # From the seed of the last episode alone: what follows a reset depends on nothing before it.
-                sequence = np.random.SeedSequence([int(self.episode_seed[index]), 0x5EED])
+                # No counter: what follows a reset depends on nothing before it.
+                sequence = np.random.SeedSequence([self._seed, int(self.episode_seed[index]), 0x5EED])
                 self._begin(index, int(sequence.generate_state(1)[0]), int(self.task_id[index]))
         return EnvStep(
             observation=self._observe(),

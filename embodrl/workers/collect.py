@@ -108,8 +108,9 @@ class Collector:
 
 def collect(config: Config) -> int:
     """Gather demonstrations as ``config.collect`` says; returns the exit code."""
-    from embodrl.workers.env import make_pool
+    from embodrl.workers.env import check_simulator, make_pool
 
+    check_simulator(config)
     start_s = time.monotonic()
     pool = make_pool(config, config.env.train.total_num_envs, max_chunk=1, auto_reset=False, ignore_terminations=False)
     with pool, Progress("collect", config.collect.num_episodes, "episodes", config.runner.logger.console) as progress:

@@ -11,6 +11,18 @@ from embodrl.envs.pool import EnvPool
 from embodrl.scheduler.topology import assign_cpus
 
 
+def check_simulator(config: Config) -> None:
+    """Refuse a simulator that can't run on this machine, before anything is started.
+
+    Raises:
+        MissingDependencyError: names the missing package.
+    """
+    if config.env.env_type == "maniskill":
+        from embodrl.scheduler.doctor import preflight_rendering
+
+        preflight_rendering()
+
+
 def env_kwargs(config: Config) -> dict[str, Any]:
     """Return the keyword arguments of the VectorEnv, without ``num_envs``, as plain values."""
     env = config.env

@@ -64,6 +64,7 @@ class Evaluator:
             follows depends on what went before.
         engine: the policy.
         progress: called with the episodes done, now and then.
+        should_stop: asked before every chunk; if it answers True, ``run`` raises InterruptedError.
     """
 
     def __init__(
@@ -72,24 +73,35 @@ class Evaluator:
         pool: EnvPool,
         engine: NativeRolloutEngine,
         progress: Callable[[int, str], None] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.pool = pool
         self.engine = engine
         self.progress = progress
+        self.should_stop = should_stop
 
     def run(self, video_dir: Path | None = None) -> EvalResult:
-        """Play all episodes; write videos of the first ones into ``video_dir``."""
+        """Play all episodes; write videos of the first ones into ``video_dir``.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True; the state of the pool is that of new environments.
+        """
         settings, spec = self.config.env.eval, self.pool.spec
         num_tasks = len(spec.tasks)
         episodes = np.arange(settings.num_episodes)
         outcome = np.zeros((settings.num_episodes, 3), np.float64)
         self._seconds = {"env": 0.0, "policy": 0.0}
         self.pool.call("rebuild")
+        self.pool.call("mark")
         self.pool.call("set_auto_reset", {"value": False})
         for start in range(0, settings.num_episodes, spec.num_envs):
             wave = episodes[start : start + spec.num_envs]
-            self._play(wave, num_tasks, outcome, video_dir)
+            try:
+                self._play(wave, num_tasks, outcome, video_dir)
+            except InterruptedError:
+                self.pool.call("rewind")
+                raise
             if self.progress is not None:
                 done = start + len(wave)
                 self.progress(done, f"success {outcome[:done, 0].mean():.0%}")
@@ -121,6 +133,8 @@ class Evaluator:
         active = np.zeros(spec.num_envs, np.bool_)
         active[rows] = True
         while active.any():
+            if self.should_stop():
+                raise InterruptedError
             clock = self._lap("env", clock)
             chosen = np.flatnonzero(active)
             actions = np.zeros((spec.num_envs, chunk, spec.action_dim), np.float32)
@@ -150,10 +164,11 @@ class Evaluator:
 def evaluate(config: Config, json_path: Path | None = None) -> int:
     """`embodrl eval`: measure the policy that the configuration names; returns the exit code."""
     from embodrl.metrics.progress import Progress
-    from embodrl.workers.env import make_pool
+    from embodrl.workers.env import check_simulator, make_pool
     from embodrl.workers.policy import build_policy, configure_torch
 
     configure_torch(config)
+    check_simulator(config)
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
         policy = build_policy(config)

@@ -133,6 +133,8 @@ class RolloutWorker:
                 self._act(stage)
             for index in range(self.num_steps):
                 if self.should_stop():
+                    for stage in self.stages:
+                        stage.pool.wait()  # a pool with a step under way takes no other request
                     raise InterruptedError
                 for stage in self.stages:
                     self._receive(stage, stats)

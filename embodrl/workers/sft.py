@@ -22,6 +22,7 @@ from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.metrics.progress import Progress
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation
+from embodrl.workers.env import check_simulator
 from embodrl.workers.policy import build_policy, configure_torch
 
 
@@ -100,6 +101,8 @@ def sft(config: Config) -> int:
     """
     settings = config.sft
     device = configure_torch(config)
+    if settings.eval_interval:
+        check_simulator(config)
     demos = load_demos(Path(settings.data_dir), settings.max_episodes)
     policy = build_policy(config)
     output_dir = Path(settings.output_dir)
