@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.maniskill.controller import EndEffectorController
+from embodrl.envs.maniskill.grasp import use_numpy_grasp_check
 from embodrl.envs.maniskill.rendering import (
     accept_pci_devices,
     decimate_robot,
@@ -67,7 +69,7 @@ class ManiSkillSim:
         self.env: Any = gymnasium.make(
             task,
             num_envs=num_envs,
-            obs_mode="rgb",
+            obs_mode="none",  # ManiSkill would render at each reset; ``images`` does when asked
             control_mode="pd_ee_delta_pose",
             reward_mode="none",
             render_mode="rgb_array",
@@ -78,13 +80,16 @@ class ManiSkillSim:
             human_render_camera_configs={"height": human_size[0], "width": human_size[1]},
             reconfiguration_freq=0,
         ).unwrapped
-        self.env.reset(seed=[0] * num_envs)
         if self.task.show_hidden:
             self.env._hidden_objects.clear()
         reduction = (0.0 if device == "cuda" else 0.95) if mesh_decimation is None else mesh_decimation
         if reduction > 0:
             decimate_robot(self.env.agent.robot.links, reduction)
             simplify_ground(self.env.table_scene.ground)
+        self._controller: EndEffectorController | None = None
+        if sim_backend == "physx_cpu":
+            self._controller = EndEffectorController(self.env)
+            use_numpy_grasp_check(self.env.agent)
         space = self.env.single_action_space
         self.action_low = tuple(float(x) for x in space.low)
         self.action_high = tuple(float(x) for x in space.high)
@@ -93,13 +98,7 @@ class ManiSkillSim:
     def reset(self, seeds: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
         """Start new episodes in ``rows`` from ``seeds int64[N']``."""
         options = {} if self.num_envs == 1 else {"env_idx": self._tensor(rows)}
-        env = self.env
-        # ManiSkill would render the first observation; the caller asks for it when it needs one.
-        env.get_obs, keep = (lambda info, unflattened=False: {}), env.get_obs
-        try:
-            env.reset(seed=[int(s) for s in seeds], options=options)
-        finally:
-            env.get_obs = keep
+        self.env.reset(seed=[int(s) for s in seeds], options=options)
 
     def _tensor(self, array: NDArray[Any]) -> Any:
         from mani_skill.utils import common
@@ -113,11 +112,18 @@ class ManiSkillSim:
             The normalised dense reward ``float32[N]`` (ManiSkill's own, 1 at success) and success ``bool[N]``.
         """
         env = self.env
-        action = env._step_action(actions)
+        action = self._play(actions)
         env._elapsed_steps += 1
         info = env.get_info()
         reward = env.compute_normalized_dense_reward(obs={}, action=action, info=info)
         return to_numpy(reward).astype(np.float32), to_numpy(info["success"]).astype(np.bool_)
+
+    def _play(self, actions: NDArray[np.float32]) -> Any:
+        """Advance physics by a control step; return the actions as ManiSkill's rewards want them."""
+        if self._controller is None:
+            return self.env._step_action(actions)
+        self._controller.step(actions[0])
+        return self._tensor(actions)
 
     def dense_reward(self) -> NDArray[np.float32]:
         """Return the normalised dense reward of the present state, ``float32[N]``."""
@@ -126,8 +132,15 @@ class ManiSkillSim:
 
     def images(self) -> NDArray[np.uint8]:
         """Render the cameras: ``uint8[N,V,H,W,3]``."""
-        data = self.env._get_obs_sensor_data()
-        views = [to_numpy(data[name]["rgb"]) for name in self.camera_names]
+        env = self.env
+        for hidden in env._hidden_objects:
+            hidden.hide_visual()
+        env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
+        env.capture_sensor_data()
+        views = [
+            to_numpy(env._sensors[name].get_obs(depth=False, position=False, segmentation=False)["rgb"])
+            for name in self.camera_names
+        ]
         return np.stack(views, axis=1).astype(np.uint8, copy=False)
 
     def render_human(self) -> NDArray[np.uint8]:
