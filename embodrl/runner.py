@@ -27,7 +27,7 @@ from embodrl.metrics.sinks import METRICS_FILE, MetricsLogger, read_metrics
 from embodrl.models.base import VLAPolicy
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
-from embodrl.workers.policy import build_policy, configure_torch, resolve_device
+from embodrl.workers.policy import build_policy, configure_torch, num_threads, resolve_device
 from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.stop import StopSignal
 
@@ -67,9 +67,9 @@ class Runner:
     ) -> None:
         self.config, self.run_dir, self.pool = config, run_dir, pool
         self.metrics, self.console, self.stop = metrics, console, stop
-        runner = config.runner
-        self.engine = NativeTrainEngine(policy, config.actor, runner.max_iterations, policy.device)
-        self.rollout_engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed)
+        runner, cores = config.runner, num_threads(config)
+        self.engine = NativeTrainEngine(policy, config.actor, runner.max_iterations, policy.device, cores)
+        self.rollout_engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
         self.rollout = RolloutWorker(config, pool, self.rollout_engine, lambda: bool(stop))
         self.evaluator = Evaluator(config, pool, self.rollout_engine, should_stop=lambda: bool(stop))
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
@@ -109,11 +109,11 @@ class Runner:
         self.console.phase("rollout")
         start = time.perf_counter()
         self.pool.call("mark")
-        before = generator_state(self.rollout_engine.generator)
+        before = self.rollout_engine.random_state()
         try:
             batch, rollout_metrics = self.rollout.gather(self.iteration)
         except InterruptedError:
-            restore_generator(self.rollout_engine.generator, before)
+            self.rollout_engine.set_random_state(before)
             self.pool.call("rewind")
             raise
         self.console.phase("update")
@@ -181,7 +181,7 @@ class Runner:
             "engine": saved.state,
             "rng": capture_rng(),
             "shuffle": generator_state(self.shuffle),
-            "rollout": generator_state(self.rollout_engine.generator),
+            "rollout": self.rollout_engine.random_state(),
             "faults": vars(self.pool.faults),
         }
         blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state())}
@@ -211,7 +211,7 @@ class Runner:
             ) from error
         restore_rng(state["rng"])
         restore_generator(self.shuffle, state["shuffle"])
-        restore_generator(self.rollout_engine.generator, state["rollout"])
+        self.rollout_engine.set_random_state(state["rollout"])
         vars(self.pool.faults).update(state["faults"])
         self.iteration, self.env_steps = state["iteration"], state["env_steps"]
         self.pending, self.saved = state["pending"], True
@@ -300,7 +300,7 @@ def _execute(
         logged_until: last iteration whose metrics are kept; None for a new run.
     """
     device = configure_torch(config)
-    logger.info("device %s, %d threads", device, torch.get_num_threads())
+    logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
     pool = make_pool(config, config.env.train.total_num_envs, run_dir / "logs")
     metrics: MetricsLogger | None = None

@@ -38,15 +38,22 @@ class NativeTrainEngine(TrainEngine):
         config: batch sizes, precision, optimizer.
         total_iterations: length of the run, for the learning-rate schedule.
         device: where the policy trains.
+        num_threads: micro-batches computed at the same time on a CPU.
     """
 
     def __init__(
-        self, policy: VLAPolicy, config: ActorConfig, total_iterations: int, device: torch.device | str
+        self,
+        policy: VLAPolicy,
+        config: ActorConfig,
+        total_iterations: int,
+        device: torch.device | str,
+        num_threads: int = 1,
     ) -> None:
         self.device = torch.device(device)
         self.policy = policy.to(self.device)
         self.config = config
         self.total_iterations = total_iterations
+        self.num_threads = num_threads if self.device.type == "cpu" else 1
         self.precision: Precision = resolve_precision(config.precision, self.device)
         self.version = 0
         self.nonfinite_in_row = 0
@@ -188,8 +195,7 @@ class NativeTrainEngine(TrainEngine):
 
         chosen = torch.arange(num_rows_of(minibatch)).split(self.config.micro_batch_size)
         trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
-        num_threads = torch.get_num_threads() if self.device.type == "cpu" else 1
-        total, outputs = add_gradients([lambda rows=rows: compute(rows) for rows in chosen], trained, num_threads)
+        total, outputs = add_gradients([lambda rows=rows: compute(rows) for rows in chosen], trained, self.num_threads)
         metrics: dict[str, Tensor] = {}
         for output in outputs:
             for name, value in output.items():

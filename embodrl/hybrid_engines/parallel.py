@@ -1,8 +1,8 @@
 """Micro-batches side by side on the cores of a CPU.
 
 Splitting each small operation over the cores costs a barrier an operation; at the size of a tiny policy that eats most
-of the gain. Here every core takes whole micro-batches instead. Gradients are summed in the order of the micro-batches,
-so that the result does not depend on which thread was first.
+of the gain, and stalls whenever another process wants a core. Here every core takes whole micro-batches instead.
+Gradients are summed in the order of the micro-batches, so that the result does not depend on which thread was first.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ T = TypeVar("T")
 
 
 def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int) -> list[T]:
-    """Return what the tasks return, in their order; each runs its operations on one core."""
+    """Return what the tasks return, in their order; ``torch.set_num_threads(1)`` must have been called."""
     if num_threads <= 1 or len(tasks) <= 1:
         return [task() for task in tasks]
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(lambda task: task(), tasks))
-    finally:
-        torch.set_num_threads(before)
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(lambda task: task(), tasks))
 
 
 def add_gradients(

@@ -165,14 +165,16 @@ def evaluate(config: Config, json_path: Path | None = None) -> int:
     """`embodrl eval`: measure the policy that the configuration names; returns the exit code."""
     from embodrl.metrics.progress import Progress
     from embodrl.workers.env import check_simulator, make_pool
-    from embodrl.workers.policy import build_policy, configure_torch
+    from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
     configure_torch(config)
     check_simulator(config)
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
         policy = build_policy(config)
-        engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, config.runner.seed)
+        engine = NativeRolloutEngine(
+            policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads(config)
+        )
         video_dir = None
         if config.runner.output_dir != "auto" and config.env.video.enabled:
             video_dir = Path(config.runner.output_dir) / "videos" / "eval"

@@ -28,11 +28,17 @@ def resolve_device(config: Config) -> torch.device:
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def num_threads(config: Config) -> int:
+    """Return how many cores the policy may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+    return config.cluster.num_threads or cores
+
+
 def configure_torch(config: Config) -> torch.device:
     """Set threads and seeds; return the device of the policy."""
     device = resolve_device(config)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
-    torch.set_num_threads(config.cluster.num_threads or cores)
+    # The engines give whole batches to threads; torch must not split operations as well.
+    torch.set_num_threads(1 if device.type == "cpu" else num_threads(config))
     torch.manual_seed(config.runner.seed)
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True)

@@ -23,7 +23,7 @@ from embodrl.metrics.progress import Progress
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation
 from embodrl.workers.env import check_simulator
-from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
 
 def learning_rate(settings: SftConfig, step: int) -> float:
@@ -73,10 +73,14 @@ def make_optimizer(policy: VLAPolicy, settings: SftConfig) -> torch.optim.AdamW:
 
 
 def _backward(
-    policy: VLAPolicy, inputs: dict[str, Tensor], parameters: list[nn.Parameter], smoothing: float, precision: Precision
+    policy: VLAPolicy,
+    inputs: dict[str, Tensor],
+    parameters: list[nn.Parameter],
+    smoothing: float,
+    precision: Precision,
+    cores: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the gradients of a batch; on a CPU every core takes a part of it. Return the loss and scalars."""
-    cores = torch.get_num_threads() if policy.device.type == "cpu" else 1
+    """Add the gradients of a batch, of which every core takes a part; return the loss and scalars."""
     total = inputs["action_mask"].sum()
     parts = [
         dict(zip(inputs, part, strict=True)) for part in zip(*(x.chunk(cores) for x in inputs.values()), strict=True)
@@ -109,6 +113,7 @@ def sft(config: Config) -> int:
     output_dir.mkdir(parents=True, exist_ok=True)
     optimizer = make_optimizer(policy, settings)
     precision = resolve_precision(config.actor.precision, device)
+    cores = num_threads(config) if device.type == "cpu" else 1
     stream = batches(demos, settings, policy.num_action_chunks, config.runner.seed)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     start_s = time.monotonic()
@@ -122,7 +127,7 @@ def sft(config: Config) -> int:
                 group["lr"] = learning_rate(settings, step)
             observation, actions, inside = next(stream)
             inputs = policy.sft_inputs(observation, actions) | {"action_mask": inside.to(device)}
-            loss, scalars = _backward(policy, inputs, parameters, settings.label_smoothing_bins, precision)
+            loss, scalars = _backward(policy, inputs, parameters, settings.label_smoothing_bins, precision, cores)
             nn.utils.clip_grad_norm_(parameters, 1.0)
             if not math.isfinite(float(loss.detach())):
                 raise EmbodrlError(f"the loss is {float(loss)} at step {step}", "lower sft.lr")
@@ -145,6 +150,8 @@ def _success_rate(config: Config, policy: VLAPolicy) -> float:
     from embodrl.workers.env import make_pool
     from embodrl.workers.evaluate import Evaluator
 
-    engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, config.runner.seed)
+    engine = NativeRolloutEngine(
+        policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads(config)
+    )
     with make_pool(config, config.env.eval.total_num_envs) as pool:
         return Evaluator(config, pool, engine).run().success_rate
