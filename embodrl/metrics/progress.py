@@ -53,8 +53,8 @@ class Progress:
             if done >= self.total and self._last_s == float("inf"):
                 return
             rate = done / max(now_s - self._start_s, 1e-9)
-            eta_s = (self.total - done) / rate if rate > 0 else float("nan")
-            print(f"{self.title}: {done}/{self.total} {self.unit}, {rate:.1f}/s, ETA {eta_s:.0f} s  {note}", flush=True)
+            eta = f"{(self.total - done) / rate:.0f} s" if rate > 0 else "unknown"
+            print(f"{self.title}: {done}/{self.total} {self.unit}, {rate:.1f}/s, ETA {eta}  {note}", flush=True)
             self._last_s = now_s if done < self.total else float("inf")
 
     def message(self, text: str) -> None:
