@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 POSITION_STEP_M = 0.1
 """Position change that an action of 1 asks for in pd_ee_delta_pose."""
-ROTATION_STEP_RAD = 0.1
-"""Rotation that an action of 1 asks for; ManiSkill turns the other way round (it scales by the lower bound)."""
 OPEN, CLOSED = 1.0, -1.0
 
 
@@ -23,11 +21,33 @@ class Expert(ABC):
         """Return the next action ``float32[7]`` in [-1, 1] for a single ManiSkill environment."""
 
 
+SHOULDER_M = (-0.615, 0.0, 0.333)
+"""Where the Panda's arm begins, in the world of ManiSkill's table-top tasks."""
+WRIST_OFFSET_M = (-0.088, 0.2104)
+"""From the tool that points down to the wrist: radially and up."""
+MAX_REACH_M = 0.71
+"""From the shoulder to the wrist; 0.719 with the arm stretched."""
+
+
+def is_reachable(point_m: NDArray[np.float32]) -> bool:
+    """Return whether the tool, pointing down, can be at ``point_m[3]``; inverse kinematics fails beyond."""
+    radius = np.hypot(point_m[0] - SHOULDER_M[0], point_m[1] - SHOULDER_M[1]) + WRIST_OFFSET_M[0]
+    height = point_m[2] + WRIST_OFFSET_M[1] - SHOULDER_M[2]
+    return bool(np.hypot(radius, height) < MAX_REACH_M)
+
+
 def reach(
     tcp_m: NDArray[np.float32], target_m: NDArray[np.float32], gripper: float, gain: float = 2.0
 ) -> NDArray[np.float32]:
-    """Return the action that moves the tool centre point ``tcp_m[3]`` towards ``target_m[3]``."""
+    """Return the action that moves the tool centre point ``tcp_m[3]`` towards ``target_m[3]``.
+
+    With a gain above 1 it asks for more than is needed, as the arm lags; not for more than the arm can do.
+    """
     action = np.zeros(7, np.float32)
-    action[:3] = np.clip(gain * (target_m - tcp_m) / POSITION_STEP_M, -1, 1)
+    step = np.clip(gain * (target_m - tcp_m) / POSITION_STEP_M, -1, 1)
+    while np.abs(step).max() > 0.05 and not is_reachable(tcp_m + step * POSITION_STEP_M):
+        # Sideways first: what is too far out may still be lifted or lowered.
+        step[: 2 if np.abs(step[:2]).max() > 0.05 else 3] *= 0.7
+    action[:3] = step
     action[6] = gripper
     return action

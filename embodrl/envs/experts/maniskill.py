@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.experts.base import CLOSED, OPEN, ROTATION_STEP_RAD, Expert, reach
+from embodrl.envs.experts.base import CLOSED, OPEN, Expert, reach
 
 Vector = NDArray[np.float32]
 
@@ -114,9 +114,17 @@ class StackCube(PickCube):
 
 
 class LiftPegUpright(Expert):
-    """Grasp the peg near its far end, turn it upright about the y axis and set it down."""
+    """Pinch the peg loosely at its far end, lift so that it turns in the grip, and set it on its foot.
 
-    grip_m = 0.06
+    The wrist can tilt by some 55 degrees only so low above the table; gravity does the turning.
+    """
+
+    grip_m = 0.09
+    grip_force = 0.1
+    half_length_m = 0.12
+    clearance_m = 0.01
+    foresight_s = 0.07
+    upright_cosine = 0.95
 
     def __init__(self) -> None:
         self.closing = 0
@@ -130,30 +138,32 @@ class LiftPegUpright(Expert):
             self.side = 1.0 if axis[0] > 0 else -1.0
         axis = axis * self.side
         grip = peg + axis * self.grip_m
-        tilt_rad = float(np.arcsin(np.clip(axis[2], -1, 1)))
         if bool(env.agent.is_grasping(env.peg)[0]):
-            return self._turn(tcp, peg, tilt_rad)
-        if np.linalg.norm(tcp[:2] - grip[:2]) > 0.015 and tcp[2] - grip[2] < 0.05 and self.closing == 0:
-            height = grip[2] + 0.08 if np.linalg.norm(tcp[:2] - grip[:2]) > 0.03 else tcp[2]
-            return reach(tcp, np.array([grip[0], grip[1], height], np.float32), OPEN)
-        if np.linalg.norm(tcp[:2] - grip[:2]) > 0.015:
+            spin_rad_s = env.peg.angular_velocity[0].cpu().numpy()
+            return self._raise(tcp, peg, axis, axis + self.foresight_s * np.cross(spin_rad_s, axis))
+        apart = float(np.linalg.norm(tcp[:2] - grip[:2]))
+        if apart > 0.015:
             self.closing = 0
-            return reach(tcp, np.array([grip[0], grip[1], grip[2] + 0.06], np.float32), OPEN)
+            height = grip[2] + 0.07 if apart > 0.03 else max(tcp[2], grip[2])
+            return reach(tcp, np.array([grip[0], grip[1], height], np.float32), OPEN)
         if tcp[2] - grip[2] > 0.01 and self.closing == 0:
             return reach(tcp, grip, OPEN)
         self.closing = (self.closing + 1) % 8
-        return reach(tcp, grip, CLOSED)
+        return reach(tcp, grip, self.grip_force)
 
-    def _turn(self, tcp: Vector, peg: Vector, tilt_rad: float) -> Vector:
-        remaining_rad = np.pi / 2 - tilt_rad
-        # The lower end must clear the table while the peg turns about the gripper.
-        low_m = 0.12 * np.sin(max(tilt_rad, 0.0)) + 0.025 * np.cos(tilt_rad)
-        height = low_m + (0.02 if remaining_rad > 0.06 else 0.0)
+    def _raise(self, tcp: Vector, peg: Vector, axis: Vector, lean: Vector) -> Vector:
+        """Return the action with the peg in hand; ``axis`` points to its head, ``lean`` is where it will soon."""
+        above_m = float(tcp[2] - peg[2])
         target = tcp.copy()
-        target[2] += height - peg[2]
-        action = reach(tcp, target, CLOSED, gain=1.5)
-        action[4] = np.clip(1.0 * remaining_rad / ROTATION_STEP_RAD, -1, 1)
-        return action
+        if axis[2] < self.upright_cosine:
+            foot = peg - axis * self.half_length_m
+            target[:2] += 0.5 * (foot[:2] - tcp[:2]) * max(axis[2], 0.0)
+            target[2] = self.half_length_m + self.grip_m + self.clearance_m
+            return reach(tcp, target, self.grip_force, gain=1.5)
+        # Bring the head over the foot while it comes down.
+        target[:2] -= lean[:2] * (self.half_length_m + above_m)
+        target[2] = self.half_length_m + above_m - 0.005
+        return reach(tcp, target, self.grip_force)
 
 
 def push_cube() -> Expert:
