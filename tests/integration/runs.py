@@ -1,0 +1,104 @@
+"""Whole runs of the command line at the smallest size, as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).parent
+GONE_S = 20.0
+TINY_POLICY = """
+model:
+  warm_start: null
+  num_action_chunks: 3
+  architecture:
+    image_size: 16
+    patch_size: 8
+    dino: {width: 8, depth: 2, num_heads: 1, mlp_dim: 16}
+    siglip: {width: 8, depth: 2, num_heads: 1, mlp_dim: 16}
+    hidden_size: 16
+    intermediate_size: 32
+    num_hidden_layers: 1
+    num_attention_heads: 2
+  value_head: {hidden_sizes: [8]}
+actor:
+  global_batch_size: 8
+  micro_batch_size: 4
+  optim: {critic_warmup_iterations: 1, lr_warmup_iterations: 0, lr: 1.0e-3}
+cluster: {num_threads: 1}
+runner:
+  max_iterations: 4
+  eval_interval: 2
+  save_interval: 2
+  logger: {tensorboard: false, console: plain}
+extensions: [stop_at]
+"""
+TINY = (
+    """
+presets: {env: toy}
+env:
+  tasks: [reach-red, reach-green]
+  max_episode_steps: 6
+  pin_cpus: false
+  cameras: [{height: 16, width: 16}]
+  train: {total_num_envs: 4, max_steps_per_rollout_epoch: 12}
+  eval: {total_num_envs: 4, num_episodes: 6}
+collect: {num_episodes: 6}
+"""
+    + TINY_POLICY
+)
+# One run: 2 waves of evaluation x 2 chunks, then 4 iterations of 4 chunks and 4 optimizer steps, an evaluation and a
+# checkpoint after iterations 2 and 4.
+
+
+@dataclass
+class Outcome:
+    code: int
+    stdout: str
+    stderr: str
+
+
+def embodrl(*args: object, stop_at: str = "", children: Path | None = None, cwd: Path | None = None) -> Outcome:
+    """Run the command line to its end; ``children`` gets the process ids that live when the signal is sent."""
+    process = start(*args, stop_at=stop_at, children=children, cwd=cwd)
+    stdout, stderr = process.communicate(timeout=240)
+    return Outcome(process.returncode, stdout, stderr)
+
+
+def start(
+    *args: object, stop_at: str = "", children: Path | None = None, cwd: Path | None = None
+) -> subprocess.Popen[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("STOP_AT")}
+    environ |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "STOP_AT": stop_at, "COLUMNS": "200"}
+    environ |= {"STOP_AT_CHILDREN": str(children or os.devnull)}
+    command = [sys.executable, "-c", "from embodrl.cli.main import main; main()", *map(str, args)]
+    return subprocess.Popen(command, env=environ, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def assert_gone(children: Path) -> None:
+    """Two simulators were alive when the signal came, and none is left."""
+    pids = [int(line) for line in children.read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + GONE_S
+    while left := [pid for pid in pids if psutil.pid_exists(pid) and is_running(pid)]:
+        assert time.monotonic() < deadline, f"{left} outlived the run"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie, which somebody else has to reap, is not running."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def metrics(run_dir: Path) -> list[dict[str, object]]:
+    """All that does not depend on the clock."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]

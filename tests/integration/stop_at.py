@@ -1,0 +1,49 @@
+"""An extension that sends this process a signal at a chosen point of its work, so that no test depends on timing.
+
+``STOP_AT=act:3:SIGINT`` interrupts the third call of the function called ``act`` in POINTS; several are separated by
+commas. The process ids of the children at that moment go to the file ``STOP_AT_CHILDREN``.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+
+POINTS = {
+    "act": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act",
+    "act_greedily": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act_greedily",
+    "optimizer_step": "embodrl.hybrid_engines.native:NativeTrainEngine.optimizer_step",
+    "write_file": "embodrl.checkpoint:_write_file",
+    "sync_directory": "embodrl.checkpoint:_sync_directory",
+    "log": "embodrl.metrics.sinks:MetricsLogger.log",
+    "wait_started": "embodrl.envs.pool:EnvPool.wait_started",
+}
+
+
+def install(point, wanted, number):
+    module_name, _, path = POINTS[point].partition(":")
+    __import__(module_name)
+    owner = sys.modules[module_name]
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original, calls = getattr(owner, name), 0
+
+    def replacement(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == wanted:
+            children = [child.pid for child in psutil.Process().children(recursive=True)]
+            Path(os.environ["STOP_AT_CHILDREN"]).write_text("\n".join(map(str, children)))
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+
+if os.environ.get("STOP_AT") and "embodrl.envs.worker_main" not in sys.modules:
+    for order in os.environ["STOP_AT"].split(","):
+        point, wanted, number = order.split(":")
+        install(point, int(wanted), signal.Signals[number])

@@ -1,0 +1,272 @@
+"""Whole runs through the command line, on the toy environment: output, determinism, signals, resuming."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import TINY, Outcome, assert_gone, embodrl, metrics, start
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The uninterrupted run that the others are compared with."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}")
+    assert outcome.code == 0, outcome.stderr
+    return run_dir, outcome
+
+
+def resume(run_dir: Path) -> Outcome:
+    outcome = embodrl("resume", run_dir)
+    assert outcome.code == 0, outcome.stderr
+    return outcome
+
+
+def assert_same_run(run_dir: Path, whole: Path) -> None:
+    assert metrics(run_dir) == metrics(whole)
+    left, right = (load_file(directory / "policy" / "model.safetensors") for directory in (run_dir, whole))
+    assert left.keys() == right.keys()
+    assert all(left[name].equal(right[name]) for name in left)
+
+
+def test_a_run_leaves_what_others_rely_on(whole: tuple[Path, Outcome]) -> None:
+    run_dir, outcome = whole
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["env_steps"] for row in rows] == [0, 48, 96, 144, 192]  # 4 environments x 12 steps
+    assert [("eval/success_rate" in row) for row in rows] == [True, False, True, False, True]
+    for row in rows[1:]:
+        assert 0 <= row["rollout/success_rate"] <= 1
+        for name in ("time/env_s", "time/policy_s", "time/train_s", "time/total_s"):
+            assert row[name] > 0, name
+        assert isinstance(row["train/policy_loss"], float)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert config["env"]["env_type"] == "toy" and config["runner"]["max_iterations"] == 4
+    assert "data:image/png;base64," in (run_dir / "report.html").read_text()
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in (run_dir / "logs").iterdir()} == {"embodrl.log", "env_0.log", "env_1.log"}
+    log = (run_dir / "logs" / "embodrl.log").read_text()
+    assert all(line in log for line in outcome.stdout.splitlines()), "what is on the screen is in the log"
+
+
+def test_another_run_with_the_same_seed_is_the_same(whole: tuple[Path, Outcome], config: Path, tmp_path: Path) -> None:
+    assert embodrl("train", "--config", config, f"runner.output_dir={tmp_path / 'run'}").code == 0
+    assert_same_run(tmp_path / "run", whole[0])
+
+
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        "act_greedily:1:SIGKILL",  # before anything was logged
+        "write_file:4:SIGKILL",  # within the first checkpoint: its third file (the first file is the preflight's)
+        "act:11:SIGKILL",  # in the rollout of iteration 3
+        "optimizer_step:14:SIGKILL",  # in the update of iteration 4
+        "log:5:SIGKILL",  # the last iteration is done, not yet logged
+    ],
+)
+def test_a_killed_run_is_resumed_bit_exactly(
+    stop_at: str, whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", stop_at=stop_at, children=children)
+    assert outcome.code == -signal.SIGKILL
+    assert_gone(children)
+    outcome = resume(run_dir)
+    first_checkpoint = stop_at.split(":")[0] in ("act_greedily", "write_file")
+    assert ("starts over" in outcome.stderr) == first_checkpoint
+    assert_same_run(run_dir, whole[0])
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "code", "checkpoint"),
+    [
+        ("act_greedily:2:SIGINT", 130, "step_0"),  # in the first evaluation
+        ("act:2:SIGTERM", 143, "step_0"),  # in the first rollout
+        ("act:6:SIGINT", 130, "step_1"),  # in a rollout, away from the schedule
+        ("optimizer_step:10:SIGTERM", 143, "step_3"),  # in an update: it is finished first
+        ("act_greedily:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
+    ],
+)
+def test_a_signal_saves_and_the_run_goes_on_from_there(
+    stop_at: str, code: int, checkpoint: str, whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", stop_at=stop_at, children=children)
+    assert outcome.code == code, outcome.stderr
+    assert f"embodrl resume {run_dir}" in outcome.stdout
+    assert_gone(children)
+    assert checkpoint in [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert f"resuming from {run_dir / 'checkpoints' / checkpoint}" in resume(run_dir).stdout
+    assert_same_run(run_dir, whole[0])
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "code"),
+    [
+        ("act:1:SIGINT,act:2:SIGINT", 130),
+        ("optimizer_step:1:SIGINT,optimizer_step:2:SIGTERM", 143),
+        ("wait_started:1:SIGINT", 130),  # nothing to save yet
+        ("wait_started:1:SIGTERM", 143),
+    ],
+)
+def test_a_second_signal_or_one_at_the_start_ends_at_once(
+    stop_at: str, code: int, config: Path, tmp_path: Path
+) -> None:
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    # Two stages: the policy is asked twice before the loop looks at the signal.
+    stages = ["rollout.pipeline_stages=2"] if stop_at.startswith("act") else []
+    outcome = embodrl(
+        "train", "--config", config, f"runner.output_dir={run_dir}", *stages, stop_at=stop_at, children=children
+    )
+    assert outcome.code == code, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert_gone(children)
+    assert not list(run_dir.glob("checkpoints/*"))
+
+
+def test_a_signal_from_outside_ends_every_process(config: Path, tmp_path: Path) -> None:
+    process = start("train", "--config", config, f"runner.output_dir={tmp_path}", "runner.max_iterations=100000")
+    path, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 120
+    while not path.is_file() or len(path.read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    children = tmp_path / "children"
+    import psutil
+
+    children.write_text("\n".join(str(child.pid) for child in psutil.Process(process.pid).children(recursive=True)))
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert_gone(children)
+    done = metrics(tmp_path)[-1]["iteration"]
+    assert (tmp_path / "checkpoints" / f"step_{done}").is_dir()
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped"])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+    damage: str, whole: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    copy(whole[0], run_dir)
+    path = run_dir / "checkpoints" / "step_4" / "policy.safetensors"
+    content = bytearray(path.read_bytes())
+    if damage == "torn":
+        content = content[: len(content) // 2]
+    else:
+        content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    outcome = resume(run_dir)
+    assert "step_4 is not used" in outcome.stderr
+    assert f"resuming from {run_dir / 'checkpoints' / 'step_2'}" in outcome.stdout
+    assert "step_4 is not used" in (run_dir / "logs" / "embodrl.log").read_text()
+    assert_same_run(run_dir, whole[0])
+
+
+def test_a_run_without_an_intact_checkpoint_is_refused_and_left_alone(
+    whole: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    copy(whole[0], run_dir)
+    for path in run_dir.glob("checkpoints/*/state.json"):
+        path.write_text("{}")
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    outcome = embodrl("resume", run_dir)
+    assert outcome.code == 1
+    assert "is intact" in outcome.stderr and "remedy" in outcome.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_is_left_alone_and_goes_on_when_asked(whole: tuple[Path, Outcome], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    copy(whole[0], run_dir)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "logs"}
+    outcome = resume(run_dir)
+    assert "all 4 iterations are done" in outcome.stdout
+    assert before == {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.parent.name != "logs"}
+
+    outcome = embodrl("resume", run_dir, "runner.max_iterations=3")
+    assert outcome.code == 2 and "runner.max_iterations" in outcome.stderr
+
+    assert embodrl("resume", run_dir, "runner.max_iterations=5").code == 0
+    rows = metrics(run_dir)
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    assert rows[:5] == metrics(whole[0])
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["runner"]["max_iterations"] == 5
+
+
+def test_what_can_not_work_is_refused_before_anything_starts(
+    whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={whole[0]}")
+    assert outcome.code == 1 and "holds an earlier run" in outcome.stderr
+
+    outcome = embodrl("train", "--config", config, "runner.output_dir=/proc/none/run")
+    assert outcome.code == 2 if "The configuration" in outcome.stderr else 1
+    assert "can't be written" in outcome.stderr and "remedy" in outcome.stderr
+
+    outcome = embodrl("resume", tmp_path)
+    assert outcome.code == 1 and "not the directory of a run" in outcome.stderr
+    import torch
+
+    if not torch.cuda.is_available():
+        run_dir = tmp_path / "run"
+        outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", "cluster.device=cuda")
+        assert outcome.code in (1, 2) and "GPU" in outcome.stderr
+        assert not run_dir.exists()
+
+
+def test_a_policy_of_a_run_is_measured(whole: tuple[Path, Outcome], tmp_path: Path) -> None:
+    run_dir, result = whole[0], tmp_path / "result.json"
+    outcome = embodrl(
+        "eval", "--config", run_dir / "config.yaml", f"model.warm_start={run_dir / 'policy'}", "--json", result
+    )
+    assert outcome.code == 0, outcome.stderr
+    found = json.loads(result.read_text())
+    last = metrics(run_dir)[-1]
+    assert found["episodes"] == 6
+    assert found["success_rate"] == last["eval/success_rate"]
+    assert found["mean_return"] == last["eval/return"]
+    assert found["per_task"].keys() == {"reach-red", "reach-green"}
+
+
+def test_demonstrations_fine_tuning_and_evaluation(config: Path, tmp_path: Path) -> None:
+    demos, tuned = tmp_path / "demos", tmp_path / "sft"
+    outcome = embodrl("collect", "--config", config, f"collect.output_dir={demos}", "env.max_episode_steps=21")
+    assert outcome.code == 0, outcome.stderr
+    index = json.loads((demos / "index.json").read_text())
+    assert [episode["task"] for episode in index["episodes"]].count("reach-red") == 3
+    assert len(index["episodes"]) == 6 and all(episode["success"] for episode in index["episodes"])
+
+    settings = [f"sft.data_dir={demos}", f"sft.output_dir={tuned}", "sft.max_steps=30", "sft.batch_size=8"]
+    settings += ["sft.lr_warmup_steps=3", "sft.log_interval=10", "sft.lr=3.0e-3"]
+    outcome = embodrl("sft", "--config", config, *settings)
+    assert outcome.code == 0, outcome.stderr
+    rows = [json.loads(line) for line in (tuned / "sft_metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+    result = tmp_path / "result.json"
+    outcome = embodrl("eval", "--config", config, f"model.warm_start={tuned / 'policy'}", "--json", result)
+    assert outcome.code == 0, outcome.stderr
+    assert json.loads(result.read_text())["episodes"] == 6
+
+
+def copy(source: Path, target: Path) -> None:
+    import shutil
+
+    shutil.copytree(source, target)
