@@ -211,7 +211,14 @@ class Runner:
             ) from error
         restore_rng(state["rng"])
         restore_generator(self.shuffle, state["shuffle"])
-        self.rollout_engine.set_random_state(state["rollout"])
+        try:
+            self.rollout_engine.set_random_state(state["rollout"])
+        except ValueError as error:
+            raise CheckpointError(
+                f"{checkpoint.path} was made with {len(state['rollout'])} threads, not with "
+                f"{self.rollout_engine.num_threads}",
+                f"resume with cluster.num_threads={len(state['rollout'])}",
+            ) from error
         vars(self.pool.faults).update(state["faults"])
         self.iteration, self.env_steps = state["iteration"], state["env_steps"]
         self.pending, self.saved = state["pending"], True

@@ -1,0 +1,71 @@
+import json
+
+import numpy as np
+import pytest
+
+from embodrl.data.demos import DemoWriter, Episode, load_demos
+from embodrl.errors import EmbodrlError
+
+
+def episode(number: int, length: int, success: bool = True) -> Episode:
+    images = np.full((length, 1, 4, 4, 3), number, np.uint8)
+    images[:, 0, 0, 0, 0] = np.arange(length)
+    actions = (np.arange(length * 2, dtype=np.float32) + 100 * number).reshape(length, 2)
+    return Episode(images, actions, f"do {number}", f"task-{number % 2}", 10 + number, success)
+
+
+def write(directory, lengths=(3, 1, 4), shard_episodes=2):
+    writer = DemoWriter(directory, shard_episodes)
+    for number, length in enumerate(lengths):
+        writer.add(episode(number, length))
+    writer.close({"made": "by a test"})
+
+
+def test_what_is_written_comes_back(tmp_path):
+    write(tmp_path)
+    assert len(list(tmp_path.glob("shard_*.safetensors"))) == 2
+    demos = load_demos(tmp_path)
+    assert demos.images.shape == (8, 1, 4, 4, 3) and demos.images.dtype == np.uint8
+    np.testing.assert_array_equal(
+        demos.actions, np.concatenate([episode(i, n).actions for i, n in ((0, 3), (1, 1), (2, 4))])
+    )
+    np.testing.assert_array_equal(demos.images[:, 0, 1, 1, 0], [0, 0, 0, 1, 2, 2, 2, 2])
+    np.testing.assert_array_equal(demos.episode, [0, 0, 0, 1, 2, 2, 2, 2])
+    np.testing.assert_array_equal(demos.last, [2, 2, 2, 3, 7, 7, 7, 7])
+    assert demos.instructions == ["do 0", "do 1", "do 2"] and demos.tasks == ["task-0", "task-1", "task-0"]
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["meta"] == {"made": "by a test"}
+    assert [entry["seed"] for entry in index["episodes"]] == [10, 11, 12]
+
+
+def test_only_the_first_episodes_if_asked(tmp_path):
+    write(tmp_path)
+    assert load_demos(tmp_path, 2).actions.shape == (4, 2)
+
+
+def test_chunks_end_with_their_episode(tmp_path):
+    write(tmp_path)
+    actions, inside = load_demos(tmp_path).action_chunks(np.array([1, 3, 4]), 3)
+    np.testing.assert_array_equal(inside, [[True, True, False], [True, False, False], [True, True, True]])
+    np.testing.assert_array_equal(actions[0], [[2, 3], [4, 5], [4, 5]])  # the last action is repeated
+    np.testing.assert_array_equal(actions[1], [[100, 101]] * 3)
+    np.testing.assert_array_equal(actions[2], [[200, 201], [202, 203], [204, 205]])
+
+
+def test_incomplete_foreign_and_full_directories_are_refused(tmp_path):
+    writer = DemoWriter(tmp_path, 1)
+    writer.add(episode(0, 3))  # a shard, and no index: a run that was killed
+    with pytest.raises(EmbodrlError, match="holds no demonstrations") as refused:
+        load_demos(tmp_path)
+    assert "embodrl collect" in refused.value.remedy
+    writer.close({})
+    assert len(load_demos(tmp_path).actions) == 3
+    with pytest.raises(EmbodrlError, match="holds demonstrations already"):
+        DemoWriter(tmp_path)
+    index = tmp_path / "index.json"
+    index.write_text(json.dumps({"format": 99, "episodes": []}))
+    with pytest.raises(EmbodrlError, match="format 99"):
+        load_demos(tmp_path)
+    index.write_text(json.dumps({"format": 1, "meta": {}, "episodes": []}))
+    with pytest.raises(EmbodrlError, match="no episodes"):
+        load_demos(tmp_path)

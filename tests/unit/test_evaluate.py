@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+
+from embodrl.config import load_config
+from embodrl.envs.toy import ToyVectorEnv
+from embodrl.types import PolicyOutput
+from embodrl.workers.evaluate import Evaluator
+
+CONFIG = load_config(
+    [
+        "env=toy",
+        "env.tasks=[reach-red,reach-green]",
+        "env.max_episode_steps=6",
+        "env.train.total_num_envs=4",
+        "env.train.max_steps_per_rollout_epoch=12",
+        "env.eval.total_num_envs=4",
+        "env.eval.num_episodes=10",
+        "env.eval.seed=70",
+        "model.num_action_chunks=2",
+        "model.warm_start=null",
+        "actor.global_batch_size=8",
+        "actor.micro_batch_size=8",
+    ]
+).config
+
+
+class LocalPool:
+    """The toy environment in this process, and a record of what was asked of it."""
+
+    def __init__(self):
+        self.env = ToyVectorEnv(num_envs=4, image_size=8, max_episode_steps=6, include_state=True)
+        self.spec, self.managers = self.env.spec, [None]
+        self.calls, self.resets = [], []
+
+    def call(self, method, arguments=None):
+        self.calls.append((method, arguments or {}))
+        return [self.env.call(method, arguments or {})]
+
+    def reset(self, seeds, task_ids, indices):
+        self.resets.append((seeds.tolist(), task_ids.tolist(), indices.tolist()))
+        return self.env.reset(seeds, task_ids, indices)
+
+    def step(self, actions, active):
+        return self.env.chunk_step(actions, active)
+
+
+class Expert:
+    """Solves the red task only, and looks no further than to the rows that it is asked about."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def act_greedily(self, observation):
+        rows = [int(np.flatnonzero((self.env.position == state).all(axis=1))[0]) for state in observation.state]
+        best = self.env.expert_actions()[rows] * (observation.task_id == 0)[:, None]
+        return PolicyOutput(np.repeat(best[:, None], 2, axis=1), None, None, {})
+
+
+def test_episode_i_has_its_seed_and_task_and_success_is_counted_by_task():
+    pool = LocalPool()
+    done = []
+    result = Evaluator(CONFIG, pool, Expert(pool.env), lambda number, text: done.append(number)).run()
+    assert pool.resets == [
+        ([70, 71, 72, 73], [0, 1, 0, 1], [0, 1, 2, 3]),
+        ([74, 75, 76, 77], [0, 1, 0, 1], [0, 1, 2, 3]),
+        ([78, 79], [0, 1], [0, 1]),
+    ]
+    assert done == [4, 8, 10]
+    assert result.episodes == 10 and len(result.successes) == 10
+    red, green = result.successes[::2], result.successes[1::2]
+    assert result.per_task == {"reach-red": np.mean(red), "reach-green": np.mean(green)}
+    assert result.success_rate == pytest.approx(np.mean(result.successes))
+    assert sum(red) > sum(green)
+    metrics = result.metrics()
+    assert metrics["eval/success_rate"] == result.success_rate
+    assert metrics["eval/reach-red/success_rate"] == np.mean(red)
+
+
+def test_what_follows_an_evaluation_does_not_depend_on_it():
+    pool = LocalPool()
+    Evaluator(CONFIG, pool, Expert(pool.env)).run()
+    assert pool.calls[0][0] == "rebuild"
+    assert pool.calls[-2:] == [("set_auto_reset", {"value": True}), ("rebuild", {})]
+    assert ("set_auto_reset", {"value": False}) in pool.calls
+
+
+def test_two_evaluations_agree():
+    pool = LocalPool()
+    evaluator = Evaluator(CONFIG, pool, Expert(pool.env))
+    first, second = evaluator.run(), evaluator.run()
+    assert first.successes == second.successes and first.mean_return == second.mean_return
+
+
+def test_a_stop_ends_it_between_two_chunks():
+    pool = LocalPool()
+    answers = iter([False, False, True])
+    with pytest.raises(InterruptedError):
+        Evaluator(CONFIG, pool, Expert(pool.env), should_stop=lambda: next(answers)).run()
+    assert pool.calls[-1] == ("rewind", {})

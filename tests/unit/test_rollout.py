@@ -1,0 +1,248 @@
+"""RolloutWorker on the toy environment in this process, with a policy whose answers are known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from embodrl.config import load_config
+from embodrl.envs.toy import ToyVectorEnv
+from embodrl.types import EnvStep, Observation, PolicyOutput
+from embodrl.workers.rollout import EpisodeStats, RolloutWorker
+
+CHUNK = 4
+FIXED = [
+    "env=toy",
+    "env.tasks=[reach-red,reach-green]",
+    "env.max_episode_steps=8",
+    "env.include_state=true",
+    "env.train.total_num_envs=4",
+    "env.eval.total_num_envs=4",
+    "env.eval.num_episodes=4",
+    "env.train.max_steps_per_rollout_epoch=16",
+    f"model.num_action_chunks={CHUNK}",
+    "model.warm_start=null",
+    "actor.global_batch_size=8",
+    "actor.micro_batch_size=8",
+]
+
+
+def config_of(*overrides: str):
+    return load_config([*FIXED, *overrides]).config
+
+
+class LocalPool:
+    """Some environments in this process, in the order of their numbers; a step is played when it is asked for."""
+
+    def __init__(self, config, num_envs=4, faults=()):
+        env = config.env
+        self._config, self._faults, self._num_steps = config, dict(faults), 0
+        self._env = ToyVectorEnv(
+            num_envs=num_envs,
+            tasks=env.tasks,
+            image_size=8,
+            max_episode_steps=env.max_episode_steps,
+            include_state=True,
+            auto_reset=env.train.auto_reset,
+        )
+        self.spec = self._env.spec
+        self.resets: list[tuple[list[int], list[int]]] = []
+        self.pending: EnvStep | None = None
+
+    def split(self, num_parts):
+        parts = [LocalPool(self._config, self.spec.num_envs // num_parts, self._faults) for _ in range(num_parts)]
+        self.parts = parts
+        return parts
+
+    def reset(self, seeds, task_ids):
+        self.resets.append((seeds.tolist(), task_ids.tolist()))
+        return self._env.reset(seeds, task_ids, np.arange(len(seeds)))
+
+    def step_async(self, actions, active):
+        assert self.pending is None
+        self.pending = self._env.chunk_step(actions, active)
+        row = self._faults.get(self._num_steps)
+        self._num_steps += 1
+        if row is not None:  # as EnvPool ends an episode that is lost
+            step = self.pending
+            for array in (step.reward, step.valid, step.terminated, step.truncated, step.success):
+                array[row] = 0
+            step.truncated[row, 0] = True
+            step.final_mask[row] = True
+            step.final_observation = step.final_observation or step.observation
+
+    def wait(self):
+        step, self.pending = self.pending, None
+        assert step is not None
+        return step
+
+
+class KnownPolicy:
+    """Goes straight to the right; log-probs are -1, the value of an observation is the dot's x coordinate."""
+
+    def __init__(self, speed=0.0):
+        self.speed = speed
+
+    def act(self, observation: Observation, compute_values: bool) -> PolicyOutput:
+        batch = observation.batch_size
+        actions = np.zeros((batch, CHUNK, 7), np.float32)
+        actions[:, :, 0] = self.speed
+        values = self.values(observation) if compute_values else None
+        seen = torch.from_numpy(observation.state.copy())
+        return PolicyOutput(actions, torch.full((batch, CHUNK, 7), -1.0), values, {"seen": seen})
+
+    def values(self, observation: Observation) -> torch.Tensor:
+        return torch.from_numpy(observation.state[:, :1].copy())
+
+
+def worker_of(config, policy=None, should_stop=lambda: False, faults=()):
+    pool = LocalPool(config, config.env.train.total_num_envs, faults)
+    return RolloutWorker(config, pool, policy or KnownPolicy(), should_stop), pool
+
+
+def test_seeds_are_equal_within_a_group_and_new_in_every_iteration():
+    worker, _ = worker_of(config_of("algorithm.group_size=2"))
+    seeds, tasks = worker.seeds(3, 0)
+    assert seeds.dtype == np.int64 and tasks.dtype == np.int32
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    np.testing.assert_array_equal(tasks, [1, 1, 0, 0])  # (group + 3) mod 2 tasks
+    again, _ = worker.seeds(3, 0)
+    np.testing.assert_array_equal(seeds, again)
+    for iteration, epoch in ((4, 0), (3, 1)):
+        assert not set(worker.seeds(iteration, epoch)[0]) & set(seeds)
+    other, _ = worker_of(config_of("algorithm.group_size=2", "runner.seed=1"))[0].seeds(3, 0)
+    assert not set(other) & set(seeds)
+
+
+def test_fixed_reset_states_come_back_in_every_iteration():
+    worker, _ = worker_of(config_of("env.train.use_fixed_reset_state_ids=true"))
+    np.testing.assert_array_equal(worker.seeds(0, 0)[0], worker.seeds(7, 0)[0])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rollout_has_the_shapes_and_the_contents_of_what_happened(stages):
+    config = config_of(f"rollout.pipeline_stages={stages}")
+    worker, pool = worker_of(config, KnownPolicy(0.1))
+    batch, metrics = worker.gather(5)
+    steps, envs = 4, 4
+    assert batch.logprobs.shape == (steps, envs, CHUNK, 7) and batch.logprobs.dtype == torch.float32
+    assert batch.values.shape == (steps + 1, envs, 1)
+    for name in ("rewards", "valid", "terminated", "truncated"):
+        assert getattr(batch, name).shape == (steps, envs, CHUNK), name
+    assert batch.bootstrap_values.shape == (steps, envs, 1)
+    assert (batch.policy_version == 5).all() and batch.policy_version.shape == (steps, envs)
+    seen = batch.forward_inputs["seen"]
+    torch.testing.assert_close(batch.values[:-1], seen[..., :1])  # the value belongs to what the policy saw
+    # Truncated after two chunks, unless solved before; then new episodes.
+    for env in range(envs):
+        ends = (batch.terminated | batch.truncated)[:, env].any(-1)
+        if not batch.terminated[:2, env].any():
+            assert ends[:2].tolist() == [False, True]
+            moved = seen[1, env, 0] - seen[0, env, 0]
+            assert float(moved) == pytest.approx(4 * 0.1 * 0.15, abs=1e-5) or seen[1, env, 0] == 1
+    seeds, tasks = worker.seeds(5, 0)
+    assert [seed for part in pool.parts for seed in part.resets[0][0]] == seeds.tolist()
+    np.testing.assert_array_equal(batch.task_id[0].numpy(), tasks)
+    assert metrics["rollout/episodes"] >= envs
+    assert metrics["time/env_s"] >= 0 and metrics["time/policy_s"] > 0
+
+
+def test_two_stages_gather_what_one_gathers():
+    one, _ = worker_of(config_of(), KnownPolicy(0.5))
+    two, _ = worker_of(config_of("rollout.pipeline_stages=2"), KnownPolicy(0.5))
+    left, left_metrics = one.gather(2)
+    right, right_metrics = two.gather(2)
+    for name in ("values", "rewards", "valid", "terminated", "truncated", "bootstrap_values", "task_id"):
+        torch.testing.assert_close(getattr(left, name), getattr(right, name), rtol=0, atol=0)
+    torch.testing.assert_close(left.forward_inputs["seen"], right.forward_inputs["seen"], rtol=0, atol=0)
+    for name, value in left_metrics.items():
+        assert name.startswith("time/") or right_metrics[name] == pytest.approx(value, rel=1e-6), name
+
+
+def test_the_bootstrap_is_the_value_of_the_last_observation_where_the_step_limit_ended_an_episode():
+    worker, _ = worker_of(config_of(), KnownPolicy(0.1))
+    batch, _ = worker.gather(0)
+    truncated = batch.truncated.any(-1)
+    assert truncated.any() and not truncated.all()
+    assert (batch.bootstrap_values[~truncated] == 0).all()
+    # Both chunks of an episode move right by 4 x 0.1 x 0.15, as long as the border at 1 is not reached.
+    for step, env in truncated.nonzero().tolist():
+        start = float(batch.forward_inputs["seen"][step, env, 0])
+        assert float(batch.bootstrap_values[step, env, 0]) == pytest.approx(min(start + 0.06, 1.0), abs=1e-5)
+
+    off, _ = worker_of(config_of("algorithm.bootstrap_type=none"), KnownPolicy(0.1))
+    assert not off.gather(0)[0].bootstrap_values.any()
+
+
+def test_a_lost_episode_is_neither_counted_nor_bootstrapped():
+    worker, _ = worker_of(config_of(), faults={1: 2})  # the second chunk of environment 2
+    clean, _ = worker_of(config_of())
+    batch, metrics = worker.gather(0)
+    _, clean_metrics = clean.gather(0)
+    assert metrics["rollout/lost_episodes"] == 1
+    assert metrics["rollout/episodes"] == clean_metrics["rollout/episodes"] - 1
+    assert not batch.valid[1, 2].any() and batch.truncated[1, 2].tolist() == [True, False, False, False]
+    assert not batch.bootstrap_values[1, 2].any()
+    assert batch.valid[1, :2].all() and batch.valid[1, 3].all()
+
+
+def test_without_auto_reset_an_environment_whose_episode_has_ended_is_left_alone():
+    settings = ("env.train.auto_reset=false", "env.max_episode_steps=16", "env.train.total_num_envs=32")
+    worker, _ = worker_of(config_of(*settings), KnownPolicy(0.5))
+    batch, metrics = worker.gather(0)
+    ends = batch.terminated.any(-1).any(0)
+    assert ends.any() and not ends.all(), "some episodes are solved, others reach the limit"
+    for env in range(32):
+        played = batch.valid[:, env].flatten()
+        length = int(played.sum())
+        assert played[:length].all()
+        assert length == 16 or batch.terminated[:, env].flatten()[length - 1]
+    assert metrics["rollout/episodes"] == 32
+    assert metrics["rollout/episode_length"] == int(batch.valid.sum()) / 32
+
+
+def test_rollout_epochs_lie_side_by_side():
+    worker, _ = worker_of(config_of("algorithm.rollout_epoch=2"))
+    single, _ = worker_of(config_of())
+    batch, _ = worker.gather(1)
+    first, _ = single.gather(1)
+    assert batch.rewards.shape == (4, 8, CHUNK) and batch.values.shape == (5, 8, 1)
+    torch.testing.assert_close(batch.values[:, :4], first.values)
+    assert not torch.equal(batch.values[0, 4:], first.values[0])
+    assert batch.forward_inputs["seen"].shape == (4, 8, 2)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stopped_rollout_leaves_no_step_under_way(stages):
+    calls = iter([False, False, True])
+    worker, pool = worker_of(config_of(f"rollout.pipeline_stages={stages}"), should_stop=lambda: next(calls))
+    with pytest.raises(InterruptedError):
+        worker.gather(0)
+    assert all(part.pending is None for part in pool.parts)
+
+
+def test_means_are_over_the_episodes_that_ended():
+    stats = EpisodeStats()
+    assert stats.metrics()["rollout/success_rate"] is None
+    flags = np.array([[True, False], [False, False], [True, False], [True, False]])
+    env = ToyVectorEnv(num_envs=4, image_size=8)
+    env.reset(np.arange(4), np.zeros(4, np.int32), np.arange(4))
+    step = env.chunk_step(np.zeros((4, 2, 7), np.float32), np.ones(4, bool))
+    step = replace(
+        step,
+        terminated=flags,
+        truncated=np.zeros_like(flags),
+        valid=np.array([[True, False], [True, True], [False, False], [True, False]]),
+        success=np.array([True, True, True, True]),
+        episode_return=np.array([2.0, 9.0, 9.0, 9.0], np.float32),
+        episode_length=np.array([5, 9, 9, 9], np.int32),
+    )
+    stats.add(step, np.array([True, True, True, False]))  # the second goes on, the third is lost, the fourth idles
+    assert stats.metrics() == {
+        "rollout/success_rate": 1.0,
+        "rollout/return": 2.0,
+        "rollout/episode_length": 5.0,
+        "rollout/episodes": 1.0,
+        "rollout/lost_episodes": 1.0,
+    }

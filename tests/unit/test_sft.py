@@ -1,0 +1,72 @@
+import math
+
+import numpy as np
+import pytest
+
+from embodrl.config.schema import SftConfig
+from embodrl.data.demos import Demos
+from embodrl.workers.sft import batches, learning_rate, shift_images
+
+
+def demos(num_frames: int) -> Demos:
+    images = np.zeros((num_frames, 1, 4, 4, 3), np.uint8)
+    images[:, 0, 0, 0, 0] = np.arange(num_frames)
+    half = num_frames // 2
+    episode = (np.arange(num_frames) >= half).astype(np.int64)
+    last = np.where(episode == 0, half - 1, num_frames - 1)
+    actions = np.arange(num_frames, dtype=np.float32)[:, None]
+    return Demos(images, actions, episode, last, ["first", "second"], ["a", "b"])
+
+
+def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine():
+    settings = SftConfig(lr=0.8, lr_warmup_steps=4, max_steps=12)
+    assert [learning_rate(settings, step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    assert learning_rate(settings, 6) == pytest.approx(0.4 * (1 + math.sqrt(0.5)))  # a quarter of the way: 45 degrees
+    assert learning_rate(settings, 8) == pytest.approx(0.4)
+    assert learning_rate(settings, 12) == pytest.approx(0.0)
+    assert learning_rate(SftConfig(lr=0.8, lr_warmup_steps=0, max_steps=2), 0) == pytest.approx(0.8)
+
+
+def test_shifted_pictures_repeat_their_edges():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (40, 2, 5, 6, 3)).astype(np.uint8)
+    shifted = shift_images(images, 1, np.random.default_rng(1))
+    assert shifted.shape == images.shape and shifted.dtype == np.uint8
+    seen = set()
+    for before, after in zip(images, shifted, strict=True):
+        found = [
+            (dy, dx)
+            for dy in (-1, 0, 1)
+            for dx in (-1, 0, 1)
+            if (after == before[:, np.clip(np.arange(5) + dy, 0, 4)][:, :, np.clip(np.arange(6) + dx, 0, 5)]).all()
+        ]
+        assert len(found) == 1  # both cameras by the same way
+        seen.add(found[0])
+    assert len(seen) == 9
+    assert shift_images(images, 0, rng) is images
+
+
+def test_every_frame_is_seen_once_an_epoch():
+    stream = batches(demos(12), SftConfig(batch_size=4), 2, seed=0)
+    epochs = []
+    for _ in range(2):
+        frames = []
+        for _ in range(3):
+            observation, actions, inside = next(stream)
+            which = observation.images[:, 0, 0, 0, 0]
+            assert actions.shape == (4, 2, 1) and inside.shape == (4, 2)
+            np.testing.assert_array_equal(actions[:, 0, 0].numpy(), which)
+            assert observation.instruction == ["first" if frame < 6 else "second" for frame in which]
+            np.testing.assert_array_equal(inside[:, 1].numpy(), ~np.isin(which, [5, 11]))
+            frames += which.tolist()
+        assert sorted(frames) == list(range(12))
+        epochs.append(frames)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_batch_may_be_larger_than_the_data_and_the_seed_decides():
+    settings = SftConfig(batch_size=10)
+    first = next(batches(demos(4), settings, 1, seed=3))[1].numpy()
+    np.testing.assert_array_equal(first, next(batches(demos(4), settings, 1, seed=3))[1].numpy())
+    assert not np.array_equal(first, next(batches(demos(4), settings, 1, seed=4))[1].numpy())
+    assert np.bincount(first[:, 0, 0].astype(int)).tolist().count(0) == 0
