@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.experts.base import CLOSED, OPEN, Expert, reach
+from embodrl.envs.experts.base import CLOSED, OPEN, ROTATION_STEP_RAD, Expert, reach
 
 Vector = NDArray[np.float32]
 
@@ -73,6 +73,10 @@ class PickCube(Expert):
         tcp, cube = _position(env.agent.tcp), _position(getattr(env, self.cube))
         if bool(env.agent.is_grasping(getattr(env, self.cube))[0]):
             return self.carry(env, tcp, cube)
+        return self.grasp(env, tcp, cube)
+
+    def grasp(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
+        """Return the action that goes for the cube."""
         if np.linalg.norm(tcp[:2] - cube[:2]) > 0.015:
             self.closing = 0
             height = max(cube[2] + self.approach_m, 0.0) if np.linalg.norm(tcp[:2] - cube[:2]) > 0.03 else tcp[2]
@@ -90,6 +94,8 @@ class PickCube(Expert):
 class StackCube(PickCube):
     """Put cube A on cube B and let go."""
 
+    aligned_rad = 0.4
+
     def __init__(self) -> None:
         super().__init__("cubeA")
 
@@ -99,6 +105,26 @@ class StackCube(PickCube):
         if np.linalg.norm(top[:2] - base[:2]) < 0.02 and abs(top[2] - base[2] - 0.04) < 0.006:
             return reach(tcp, _offset(tcp, z=0.02), OPEN)
         return super().act(env)
+
+    def grasp(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
+        """See PickCube; turn the gripper where it would hold the cube by its edges, which slips on the way."""
+        turn_rad = self._misalignment(env)
+        if abs(turn_rad) > self.aligned_rad and self.closing == 0:
+            over = _offset(cube, z=self.approach_m)
+            action = reach(tcp, over, OPEN)
+        else:
+            action = super().grasp(env, tcp, cube)
+        # A negative turn for a positive action: ManiSkill scales rotations by the lower bound.
+        excess_rad = np.sign(turn_rad) * max(abs(turn_rad) - self.aligned_rad / 2, 0.0)
+        action[5] = np.clip(-2 * excess_rad / ROTATION_STEP_RAD, -1, 1)
+        return action
+
+    def _misalignment(self, env: Any) -> float:
+        """Return by how much the gripper must turn about the vertical to close on two faces: +-45 degrees at most."""
+        cube = env.cubeA.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy()
+        fingers = env.agent.tcp.pose.to_transformation_matrix()[0, :3, 1].cpu().numpy()
+        angle = float(np.arctan2(cube[1], cube[0]) - np.arctan2(fingers[1], fingers[0]))
+        return (angle + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
     def carry(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
         """See PickCube."""

@@ -194,6 +194,8 @@ class ManiSkillVectorEnv(VectorEnv):
             self._potential[rows] = self._fleet.dense_reward(rows)
 
     def _render(self, rows: NDArray[np.int64]) -> None:
+        if not len(rows):
+            return
         self._fleet.render(rows, self._images)
         if self._include_state:
             self._state[rows] = self._fleet.proprioception(rows)

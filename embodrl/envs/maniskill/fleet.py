@@ -111,6 +111,8 @@ class Fleet:
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
         """Give the tasks of the next episodes."""
         self.task_id[rows] = task_ids
+        for row in rows.tolist():
+            self._experts[row] = None  # it was one of another episode, maybe of another task
 
     def reset(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
         """Start new episodes in ``rows``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from embodrl.envs.maniskill.rendering import (
     simplify_ground,
 )
 from embodrl.envs.maniskill.tasks import TASKS
+from embodrl.errors import EnvError
 
 
 def to_numpy(tensor: Any) -> NDArray[Any]:
@@ -30,7 +32,7 @@ class ManiSkillSim:
     Args:
         task: a key of ``TASKS``.
         num_envs: N.
-        cameras: keyword arguments of the sensors: name -> width, height, and optionally fov_rad, eye, target.
+        cameras: name -> width, height, and optionally fov_rad, eye and target (None: the task's own).
         sim_backend: physx_cpu or physx_cuda.
         render_backend: auto, cpu or gpu.
         mesh_decimation: part of the robot's visual triangles to drop; None is 0.95 on a CPU and 0 on a GPU.
@@ -49,20 +51,15 @@ class ManiSkillSim:
     ) -> None:
         import gymnasium
         import mani_skill.envs  # noqa: F401  registers the tasks
-        from mani_skill.utils import sapien_utils
         from mani_skill.utils.logging_utils import logger
 
         logger.setLevel("ERROR")  # it warns of its own tasks' initial poses, once a scene
         accept_pci_devices()
         device = render_device_name(render_backend)
-        sensor_configs: dict[str, dict[str, Any]] = {}
-        for name, camera in cameras.items():
-            sensor = {"width": camera["width"], "height": camera["height"]}
-            if camera.get("fov_rad") is not None:
-                sensor["fov"] = camera["fov_rad"]
-            if camera.get("eye") is not None:
-                sensor["pose"] = sapien_utils.look_at(eye=camera["eye"], target=camera["target"])
-            sensor_configs[name] = sensor
+        if sim_backend == "physx_cuda" and device != "cuda":
+            raise EnvError(
+                "physx_cuda draws on the GPU only", "set env.render_backend=gpu, or env.sim_backend=physx_cpu"
+            )
         self.task = TASKS[task]
         self.num_envs = num_envs
         self.camera_names = tuple(cameras)
@@ -76,10 +73,10 @@ class ManiSkillSim:
             robot_uids="panda",
             sim_backend=sim_backend,
             render_backend=device,
-            sensor_configs=sensor_configs,
             human_render_camera_configs={"height": human_size[0], "width": human_size[1]},
             reconfiguration_freq=0,
         ).unwrapped
+        self._place_cameras(cameras)
         if self.task.show_hidden:
             self.env._hidden_objects.clear()
         reduction = (0.0 if device == "cuda" else 0.95) if mesh_decimation is None else mesh_decimation
@@ -90,15 +87,65 @@ class ManiSkillSim:
         if sim_backend == "physx_cpu":
             self._controller = EndEffectorController(self.env)
             use_numpy_grasp_check(self.env.agent)
+        self._seeds = np.zeros(num_envs, np.int64)
+        if num_envs > 1:
+            self._initialize_row_by_row()
         space = self.env.single_action_space
         self.action_low = tuple(float(x) for x in space.low)
         self.action_high = tuple(float(x) for x in space.high)
         self.state_dim = 2 * int(self.env.agent.robot.max_dof)
 
+    def _place_cameras(self, cameras: dict[str, dict[str, Any]]) -> None:
+        """Put the configured cameras in place of the task's own, whose place and view are the default."""
+        from mani_skill.sensors.camera import Camera, CameraConfig
+        from mani_skill.utils.sapien_utils import look_at
+
+        env, sensors = self.env, {}
+        stock = env._sensor_configs
+        for name, camera in cameras.items():
+            default = stock[name] if name in stock else next(iter(stock.values()))
+            has_place = camera.get("eye") is not None
+            config = CameraConfig(
+                uid=name,
+                pose=look_at(eye=camera["eye"], target=camera["target"]) if has_place else default.pose,
+                width=camera["width"],
+                height=camera["height"],
+                fov=camera["fov_rad"] if camera.get("fov_rad") is not None else default.fov,
+                near=default.near,
+                far=default.far,
+            )
+            sensors[name] = Camera(config, env.scene)
+        env._sensors = env.scene.sensors = sensors
+
     def reset(self, seeds: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Start new episodes in ``rows`` from ``seeds int64[N']``."""
-        options = {} if self.num_envs == 1 else {"env_idx": self._tensor(rows)}
-        self.env.reset(seed=[int(s) for s in seeds], options=options)
+        """Start new episodes in ``rows`` from ``seeds int64[N']``; the other rows go on."""
+        if self.num_envs == 1:
+            self.env.reset(seed=[int(seeds[0])])
+            return
+        # ManiSkill takes the list for the seeds of all N, also where only some rows begin anew.
+        self._seeds[rows] = seeds
+        self.env.reset(seed=[int(seed) for seed in self._seeds], options={"env_idx": self._tensor(rows)})
+
+    def _initialize_row_by_row(self) -> None:
+        """Draw each row's initial state from its own seed; ManiSkill draws those of a batch together, from the first.
+
+        Without it neither would the same seed give the same state, nor would the environments of a group start alike.
+        """
+        env, seeds = self.env, self._seeds
+        initialize = env._initialize_episode
+        torch = import_module("torch")  # ManiSkill's; ``env.reset`` restores its generator afterwards
+
+        def initialize_rows(env_idx: Any, options: dict[str, Any]) -> None:
+            mask = env.scene._reset_mask
+            for row in env_idx.tolist():
+                mask[:] = False
+                mask[row] = True
+                torch.manual_seed(int(seeds[row]))
+                env._episode_rng = np.random.RandomState(int(seeds[row]) % 2**32)
+                initialize(env_idx.new_tensor([row]), options)
+            mask[env_idx] = True
+
+        env._initialize_episode = initialize_rows
 
     def _tensor(self, array: NDArray[Any]) -> Any:
         from mani_skill.utils import common
