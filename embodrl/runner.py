@@ -316,7 +316,6 @@ def _execute(
             console.phase("starting simulators")
             pool.start_async()
             policy = build_policy(config)
-            _write_config(run_dir, config_yaml)
             metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
             console.restore(read_metrics(metrics.path))
             pool.wait_started()
@@ -325,6 +324,8 @@ def _execute(
             if checkpoint is not None:
                 console.message(f"resuming from {checkpoint.path}")
                 runner.restore(checkpoint)
+            # Only now: settings with which it could not be resumed are not kept.
+            _write_config(run_dir, config_yaml)
             code = runner.run()
         finally:
             pool.close()

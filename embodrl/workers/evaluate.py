@@ -125,9 +125,9 @@ class Evaluator:
         chunk = self.config.model.num_action_chunks
         rows = np.arange(len(wave))
         clock = time.perf_counter()
-        observation = self.pool.reset(
-            self.config.env.eval.seed + wave, (wave % num_tasks).astype(np.int32), rows.astype(np.int64)
-        )
+        # A last wave may be short; every environment is reset, since a pool wants to know the state of all.
+        padded = np.pad(wave, (0, spec.num_envs - len(wave)), mode="edge")
+        observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
         if video_dir is not None:
             self._film(wave, video_dir)
         active = np.zeros(spec.num_envs, np.bool_)
