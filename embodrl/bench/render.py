@@ -7,7 +7,8 @@ it take a Vulkan device by PCI address, as otherwise it cannot draw on a CPU at 
 * the loop: a control step with its reward, then a picture (stock: ``env.step``);
 * the picture alone, after the robot has been moved.
 
-Beside the time on the clock stands the processor time, which a busy machine disturbs less.
+Beside the time on the clock stands the processor time, which a busy machine disturbs less; the headline ratios are the
+smaller ones of the two.
 """
 
 from __future__ import annotations
@@ -199,8 +200,8 @@ def run() -> dict[str, Any]:
     finally:
         os.sched_setaffinity(0, cores)
     return {
-        "ratio": sizes["64"]["loop"]["ratio"],
-        "ratio_224": sizes["224"]["loop"]["ratio"],
+        "ratio": min(sizes["64"]["loop"]["ratio"], sizes["64"]["loop"]["cpu_ratio"]),
+        "ratio_224": min(sizes["224"]["loop"]["ratio"], sizes["224"]["loop"]["cpu_ratio"]),
         "task": TASK,
         "render_device": device,
         "sizes": sizes,
@@ -213,13 +214,15 @@ def main(json_path: Path | None = None) -> int:
     result = run()
     hardware = result["hardware"]
     title = f"{TASK} on one core of {hardware['cpu']}, Vulkan device {result['render_device']}"
-    table = Table("picture", "measured", "stock frames/s", "embodrl frames/s", "ratio", title=title)
+    table = Table(
+        "picture", "measured", "stock frames/s", "embodrl frames/s", "ratio", "of processor time", title=title
+    )
     labels = {"loop": "step, reward, picture", "render": "picture only"}
     for size, figures in result["sizes"].items():
         for mode, label in labels.items():
             sides = figures[mode]
             rates = (f"{sides[name]['frames_s']:.0f}" for name in ("stock", "embodrl"))
-            table.add_row(f"{size}x{size}", label, *rates, f"{sides['ratio']:.1f}")
+            table.add_row(f"{size}x{size}", label, *rates, f"{sides['ratio']:.1f}", f"{sides['cpu_ratio']:.1f}")
     console = Console()
     console.print(table)
     if json_path is not None:
