@@ -189,7 +189,7 @@ class ModelConfig(Section):
 class SamplingConfig(Section):
     """How actions are drawn."""
 
-    temperature: PositiveFloat = Field(default=0.5, description="of rollout and of the log-probs in training alike")
+    temperature: PositiveFloat = Field(default=0.3, description="of rollout and of the log-probs in training alike")
     top_k: NonNegativeInt = Field(default=0, description="most probable bins kept; 0 keeps all")
 
 
@@ -231,7 +231,7 @@ class AlgorithmConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = Field(default=7e-5, description="peak learning rate of the policy")
+    lr: PositiveFloat = Field(default=5e-5, description="peak learning rate of the policy")
     value_lr: PositiveFloat = Field(default=1e-3, description="peak learning rate of the value head")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")
@@ -315,7 +315,7 @@ class RunnerConfig(Section):
 
     name: str = Field(default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
     output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
-    max_iterations: PositiveInt = Field(default=60, description="rollout + update cycles")
+    max_iterations: PositiveInt = Field(default=50, description="rollout + update cycles")
     seed: Seed = Field(default=0, description="of everything random")
     eval_interval: NonNegativeInt = Field(
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
