@@ -47,22 +47,27 @@ def env_kwargs(config: Config) -> dict[str, Any]:
         }
     elif env.env_type == "toy":
         common |= {"image_size": env.cameras[0].height}
+    else:
+        common |= {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]}
     return common
 
 
-def make_pool(config: Config, total_num_envs: int, log_dir: Path | None = None, **overrides: Any) -> EnvPool:
+def make_pool(
+    config: Config, total_num_envs: int, log_dir: Path | None = None, env_type: str | None = None, **overrides: Any
+) -> EnvPool:
     """Return a pool of simulator processes, not yet started.
 
     Args:
         config: the run.
         total_num_envs: environments over ``env.num_processes`` processes.
         log_dir: where the processes' output goes.
+        env_type: a variant, of the same arguments, that replaces the configured one.
         overrides: keyword arguments of the VectorEnv that differ from the configuration.
     """
     env = config.env
     slots = assign_cpus(env.num_processes) if env.pin_cpus else [None] * env.num_processes
     return EnvPool.create(
-        env.env_type,
+        env_type or env.env_type,
         {**env_kwargs(config), **overrides},
         total_num_envs=total_num_envs,
         num_processes=env.num_processes,

@@ -63,21 +63,26 @@ class Outcome:
     stderr: str
 
 
-def embodrl(*args: object, stop_at: str = "", children: Path | None = None, cwd: Path | None = None) -> Outcome:
+def embodrl(*args: object, stop_at: str = "", children: Path | None = None, search_path: Path | None = None) -> Outcome:
     """Run the command line to its end; ``children`` gets the process ids that live when the signal is sent."""
-    process = start(*args, stop_at=stop_at, children=children, cwd=cwd)
+    process = start(*args, stop_at=stop_at, children=children, search_path=search_path)
     stdout, stderr = process.communicate(timeout=240)
     return Outcome(process.returncode, stdout, stderr)
 
 
 def start(
-    *args: object, stop_at: str = "", children: Path | None = None, cwd: Path | None = None
+    *args: object, stop_at: str = "", children: Path | None = None, search_path: Path | None = None
 ) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("STOP_AT")}
-    environ |= {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "STOP_AT": stop_at, "COLUMNS": "200"}
+    environ |= {
+        "PYTHONPATH": f"{HERE}{os.pathsep}{search_path or HERE}",
+        "OMP_NUM_THREADS": "1",
+        "STOP_AT": stop_at,
+        "COLUMNS": "200",
+    }
     environ |= {"STOP_AT_CHILDREN": str(children or os.devnull)}
     command = [sys.executable, "-c", "from embodrl.cli.main import main; main()", *map(str, args)]
-    return subprocess.Popen(command, env=environ, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def assert_gone(children: Path) -> None:

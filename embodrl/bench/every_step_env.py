@@ -1,0 +1,30 @@
+"""The baseline of the end-to-end benchmark: ManiSkill with its own meshes, rendered at every environment step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.maniskill.env import ManiSkillVectorEnv
+from embodrl.registry import ENVS
+
+
+class EveryStepVectorEnv(ManiSkillVectorEnv):
+    """Renders after each action of a chunk, not only what the policy sees next."""
+
+    def _substep(
+        self, actions: NDArray[np.float32], running: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        result = super()._substep(actions, running)
+        self._render(np.flatnonzero(running))
+        return result
+
+
+def make(**kwargs: Any) -> EveryStepVectorEnv:
+    """Return the environment with undecimated meshes."""
+    return EveryStepVectorEnv(**{**kwargs, "mesh_decimation": 0.0})
+
+
+ENVS.register("bench_every_step", make)
