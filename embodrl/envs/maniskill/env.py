@@ -83,6 +83,8 @@ class ManiSkillVectorEnv(VectorEnv):
         # What was built so far lives as long as the process; ManiSkill collects garbage whenever it builds a scene.
         gc.freeze()
         first = self._fleet.any_sim()
+        # The first picture compiles shaders, which takes seconds; that belongs to the start, not to a reset.
+        first.images()
         self.spec = EnvSpec(
             num_envs=num_envs,
             cameras=tuple(CameraSpec(c["name"], c["height"], c["width"]) for c in cameras),
