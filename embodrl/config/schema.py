@@ -231,19 +231,19 @@ class AlgorithmConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = Field(default=5e-5, description="peak learning rate of the policy")
+    lr: PositiveFloat = Field(default=7e-5, description="peak learning rate of the policy")
     value_lr: PositiveFloat = Field(default=1e-3, description="peak learning rate of the value head")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW weight decay")
     clip_grad: PositiveFloat = Field(default=1.0, description="largest gradient norm")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="after the warm-up, over runner.max_iterations"
+        default="linear", description="after the warm-up, over runner.max_iterations"
     )
     lr_warmup_iterations: NonNegativeInt = Field(
         default=4, description="linear warm-up of the policy, from the first iteration it trains"
     )
-    min_lr_ratio: Fraction = Field(default=0.0, description="last learning rate as a part of the peak")
+    min_lr_ratio: Fraction = Field(default=0.1, description="last learning rate as a part of the peak")
     critic_warmup_iterations: NonNegativeInt = Field(
         default=2, description="iterations in which only the value head trains"
     )
@@ -315,7 +315,7 @@ class RunnerConfig(Section):
 
     name: str = Field(default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
     output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
-    max_iterations: PositiveInt = Field(default=50, description="rollout + update cycles")
+    max_iterations: PositiveInt = Field(default=40, description="rollout + update cycles")
     seed: Seed = Field(default=0, description="of everything random")
     eval_interval: NonNegativeInt = Field(
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"

@@ -1,0 +1,66 @@
+"""Draws docs/images from recorded runs: learning curves of several seeds, and frames of an evaluation video.
+
+python scripts/make_readme_figures.py curves docs/images/push_cube.png "PushCube-v1" RUN.jsonl [RUN.jsonl ...]
+python scripts/make_readme_figures.py film docs/images/robot.png VIDEO.mp4 [VIDEO.mp4 ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FRAMES_A_ROW = 5
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    """Return the rows of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def curves(target: Path, title: str, runs: list[Path]) -> None:
+    """Draw evaluation success over wall time and over environment steps, one line a run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    by_time, by_steps = figure.subplots(1, 2, sharey=True)
+    for run in runs:
+        rows = [row for row in read(run) if row.get("eval/success_rate") is not None]
+        rates = np.array([row["eval/success_rate"] for row in rows])
+        errors = np.sqrt(rates * (1 - rates) / np.array([row["eval/episodes"] for row in rows]))
+        minutes = [row["time/elapsed_s"] / 60 for row in rows]
+        steps = [row["env_steps"] / 1000 for row in rows]
+        for axis, x in ((by_time, minutes), (by_steps, steps)):
+            axis.errorbar(x, 100 * rates, 100 * errors, marker="o", markersize=3, capsize=2, label=run.stem)
+    by_time.set(xlabel="wall time, evaluation included (minutes)", ylabel="success (%)", ylim=(0, 102), title=title)
+    by_steps.set(xlabel="environment steps (thousands)", title="fixed seeds, most probable action")
+    for axis in (by_time, by_steps):
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    by_steps.legend(frameon=False, loc="lower right", fontsize=8)
+    figure.savefig(target)
+
+
+def film(target: Path, videos: list[Path]) -> None:
+    """Put evenly spaced frames of each video into a row."""
+    import imageio.v2 as imageio
+
+    rows = []
+    for video in videos:
+        frames = [np.asarray(frame) for frame in imageio.get_reader(video)]
+        chosen = np.linspace(0, len(frames) - 1, FRAMES_A_ROW).round().astype(int)
+        rows.append(np.concatenate([frames[i] for i in chosen], axis=1))
+    imageio.imwrite(target, np.concatenate(rows, axis=0))
+
+
+if __name__ == "__main__":
+    command, target = sys.argv[1], Path(sys.argv[2])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if command == "curves":
+        curves(target, sys.argv[3], [Path(name) for name in sys.argv[4:]])
+    else:
+        film(target, [Path(name) for name in sys.argv[3:]])
