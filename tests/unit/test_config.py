@@ -61,9 +61,9 @@ def test_five_tasks_and_the_mix_have_presets() -> None:
     ]
 
 
-def line_of(text: str) -> int:
-    """Return the line of the PushCube preset that holds a text."""
-    lines = (CONFIGS / "env" / "maniskill.yaml").read_text().splitlines()
+def line_of(text: str, preset: str = "maniskill") -> int:
+    """Return the line of an environment's preset that holds a text."""
+    lines = (CONFIGS / "env" / f"{preset}.yaml").read_text().splitlines()
     return next(number for number, line in enumerate(lines, start=1) if text in line)
 
 
@@ -80,10 +80,13 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
     assert origins["runner.seed"] == "command line: runner.seed=9"
     assert origins["runner.max_iterations"] == f"{path}:4"
     assert origins["actor.micro_batch_size"] == f"{path}:5"
-    assert origins["env.tasks"] == "embodrl/configs/env/maniskill_mix.yaml:6"
-    assert origins["env.cameras.0.name"] == f"embodrl/configs/env/maniskill.yaml:{line_of('name: base_camera')}"
-    assert origins["env.train.total_num_envs"].startswith("embodrl/configs/env/maniskill.yaml:")
-    assert origins["env.cameras.0.eye"] == "schema default"
+    assert origins["env.tasks"] == f"embodrl/configs/env/maniskill_mix.yaml:{line_of('tasks:', 'maniskill_mix')}"
+    camera = f"embodrl/configs/env/maniskill_mix.yaml:{line_of('name: base_camera', 'maniskill_mix')}"
+    assert origins["env.cameras.0.name"] == camera
+    count = f"embodrl/configs/env/maniskill.yaml:{line_of('total_num_envs: 32')}"
+    assert origins["env.train.total_num_envs"] == count
+    assert origins["env.num_processes"] == f"embodrl/configs/env/maniskill.yaml:{line_of('num_processes: 2')}"
+    assert origins["env.include_state"] == "schema default"
     assert origins["runner.keep_last_n"] == "schema default"
 
 
@@ -158,7 +161,7 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
     ("arguments", "key"),
     [
         (["algorithm.entropy_type=chunk_level"], "algorithm.entropy_type"),
-        (["actor.optim.min_lr_ratio=0.1"], "actor.optim.min_lr_ratio"),
+        (["actor.optim.lr_scheduler=constant", "actor.optim.min_lr_ratio=0.1"], "actor.optim.min_lr_ratio"),
         (["model.unnorm_key=bridge"], "model.unnorm_key"),
         (["model.model_path=openvla/openvla-7b", "model.warm_start=builtin"], "model.warm_start"),
         (["model.model_path=openvla/openvla-7b", "model.architecture.image_size=128"], "model.architecture"),
