@@ -82,6 +82,10 @@ class Checkpoint:
         """
         return self._part(f"{name}.bin").read_bytes()
 
+    def num_blobs(self, prefix: str) -> int:
+        """Return how many blobs have a name that begins so."""
+        return len(list(self.path.glob(f"{prefix}*.bin")))
+
     def _part(self, file_name: str) -> Path:
         path = self.path / file_name
         if not path.is_file():
@@ -141,7 +145,7 @@ class CheckpointManager:
             _remove(staging, ignore_errors=True)
             raise _output_error(f"checkpoint {final} could not be written", self.root, error) from error
         self._known_bad.discard(final.name)
-        self._prune()
+        self._prune(final)
         return final
 
     def _make_root(self) -> None:
@@ -167,11 +171,12 @@ class CheckpointManager:
             raise
         _remove(replaced)
 
-    def _prune(self) -> None:
-        """Remove all but the newest checkpoints; called only once the newest has been verified."""
-        good = [path for path in self._steps() if path.name not in self._known_bad]
-        bad = [path for path in self._steps() if path.name in self._known_bad]
-        for path in (*bad, *good[self.keep_last_n :]):
+    def _prune(self, written: Path) -> None:
+        """Remove all but the newest checkpoints and the one just written and verified, of whatever step that is."""
+        others = [path for path in self._steps() if path != written]
+        good = [path for path in others if path.name not in self._known_bad]
+        bad = [path for path in others if path.name in self._known_bad]
+        for path in (*bad, *good[self.keep_last_n - 1 :]):
             try:
                 # Hidden first, so that a checkpoint half removed is not taken for a torn one.
                 doomed = path.with_name(f"{_STAGING}{path.name}")
@@ -235,6 +240,7 @@ def preflight(directory: Path, bytes_needed: int) -> None:
     probe = Path(directory) / ".write_probe"
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
+        probe.unlink(missing_ok=True)  # of a run that was killed here
         _write_file(probe, iter([b"embodrl"]))
         probe.unlink()
         free = shutil.disk_usage(directory).free

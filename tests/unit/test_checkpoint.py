@@ -135,3 +135,23 @@ def test_random_states_survive_json() -> None:
     restore_rng(saved["global"])
     restore_generator(generator, saved["generator"])
     assert draw() == expected
+
+
+def test_the_checkpoint_just_written_stays_though_others_have_higher_steps(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, 2)
+    for step in (50, 60):
+        manager.save(step, {}, {})
+    manager.save(1, {}, {})
+    assert names(tmp_path) == {"step_1", "step_60"}
+
+
+def test_blobs_are_counted_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path, 1).save(1, {}, {}, {"env_0": b"", "env_1": b"", "other": b""})
+    checkpoint, _ = CheckpointManager(tmp_path, 1).latest_good()
+    assert checkpoint is not None and checkpoint.num_blobs("env_") == 2
+
+
+def test_what_a_killed_preflight_left_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / ".write_probe").write_bytes(b"")
+    preflight(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
