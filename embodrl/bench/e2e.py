@@ -7,7 +7,6 @@ policy sees, with decimated meshes.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -26,6 +25,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.metrics.json_file import write_json_file
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 from embodrl.workers.rollout import RolloutWorker
@@ -145,5 +145,5 @@ def main(json_path: Path | None = None) -> int:
     console.print("env to other: parts of the wall time; simulation to training: parts of the time of all cores")
     console.print(f"cores busy: {100 * result['embodrl']['cores_busy']:.0f} %; ratio: {result['ratio']}")
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n")
+        write_json_file(json_path, result)
     return 0

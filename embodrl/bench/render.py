@@ -13,7 +13,6 @@ smaller ones of the two.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.bench.hardware import describe_hardware
+from embodrl.metrics.json_file import write_json_file
 
 TASK = "PushCube-v1"
 SIZES = (64, 224)
@@ -226,5 +226,5 @@ def main(json_path: Path | None = None) -> int:
     console = Console()
     console.print(table)
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n")
+        write_json_file(json_path, result)
     return 0

@@ -6,7 +6,6 @@ turns block by block within the same run, and move the same arrays: 16 environme
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.envs.manager import EnvManager
+from embodrl.metrics.json_file import write_json_file
 
 NUM_ENVS = 16
 IMAGE_SIZE = 224
@@ -153,5 +153,5 @@ def main(json_path: Path | None = None) -> int:
     console.print(table)
     console.print(f"ratio of the medians, queue / EnvManager: {result['ratio']}")
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n")
+        write_json_file(json_path, result)
     return 0

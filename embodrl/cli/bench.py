@@ -38,6 +38,10 @@ def bench(
     """
 
     def action() -> int | None:
+        if json is not None:
+            from embodrl.metrics.json_file import check_json_file
+
+            check_json_file(json)
         return importlib.import_module(f"embodrl.bench.{name.value}").main(json)
 
     execute(action, debug)

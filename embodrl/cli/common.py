@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -86,7 +87,27 @@ def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
         # the reader of our output has gone, e.g. `embodrl config show | head`; nothing is left to be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {describe_os_error(error)}", file=sys.stderr)
+        code = EXIT_ERROR
     raise typer.Exit(code)
+
+
+def describe_os_error(error: OSError) -> EmbodrlError:
+    """Return what the operating system refused, and a remedy."""
+    remedies = {
+        errno.ENOSPC: "free some room, or choose a directory on another disk",
+        errno.EDQUOT: "your quota is used up: free some room, or choose a directory on another disk",
+        errno.EROFS: "the file system is read-only: choose a directory on another one",
+        errno.EACCES: "you may not do that there: choose a directory of yours",
+        errno.EMFILE: "too many files are open: raise `ulimit -n`",
+        errno.ENOMEM: "the memory is used up: close other programs, or use fewer environments",
+    }
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = remedies.get(error.errno or 0, "check the paths in the command; --debug shows where it happened")
+    return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", remedy)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

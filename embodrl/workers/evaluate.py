@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import numpy as np
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.metrics.json_file import check_json_file, write_json_file
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,14 @@ class EvalResult:
     """What an evaluation measured.
 
     Attributes:
-        success_rate: part of the episodes in which the task was solved at some time.
-        episodes: how many were played to their end.
-        per_task: success rate of each task.
+        success_rate: part of the episodes in which the task was solved at some time; NaN without an episode.
+        episodes: how many were played to their end; all figures are of these.
+        per_task: success rate of each task of which an episode was played to its end.
         mean_return: mean sum of rewards.
         mean_length: mean number of environment steps.
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
+        successes: one an episode, in the order of their seeds.
+        lost_episodes: how many a fault of the simulator ended.
     """
 
     success_rate: float
@@ -40,6 +42,7 @@ class EvalResult:
     env_s: float = 0.0
     policy_s: float = 0.0
     successes: list[bool] = field(default_factory=list)
+    lost_episodes: int = 0
 
     def metrics(self) -> dict[str, float]:
         """Return what goes into metrics.jsonl."""
@@ -48,6 +51,7 @@ class EvalResult:
             "eval/return": self.mean_return,
             "eval/episode_length": self.mean_length,
             "eval/episodes": float(self.episodes),
+            "eval/lost_episodes": float(self.lost_episodes),
             "time/eval_s": self.env_s + self.policy_s,
         }
         if len(self.per_task) > 1:
@@ -90,11 +94,13 @@ class Evaluator:
         settings, spec = self.config.env.eval, self.pool.spec
         num_tasks = len(spec.tasks)
         episodes = np.arange(settings.num_episodes)
-        outcome = np.zeros((settings.num_episodes, 3), np.float64)
+        # Success, return and length of each episode; NaN until it has ended, and for good if a fault ended it.
+        outcome = np.full((settings.num_episodes, 3), np.nan)
         self._seconds = {"env": 0.0, "policy": 0.0}
         self.pool.call("rebuild")
         self.pool.call("mark")
         self.pool.call("set_auto_reset", {"value": False})
+        self._restarts = self.pool.faults.restarts
         for start in range(0, settings.num_episodes, spec.num_envs):
             wave = episodes[start : start + spec.num_envs]
             try:
@@ -104,19 +110,30 @@ class Evaluator:
                 raise
             if self.progress is not None:
                 done = start + len(wave)
-                self.progress(done, f"success {outcome[:done, 0].mean():.0%}")
+                self.progress(done, f"success {_mean(outcome[:done, 0]):.0%}")
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset})
         self.pool.call("rebuild")
-        task_of = episodes % num_tasks
+        return self._result(outcome, episodes % num_tasks)
+
+    def _result(self, outcome: np.ndarray, task_of: np.ndarray) -> EvalResult:
+        """Return the figures of ``outcome float64[N,3]`` with tasks ``task_of int64[N]``."""
+        played = ~np.isnan(outcome[:, 0])
+        num_lost = int((~played).sum())
+        if num_lost:
+            logger.warning("%d of %d episodes were lost to faults and are not counted", num_lost, len(outcome))
+        outcome, task_of = outcome[played], task_of[played]
         return EvalResult(
-            success_rate=float(outcome[:, 0].mean()),
-            episodes=settings.num_episodes,
-            per_task={name: float(outcome[task_of == i, 0].mean()) for i, name in enumerate(spec.tasks)},
-            mean_return=float(outcome[:, 1].mean()),
-            mean_length=float(outcome[:, 2].mean()),
+            success_rate=_mean(outcome[:, 0]),
+            episodes=len(outcome),
+            per_task={
+                name: _mean(outcome[task_of == i, 0]) for i, name in enumerate(self.pool.spec.tasks) if i in task_of
+            },
+            mean_return=_mean(outcome[:, 1]),
+            mean_length=_mean(outcome[:, 2]),
             env_s=self._seconds["env"],
             policy_s=self._seconds["policy"],
             successes=[bool(x) for x in outcome[:, 0]],
+            lost_episodes=num_lost,
         )
 
     def _play(self, wave: np.ndarray, num_tasks: int, outcome: np.ndarray, video_dir: Path | None) -> None:
@@ -128,6 +145,7 @@ class Evaluator:
         # A last wave may be short; every environment is reset, since a pool wants to know the state of all.
         padded = np.pad(wave, (0, spec.num_envs - len(wave)), mode="edge")
         observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
+        self._after_restart()
         if video_dir is not None:
             self._film(wave, video_dir)
         active = np.zeros(spec.num_envs, np.bool_)
@@ -141,11 +159,18 @@ class Evaluator:
             actions[chosen] = self.engine.act_greedily(observation.select(chosen)).actions
             clock = self._lap("policy", clock)
             step = self.pool.step(actions, active)
+            self._after_restart()
             observation = step.observation
-            for row in np.flatnonzero(active & step.done):
+            for row in np.flatnonzero(active & step.done & step.valid.any(axis=1)):
                 outcome[wave[row]] = step.success[row], step.episode_return[row], step.episode_length[row]
             active = active & ~step.done
         self._lap("env", clock)
+
+    def _after_restart(self) -> None:
+        """Tell processes that were started anew what they can't know: that environments are to stay as they end."""
+        if self.pool.faults.restarts != self._restarts:
+            self._restarts = self.pool.faults.restarts
+            self.pool.call("set_auto_reset", {"value": False})
 
     def _film(self, wave: np.ndarray, video_dir: Path) -> None:
         size = self.pool.spec.num_envs // len(self.pool.managers)
@@ -161,8 +186,20 @@ class Evaluator:
         return now
 
 
+def _mean(values: np.ndarray) -> float:
+    """Return the mean of what is not NaN; NaN if nothing is left."""
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else float("nan")
+
+
 def evaluate(config: Config, json_path: Path | None = None) -> int:
-    """`embodrl eval`: measure the policy that the configuration names; returns the exit code."""
+    """`embodrl eval`: measure the policy that the configuration names; returns the exit code.
+
+    Raises:
+        OutputError: ``json_path`` can't be written; told before anything has started.
+    """
+    if json_path is not None:
+        check_json_file(json_path)
     from embodrl.metrics.progress import Progress
     from embodrl.workers.env import check_simulator, make_pool
     from embodrl.workers.policy import build_policy, configure_torch, num_threads
@@ -185,13 +222,13 @@ def evaluate(config: Config, json_path: Path | None = None) -> int:
         content: dict[str, Any] = {
             "success_rate": result.success_rate,
             "episodes": result.episodes,
+            "lost_episodes": result.lost_episodes,
             "per_task": result.per_task,
             "mean_return": result.mean_return,
             "mean_length": result.mean_length,
             "seed": config.env.eval.seed,
         }
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        partial = json_path.with_name(f".{json_path.name}.partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        partial.replace(json_path)
+        if not result.episodes:
+            content |= dict.fromkeys(("success_rate", "mean_return", "mean_length"))  # JSON has no NaN
+        write_json_file(json_path, content)
     return 0

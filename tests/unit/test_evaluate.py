@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from embodrl.config import load_config
+from embodrl.envs.pool import FaultCounts
 from embodrl.envs.toy import ToyVectorEnv
 from embodrl.types import PolicyOutput
 from embodrl.workers.evaluate import Evaluator
@@ -31,6 +32,7 @@ class LocalPool:
         self.env = ToyVectorEnv(num_envs=4, image_size=8, max_episode_steps=6, include_state=True)
         self.spec, self.managers = self.env.spec, [None]
         self.calls, self.resets = [], []
+        self.faults = FaultCounts()
 
     def call(self, method, arguments=None):
         self.calls.append((method, arguments or {}))
@@ -97,3 +99,54 @@ def test_a_stop_ends_it_between_two_chunks():
     with pytest.raises(InterruptedError):
         Evaluator(CONFIG, pool, Expert(pool.env), should_stop=lambda: next(answers)).run()
     assert pool.calls[-1] == ("rewind", {})
+
+
+class FailingPool(LocalPool):
+    """Its process is started anew at the first chunk of the second wave, which ends all four episodes there."""
+
+    def step(self, actions, active):
+        if len(self.resets) != 2 or self.faults.restarts:
+            return super().step(actions, active)
+        self.faults.restarts += 1
+        self.env.set_auto_reset(True)
+        seeds, task_ids = self.resets[-1]
+        self.env.reset(np.array(seeds), np.array(task_ids, np.int32), np.arange(4))
+        step = super().step(actions, np.zeros(4, np.bool_))
+        step.truncated[:, 0] = True
+        return step
+
+
+def test_episodes_lost_to_a_fault_are_left_out():
+    whole, pool = LocalPool(), FailingPool()
+    expected = Evaluator(CONFIG, whole, Expert(whole.env)).run()
+    result = Evaluator(CONFIG, pool, Expert(pool.env)).run()
+    played = expected.successes[:4] + expected.successes[8:]
+    assert result.successes == played and len(played) == 6
+    assert (result.episodes, result.lost_episodes) == (6, 4)
+    assert result.success_rate == pytest.approx(np.mean(played))
+    assert result.per_task == {"reach-red": np.mean(played[::2]), "reach-green": np.mean(played[1::2])}
+    metrics = result.metrics()
+    assert (metrics["eval/episodes"], metrics["eval/lost_episodes"]) == (6, 4)
+    assert expected.metrics()["eval/lost_episodes"] == 0
+
+
+def test_a_process_started_anew_does_not_reset_by_itself():
+    pool = FailingPool()
+    seen = []
+    step = pool.step
+    pool.step = lambda actions, active: (step(actions, active), seen.append((len(pool.resets), pool.env._auto_reset)))[
+        0
+    ]
+    Evaluator(CONFIG, pool, Expert(pool.env)).run()
+    assert (2, True) in seen  # right after the fault
+    assert {auto_reset for wave, auto_reset in seen if wave == 3} == {False}
+
+
+def test_an_evaluation_that_lost_everything_has_no_rate():
+    pool = FailingPool()
+    pool.resets.append(None)  # the first wave counts as the second, and is the only one
+    short = CONFIG.env.eval.model_copy(update={"num_episodes": 4})
+    config = CONFIG.model_copy(update={"env": CONFIG.env.model_copy(update={"eval": short})})
+    result = Evaluator(config, pool, Expert(pool.env)).run()
+    assert (result.episodes, result.lost_episodes, result.per_task) == (0, 4, {})
+    assert np.isnan(result.success_rate) and np.isnan(result.mean_return)

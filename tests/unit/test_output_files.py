@@ -1,0 +1,83 @@
+"""What is refused before the work, and what is told when the operating system says no."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import typer
+
+from embodrl.cli.common import execute
+from embodrl.errors import OutputError
+from embodrl.metrics.json_file import check_json_file, write_json_file
+
+
+@pytest.fixture
+def wrong(tmp_path: Path) -> dict[str, Path]:
+    (tmp_path / "file").write_text("mine")
+    return {"directory": tmp_path, "below a file": tmp_path / "file" / "result.json", "proc": Path("/proc/none/r.json")}
+
+
+@pytest.mark.parametrize("case", ["directory", "below a file", "proc"])
+def test_a_file_that_can_not_be_written_is_refused(case: str, wrong: dict[str, Path], tmp_path: Path) -> None:
+    for attempt in (lambda: check_json_file(wrong[case]), lambda: write_json_file(wrong[case], {})):
+        with pytest.raises(OutputError) as refused:
+            attempt()
+        assert str(wrong[case]) in refused.value.message and refused.value.remedy
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert not list(tmp_path.parent.glob(".*.partial"))
+
+
+def test_a_file_is_checked_and_then_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "result.json"
+    check_json_file(path)
+    assert list(path.parent.iterdir()) == []
+    write_json_file(path, {"rate": 0.5})
+    check_json_file(path)
+    assert path.read_text() == '{\n  "rate": 0.5\n}\n'
+    with pytest.raises(ValueError, match="JSON"):
+        write_json_file(path, {"rate": float("nan")})
+    assert path.read_text() == '{\n  "rate": 0.5\n}\n'
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_json_file(pipe)
+    write_json_file(pipe, [1])
+    assert os.read(reader, 100) == b"[\n  1\n]\n"
+    os.close(reader)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_stray_error_of_the_operating_system_has_a_message(debug: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def action() -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "somewhere/file")
+
+    with pytest.raises(typer.Exit) as left:
+        execute(action, debug)
+    stderr = capsys.readouterr().err
+    assert left.value.exit_code == 1
+    assert "error: somewhere/file: No space left on device\n  remedy: free some room" in stderr
+    assert ("Traceback" in stderr) == debug
+
+
+@pytest.mark.parametrize("verb", [("eval",), ("bench", "transport")])
+def test_verbs_refuse_before_anything_starts(
+    verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from embodrl.cli.main import app
+
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("started")
+
+    monkeypatch.setattr("embodrl.workers.policy.configure_torch", started)
+    monkeypatch.setattr("embodrl.bench.transport.main", started)
+    with pytest.raises(SystemExit) as left:
+        app([*verb, "--json", str(tmp_path)])
+    assert left.value.code == 1
+    assert f"{tmp_path} is a directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
