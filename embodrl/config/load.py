@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +12,8 @@ from embodrl.config.check import allowed_values, prune, validate
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, lookup, origin_of, walk
 from embodrl.config.rules import run_rules
+from embodrl.config.rules.base import what_is
+from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.registry import nearest
@@ -35,6 +37,17 @@ class LoadedConfig:
     choices: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
 
+    def with_absolute_paths(self) -> LoadedConfig:
+        """Return the same with absolute paths to the directories of the model, so that it holds from any directory."""
+        model = self.config.model
+        changes = {
+            name: str(Path(text).expanduser().absolute())
+            for name in ("model_path", "warm_start")
+            if (text := getattr(model, name)) is not None and what_is(text) == "directory" and text != BUILTIN
+        }
+        config = self.config.model_copy(update={"model": model.model_copy(update=changes)})
+        return replace(self, config=config)
+
     def to_yaml(self, with_origin: bool = False) -> str:
         """Return the whole configuration as YAML that ``load_resolved`` reads, with origins as comments if wanted."""
         from embodrl.config.show import to_yaml
@@ -55,13 +68,18 @@ def load_config(overrides: list[str], config_file: Path | None = None) -> Loaded
     return finish(compose(overrides, config_file))
 
 
-def load_run(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
+def load_run(path: Path, overrides: list[str] | None = None, resuming: bool = False) -> LoadedConfig:
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
+
+    Args:
+        path: of the file.
+        overrides: command-line arguments.
+        resuming: the weights come from a checkpoint, so a warm start need not exist any more.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose_resolved(path, overrides or []))
+    return finish(compose_resolved(path, overrides or []), resuming)
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
@@ -69,14 +87,14 @@ def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
     return load_run(path, overrides).config
 
 
-def finish(composition: Composition) -> LoadedConfig:
+def finish(composition: Composition, resuming: bool = False) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
     removed = remove_special(tree) + resolve_references(tree)
     problems = composition.problems + removed + import_extensions(tree)
     config, invalid, wrong = validate(tree)
     problems += wrong
-    errors, notes = run_rules(config, tree, invalid | {problem.key for problem in removed})
+    errors, notes = run_rules(config, tree, invalid | {problem.key for problem in removed}, resuming)
     problems += errors
     if problems:
         raise ConfigError(problems)

@@ -62,13 +62,17 @@ class EnvTrainConfig(Section):
     use_fixed_reset_state_ids: bool = Field(
         default=False, description="every rollout starts from the same initial states (seeds) instead of fresh ones"
     )
-    seed: Seed = Field(default=0, description="first reset seed; combined with runner.seed")
+    seed: Seed = Field(default=0, description="reset seeds are drawn from it, runner.seed and the iteration")
 
 
 class EnvEvalConfig(Section):
     """Environments that measure the policy on fixed seeds."""
 
-    total_num_envs: PositiveInt = Field(default=32, description="environments over all processes")
+    total_num_envs: PositiveInt = Field(
+        default=32,
+        description="environments over all processes in `embodrl eval` and `sft`; `train` evaluates in those of"
+        " env.train",
+    )
     num_episodes: PositiveInt = Field(default=128, description="episodes an evaluation, spread evenly over the tasks")
     seed: Seed = Field(default=1_000_000, description="reset seed of the first episode; episode i uses seed + i")
 

@@ -211,8 +211,18 @@ RULES = [
         "can't cover 2 tasks",
         ("env.eval.num_episodes=1", "env.tasks=[PushCube-v1,PullCube-v1]"),
     ),
-    Wrong("train seeds in the evaluation", "env.train.seed", "overlap", ("env.train.seed=1000000",)),
-    Wrong("demonstration seeds in the evaluation", "collect.seed", "overlap", ("collect.seed=999300",)),
+    Wrong(
+        "demonstration seeds in the evaluation",
+        "collect.seed",
+        "995000 to 1004999, which overlap",  # 10 attempts for each of 1000 episodes
+        ("collect.seed=995000", "collect.num_episodes=1000"),
+    ),
+    Wrong(
+        "evaluation seeds in the demonstrations",
+        "env.eval.seed",
+        "500000 to 500399, which overlap",
+        ("env.eval.seed=500399", "collect.num_episodes=40"),
+    ),
     Wrong("several cameras", "env.cameras", "sees 1 camera", ("env.cameras=[{name: a},{name: b}]",)),
     Wrong(
         "cameras of one name",

@@ -152,6 +152,39 @@ def test_overrides_on_a_resolved_file(tmp_path: Path) -> None:
         load_run(path, ["env=maniskill_mix"])
 
 
+def test_a_rollout_as_long_as_an_episode_and_the_toy_preset_are_not_noted() -> None:
+    assert load_config(["env.train.max_steps_per_rollout_epoch=50"]).notes == []
+    assert load_config(["env=toy"]).notes == []
+
+
+def test_training_seeds_are_drawn_so_they_may_be_any() -> None:
+    assert load_config(["env.train.seed=1000000"]).config.env.train.seed == 1_000_000
+
+
+def test_paths_of_the_model_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mine", "builtin"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+
+    def model(*arguments: str) -> tuple[str | None, str | None]:
+        config = load_config(list(arguments)).with_absolute_paths().config
+        return config.model.model_path, config.model.warm_start
+
+    assert model("model.warm_start=mine") == (None, str(tmp_path / "mine"))
+    assert model("model.model_path=./mine") == (str(tmp_path / "mine"), "builtin")
+    assert model("model.model_path=openvla/openvla-7b") == ("openvla/openvla-7b", "builtin")
+    assert model() == (None, "builtin"), "the shipped weights, even beside a directory of that name"
+
+
+def test_a_warm_start_may_be_gone_when_a_run_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(load_config([]).to_yaml().replace("warm_start: builtin", "warm_start: /no/such/directory"))
+    assert load_run(path, resuming=True).config.model.warm_start == "/no/such/directory"
+    with pytest.raises(ConfigError, match="no/such/directory"):
+        load_run(path)
+
+
 def test_a_very_short_run_is_noted_but_not_refused() -> None:
     notes = load_config(["runner.max_iterations=1"]).notes
     assert [note.key for note in notes] == ["actor.optim.critic_warmup_iterations"]
@@ -173,6 +206,13 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
         (["env.video.num_episodes=200"], "env.video.num_episodes"),
         (["env=maniskill_mix", "env.eval.num_episodes=99"], "env.eval.num_episodes"),
         (["cluster.num_threads=4096"], "cluster.num_threads"),
+        (["env=toy", "env.reward_mode=sparse"], "env.reward_mode"),
+        (["env=toy", "env.success_bonus=2"], "env.success_bonus"),
+        (["env=toy", "env.sim_backend=physx_cpu"], "env.sim_backend"),
+        (["env=toy", "env.render_backend=cpu"], "env.render_backend"),
+        (["env=toy", "env.mesh_decimation=0.5"], "env.mesh_decimation"),
+        (["env=toy", "env.video.enabled=true"], "env.video"),
+        (["env.train.max_steps_per_rollout_epoch=45"], "env.train.max_steps_per_rollout_epoch"),
         (
             ["env.num_processes=4096", "env.train.total_num_envs=4096", "env.eval.total_num_envs=4096"],
             "env.num_processes",
@@ -182,6 +222,8 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
 def test_settings_without_effect_are_noted(arguments: list[str], key: str) -> None:
     if key == "env.num_processes":
         arguments = [*arguments, "actor.global_batch_size=4096", "actor.micro_batch_size=4096"]
+    if key == "env.train.max_steps_per_rollout_epoch":
+        arguments = [*arguments, "actor.global_batch_size=96", "actor.micro_batch_size=48"]
     assert key in [note.key for note in load_config(arguments).notes]
 
 

@@ -11,18 +11,21 @@ from embodrl.errors import ConfigProblem
 __all__ = ["NOTES", "RULES", "Rule", "algorithm", "cluster", "env", "model", "run_rules", "runner"]
 
 
-def run_rules(config: Config, tree: Node, invalid: set[str]) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
+def run_rules(
+    config: Config, tree: Node, invalid: set[str], resuming: bool = False
+) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
     """Run every rule whose keys have a valid type.
 
     Args:
         config: the values; the schema's default where a value was invalid.
         tree: where the values came from.
         invalid: keys whose value was invalid.
+        resuming: the weights come from a checkpoint, whatever the configuration names.
 
     Returns:
         What is forbidden, and what is allowed but without effect or odd.
     """
-    context = Context(config, tree)
+    context = Context(config, tree, resuming)
     sound = [
         [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
         for rules in (RULES, NOTES)

@@ -39,10 +39,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Context:
-    """A configuration whose types are right, and where its values came from."""
+    """A configuration whose types are right, where its values came from, and whether a checkpoint has the weights."""
 
     config: Config
     tree: Node
+    resuming: bool = False
 
     @cached_property
     def _defaults(self) -> Any:

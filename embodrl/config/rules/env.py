@@ -10,6 +10,10 @@ from pathlib import Path
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule
 from embodrl.registry import ADVANTAGES, ENVS, nearest
 
+# `embodrl collect` gives up after so many; every attempt has the next seed.
+MAX_ATTEMPTS_PER_EPISODE = 10
+MANISKILL_ONLY = ("reward_mode", "success_bonus", "sim_backend", "render_backend", "mesh_decimation")
+
 
 @rule("env.train.total_num_envs", "env.eval.total_num_envs", "env.num_processes")
 def processes_share_the_environments(context: Context) -> Iterator[Finding]:
@@ -217,25 +221,24 @@ def every_task_is_evaluated(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("env.train.seed", "env.train.total_num_envs", "env.eval", "collect.seed", "collect.num_episodes")
+@rule("env.eval", "collect.seed", "collect.num_episodes")
 def seeds_are_apart(context: Context) -> Iterator[Finding]:
-    """Evaluation never sees an initial state that the policy was trained or fine-tuned on."""
+    """Evaluation never sees an initial state that the policy was fine-tuned on; training draws its seeds at random."""
     config = context.config
     first, last = config.env.eval.seed, config.env.eval.seed + config.env.eval.num_episodes - 1
-    for key, start, count in (
-        ("env.train.seed", config.env.train.seed, config.env.train.total_num_envs),
-        ("collect.seed", config.collect.seed, 2 * config.collect.num_episodes),  # failed attempts use seeds, too
-    ):
-        if start <= last and first <= start + count - 1:
-            blamed = "env.eval.seed" if context.by_user("env.eval.seed") and not context.by_user(key) else key
-            below = start - (last - first + 1) if blamed == "env.eval.seed" else first - count
-            yield Finding(
-                blamed,
-                f"the seeds from {key} on, {start} to {start + count - 1}, overlap the evaluation's, {first} to {last}",
-                "keep the two ranges well apart, so that evaluation has initial states of its own",
-                f"0 to {below}, or far above" if below >= 0 else "far above",
-                others=tuple(k for k in (key, "env.eval.seed", "env.eval.num_episodes") if k != blamed),
-            )
+    start, count = config.collect.seed, MAX_ATTEMPTS_PER_EPISODE * config.collect.num_episodes
+    if start <= last and first <= start + count - 1:
+        key = "collect.seed"
+        blamed = "env.eval.seed" if context.by_user("env.eval.seed") and not context.by_user(key) else key
+        below = start - (last - first + 1) if blamed == "env.eval.seed" else first - count
+        yield Finding(
+            blamed,
+            f"up to {MAX_ATTEMPTS_PER_EPISODE} attempts an episode use the seeds {start} to {start + count - 1}, which"
+            f" overlap the evaluation's, {first} to {last}",
+            "keep the two ranges well apart, so that evaluation has initial states of its own",
+            f"0 to {below}, or far above" if below >= 0 else "far above",
+            others=tuple(k for k in (key, "collect.num_episodes", "env.eval.seed") if k != blamed),
+        )
 
 
 @rule("env.cameras", "model.model_type")
@@ -368,3 +371,31 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
     if context.by_user("env.video.num_episodes") and env.video.num_episodes > env.eval.num_episodes:
         message = f"only env.eval.num_episodes = {env.eval.num_episodes} episodes exist to be filmed"
         yield Finding("env.video.num_episodes", message, f"set it to {env.eval.num_episodes}")
+
+
+@note("env")
+def keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings that only ManiSkill reads."""
+    name = context.config.env.env_type
+    if name == "maniskill" or name not in ENVS:
+        return
+    # an environment of the user's may film itself, at a size of its own
+    videos = ["video"] if name == "toy" else [f"video.{part}" for part in ("height", "width", "fps")]
+    for key in (f"env.{part}" for part in (*MANISKILL_ONLY, *videos)):
+        if context.by_user(key):
+            yield Finding(key, f"has no effect: only maniskill reads it, and env_type is '{name}'", "leave it out")
+
+
+@note("env.train", "env.max_episode_steps")
+def rollouts_reach_the_step_limit(context: Context) -> Iterator[Finding]:
+    """Every rollout begins with fresh episodes, so in a shorter one only successes end."""
+    env = context.config.env
+    if env.train.max_steps_per_rollout_epoch < env.max_episode_steps:
+        yield Finding(
+            "env.train.max_steps_per_rollout_epoch",
+            f"rollouts of {env.train.max_steps_per_rollout_epoch} steps never reach env.max_episode_steps ="
+            f" {env.max_episode_steps}: only successes end within one, so rollout/success_rate is 1 or null",
+            f"set it to a multiple of {env.max_episode_steps}",
+            f"at least {env.max_episode_steps}",
+            others=("env.max_episode_steps",),
+        )

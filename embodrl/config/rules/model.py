@@ -60,7 +60,7 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
 def warm_start_exists(context: Context) -> Iterator[Finding]:
     """A warm start is the shipped one or a directory."""
     model = context.config.model
-    if model.warm_start in (None, BUILTIN) or model.model_path is not None:
+    if model.warm_start in (None, BUILTIN) or model.model_path is not None or context.resuming:
         return
     if what_is(f"{model.warm_start}/config.json") != "file":
         hint = nearest(str(model.warm_start), [BUILTIN])
