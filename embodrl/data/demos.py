@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, OutputError
 
 INDEX = "index.json"
 FORMAT = 1
@@ -50,13 +51,25 @@ class DemoWriter:
         shard_episodes: episodes a file.
 
     Raises:
-        EmbodrlError: the directory holds demonstrations already.
+        EmbodrlError: the directory holds demonstrations already, or the rest of a collection that was killed.
+        OutputError: it can't be written; later, the disk is full.
     """
 
     def __init__(self, directory: Path, shard_episodes: int = 200) -> None:
         if (directory / INDEX).exists():
             raise EmbodrlError(f"{directory} holds demonstrations already", "choose another collect.output_dir")
-        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.glob("shard_*.safetensors")):
+            raise EmbodrlError(
+                f"{directory} holds shards of demonstrations without an index: their collection was killed",
+                f"remove them (rm {directory}/shard_*.safetensors), or choose another collect.output_dir",
+            )
+        probe = directory / f".{INDEX}.partial"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise _unwritable(directory, error) from error
         self.directory = directory
         self._shard_episodes = shard_episodes
         self._pending: list[Episode] = []
@@ -74,14 +87,16 @@ class DemoWriter:
             return
         name = f"shard_{self._num_shards:04d}.safetensors"
         partial = self.directory / f".{name}.partial"
-        save_file(
-            {
-                "images": np.concatenate([e.images for e in self._pending]),
-                "actions": np.concatenate([e.actions for e in self._pending]),
-            },
-            partial,
-        )
-        partial.replace(self.directory / name)
+        tensors = {
+            "images": np.concatenate([e.images for e in self._pending]),
+            "actions": np.concatenate([e.actions for e in self._pending]),
+        }
+        try:
+            save_file(tensors, partial)
+            partial.replace(self.directory / name)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise _unwritable(self.directory, error) from error
         start = 0
         for episode in self._pending:
             length = len(episode.actions)
@@ -104,11 +119,20 @@ class DemoWriter:
         """Write what is left and the index with ``meta`` (how it was made)."""
         self._flush()
         partial = self.directory / f".{INDEX}.partial"
-        with partial.open("w") as file:
-            json.dump({"format": FORMAT, "meta": meta, "episodes": self._episodes}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.directory / INDEX)
+        try:
+            with partial.open("w") as file:
+                json.dump({"format": FORMAT, "meta": meta, "episodes": self._episodes}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.directory / INDEX)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise _unwritable(self.directory, error) from error
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the episodes added so far."""
+        return sum(e["length"] for e in self._episodes) + sum(len(e.actions) for e in self._pending)
 
 
 @dataclass
@@ -141,24 +165,44 @@ class Demos:
         return self.actions[np.minimum(index, self.last[frames][:, None])], inside
 
 
+def _unwritable(directory: Path, error: Exception) -> OutputError:
+    return OutputError(
+        f"demonstrations can't be written to {directory}: {error}",
+        "free some room, or set collect.output_dir to a directory of yours",
+    )
+
+
 def load_demos(directory: Path, max_episodes: int | None = None) -> Demos:
     """Load the demonstrations of ``embodrl collect``.
 
     Raises:
-        EmbodrlError: there are none, or the directory is not complete.
+        EmbodrlError: there are none, or a file is missing or damaged.
     """
     path = directory / INDEX
     if not path.is_file():
         raise EmbodrlError(f"{directory} holds no demonstrations", f"embodrl collect collect.output_dir={directory}")
-    content = json.loads(path.read_text())
-    if content.get("format") != FORMAT:
-        raise EmbodrlError(
-            f"{path} has format {content.get('format')}, not {FORMAT}", "collect the demonstrations anew"
-        )
-    episodes = content["episodes"][:max_episodes]
+    try:
+        content = json.loads(path.read_text())
+        found, episodes = content["format"], content.get("episodes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    if found != FORMAT:
+        raise EmbodrlError(f"{path} has format {found}, not {FORMAT}", "collect the demonstrations anew")
+    if not isinstance(episodes, list):
+        raise _damaged(path, "it has no list of episodes")
     if not episodes:
         raise EmbodrlError(f"{directory} holds no episodes", "collect more")
-    shards = {name: load_file(directory / name) for name in dict.fromkeys(e["shard"] for e in episodes)}
+    try:
+        return _load_episodes(directory, episodes[:max_episodes])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, f"{type(error).__name__} {error}") from error
+
+
+def _load_episodes(directory: Path, episodes: list[dict[str, Any]]) -> Demos:
+    shards = {name: _load_shard(directory / name) for name in dict.fromkeys(e["shard"] for e in episodes)}
+    for e in episodes:
+        if not 0 <= e["start"] < e["start"] + e["length"] <= len(shards[e["shard"]]["actions"]):
+            raise _damaged(directory / e["shard"], "it lacks frames that the index names")
     spans = [(shards[e["shard"]], slice(e["start"], e["start"] + e["length"])) for e in episodes]
     lengths = np.array([e["length"] for e in episodes])
     episode = np.repeat(np.arange(len(episodes)), lengths)
@@ -169,4 +213,22 @@ def load_demos(directory: Path, max_episodes: int | None = None) -> Demos:
         last=(np.cumsum(lengths) - 1)[episode],
         instructions=[e["instruction"] for e in episodes],
         tasks=[e["task"] for e in episodes],
+    )
+
+
+def _load_shard(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        shard = load_file(path)
+    except FileNotFoundError as error:
+        raise _damaged(path, "it is missing") from error
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, error) from error
+    if not {"images", "actions"} <= shard.keys() or len(shard["images"]) != len(shard["actions"]):
+        raise _damaged(path, "it lacks the pictures or actions of some frames")
+    return shard
+
+
+def _damaged(path: Path, problem: object) -> EmbodrlError:
+    return EmbodrlError(
+        f"{path} is damaged: {problem}", "collect the demonstrations anew, or copy the whole directory once more"
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +17,7 @@ from embodrl.envs.pool import EnvPool
 from embodrl.errors import EmbodrlError
 from embodrl.metrics.progress import Progress
 from embodrl.types import Observation
+from embodrl.workers.stop import StopSignal
 
 MAX_ATTEMPTS_PER_EPISODE = 10
 
@@ -24,17 +28,26 @@ class Collector:
     Args:
         config: the run; section ``collect``.
         pool: started, without auto-reset.
+        writer: takes the episodes.
+        should_stop: asked before every step; if it answers True, ``run`` ends early.
+
+    Attributes:
+        kept, tried, solved: ``int64[T]``, episodes of each task that were kept, played to their end, and successful.
     """
 
-    def __init__(self, config: Config, pool: EnvPool) -> None:
+    def __init__(
+        self, config: Config, pool: EnvPool, writer: DemoWriter, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
         self.settings = config.collect
         self.pool = pool
         self.tasks = pool.spec.tasks
-        self.writer = DemoWriter(Path(self.settings.output_dir))
+        self.writer = writer
+        self.should_stop = should_stop
         self.rng = np.random.default_rng(self.settings.seed)
         self.attempts = 0
         self.kept = np.zeros(len(self.tasks), np.int64)
         self.tried = np.zeros(len(self.tasks), np.int64)
+        self.solved = np.zeros(len(self.tasks), np.int64)
         self.wanted = np.array(
             [len(part) for part in np.array_split(np.arange(self.settings.num_episodes), len(self.tasks))]
         )
@@ -56,7 +69,11 @@ class Collector:
             noisy = self.rng.random() < self.settings.noise_fraction
             self.noise_std[row] = self.settings.noise_std if noisy else 0.0
             self.frames[row] = []
+        restarts = self.pool.faults.restarts
         observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
+        if self.pool.faults.restarts != restarts:
+            # A process started anew has begun all its episodes again, which no result of a step will tell.
+            return self.begin(np.arange(self.pool.spec.num_envs))
         size = self.pool.spec.num_envs // len(self.pool.managers)
         for rank, manager in enumerate(self.pool.managers):
             mine = rows[(rows >= rank * size) & (rows < (rank + 1) * size)] - rank * size
@@ -64,14 +81,19 @@ class Collector:
                 manager.call("expert_reset", {"rows": mine.tolist()})
         return observation
 
+    @property
+    def finished(self) -> bool:
+        """Every task has its share."""
+        return bool((self.kept >= self.wanted).all())
+
     def run(self, progress: Progress) -> None:
-        """Collect until every task has its share.
+        """Collect until every task has its share, or until asked to stop.
 
         Raises:
             EmbodrlError: the experts fail too often.
         """
         observation = self.begin(np.arange(self.pool.spec.num_envs))
-        while (self.kept < self.wanted).any():
+        while not (self.finished or self.should_stop()):
             expert = np.concatenate(self.pool.call("expert_actions")).astype(np.float32)
             for row, frames in enumerate(self.frames):
                 frames.append((observation.images[row].copy(), expert[row]))
@@ -79,9 +101,9 @@ class Collector:
             noise[:, -1] = 0  # a random gripper would drop the object
             step = self.pool.step(np.clip(expert + noise, -1, 1)[:, None])
             observation, ended = step.observation, np.flatnonzero(step.done)
-            for row in ended:
+            for row in ended[step.valid[ended].any(axis=1)]:  # the others were lost to a fault
                 self._keep(int(row), bool(step.success[row]), observation.instruction[row])
-            progress.update(int(self.kept.sum()), f"success {self.kept.sum() / max(self.tried.sum(), 1):.0%}")
+            progress.update(int(self.kept.sum()), f"success {self.solved.sum() / max(self.tried.sum(), 1):.0%}")
             if len(ended):
                 self._refuse_failing_experts()
                 observation = self.begin(ended)
@@ -89,6 +111,7 @@ class Collector:
     def _keep(self, row: int, success: bool, instruction: str) -> None:
         task = int(self.task_ids[row])
         self.tried[task] += 1
+        self.solved[task] += success
         if not (success or self.settings.keep_failures) or self.kept[task] >= self.wanted[task]:
             return
         self.kept[task] += 1
@@ -97,7 +120,9 @@ class Collector:
         self.writer.add(Episode(np.stack(images), np.stack(actions), instruction, self.tasks[task], seed, success))
 
     def _refuse_failing_experts(self) -> None:
-        failing = (self.tried > 50) & (self.tried > MAX_ATTEMPTS_PER_EPISODE * self.kept)
+        if self.settings.keep_failures:
+            return
+        failing = (self.tried > 50) & (self.tried > MAX_ATTEMPTS_PER_EPISODE * self.solved)
         if failing.any():
             names = [task for task, fails in zip(self.tasks, failing, strict=True) if fails]
             raise EmbodrlError(
@@ -105,25 +130,51 @@ class Collector:
                 "lower collect.noise_std, or raise env.max_episode_steps",
             )
 
+    def close(self) -> None:
+        """Write the index of what was kept, with the success rate of the expert in all that was played."""
+        meta: dict[str, Any] = {"collect": self.settings.model_dump(), "expert_success_rate": self.success_rate()}
+        self.writer.close(meta | {"stopped_early": not self.finished})
+
+    def success_rate(self) -> dict[str, float | None]:
+        """Return the part of the episodes that the expert solved, by task; None where none was played to its end."""
+        counts = zip(self.tasks, self.solved.tolist(), self.tried.tolist(), strict=True)
+        return {task: solved / tried if tried else None for task, solved, tried in counts}
+
 
 def collect(config: Config) -> int:
-    """Gather demonstrations as ``config.collect`` says; returns the exit code."""
+    """Gather demonstrations as ``config.collect`` says; returns the exit code.
+
+    SIGINT and SIGTERM end it early: what was kept until then is complete.
+
+    Raises:
+        EmbodrlError: something is missing, told before anything has started; or the experts or the simulators fail.
+    """
     from embodrl.workers.env import check_simulator, make_pool
 
+    writer = DemoWriter(Path(config.collect.output_dir))
     check_simulator(config)
     start_s = time.monotonic()
     pool = make_pool(config, config.env.train.total_num_envs, max_chunk=1, auto_reset=False, ignore_terminations=False)
-    with pool, Progress("collect", config.collect.num_episodes, "episodes", config.runner.logger.console) as progress:
-        collector = Collector(config, pool)
-        collector.run(progress)
-        success_rate = {
-            task: float(kept / max(tried, 1))
-            for task, kept, tried in zip(collector.tasks, collector.kept, collector.tried, strict=True)
-        }
-        collector.writer.close({"collect": config.collect.model_dump(), "expert_success_rate": success_rate})
-        frames = sum(e["length"] for e in collector.writer._episodes)
+    console = config.runner.logger.console
+    with (
+        StopSignal() as stop,
+        closing(pool),
+        Progress("collect", config.collect.num_episodes, "episodes", console) as progress,
+    ):
+        pool.start()
+        collector = Collector(config, pool, writer, lambda: bool(stop))
+        stop.graceful = True
+        try:
+            collector.run(progress)
+        finally:
+            # A second signal, too, leaves what is complete. Without an episode there is nothing to be told.
+            if collector.kept.any():
+                collector.close()
+        kept = int(collector.kept.sum())
+        if not collector.finished:
+            progress.message(f"stopped by a signal: {kept} of {config.collect.num_episodes} episodes were kept")
         progress.message(
-            f"{int(collector.kept.sum())} episodes, {frames} frames in {time.monotonic() - start_s:.0f} s"
-            f" -> {config.collect.output_dir}; expert success {success_rate}"
+            f"{kept} episodes, {writer.num_frames} frames in {time.monotonic() - start_s:.0f} s"
+            f" -> {config.collect.output_dir}; expert success {collector.success_rate()}"
         )
-    return 0
+    return 0 if collector.finished else stop.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from embodrl.checkpoint import preflight
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import Demos, load_demos
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, OutputError
 from embodrl.hybrid_engines.parallel import add_gradients
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
@@ -24,6 +27,11 @@ from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation
 from embodrl.workers.env import check_simulator
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.stop import StopSignal
+
+POLICY_DIR = "policy"
+# Asked for before the policy is built and its size known.
+LEAST_FREE_BYTES = 64 * 2**20
 
 
 def learning_rate(settings: SftConfig, step: int) -> float:
@@ -100,53 +108,71 @@ def _backward(
 def sft(config: Config) -> int:
     """Train the policy on demonstrations and save it in its public layout; returns the exit code.
 
+    SIGINT and SIGTERM end it after the step under way; the policy so far is saved.
+
     Raises:
+        OutputError: the output directory can't be written or holds a policy, told before anything has started.
         EmbodrlError: there are no demonstrations, or the loss is not finite.
     """
     settings = config.sft
-    device = configure_torch(config)
+    output_dir = Path(settings.output_dir)
+    _check_output(output_dir)
+    configure_torch(config)
     if settings.eval_interval:
         check_simulator(config)
-    demos = load_demos(Path(settings.data_dir), settings.max_episodes)
-    policy = build_policy(config)
-    output_dir = Path(settings.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    with (
+        StopSignal() as stop,
+        Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
+    ):
+        demos = load_demos(Path(settings.data_dir), settings.max_episodes)
+        policy = build_policy(config)
+        progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
+        stop.graceful = True
+        done = _train(config, policy, demos, progress, stop)
+        _save(policy, output_dir / POLICY_DIR)
+        if done < settings.max_steps:
+            progress.message(f"stopped by a signal after {done} of {settings.max_steps} steps")
+        progress.message(f"saved {output_dir / POLICY_DIR}")
+    return 0 if done == settings.max_steps else stop.exit_code
+
+
+def _train(config: Config, policy: VLAPolicy, demos: Demos, progress: Progress, stop: StopSignal) -> int:
+    """Take the optimizer steps; return how many were done when all were, or a signal came."""
+    settings, device = config.sft, policy.device
     optimizer = make_optimizer(policy, settings)
     precision = resolve_precision(config.actor.precision, device)
     cores = num_threads(config) if device.type == "cpu" else 1
     stream = batches(demos, settings, policy.num_action_chunks, config.runner.seed)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     start_s = time.monotonic()
-    with (
-        Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
-        (output_dir / "sft_metrics.jsonl").open("w") as log,
-    ):
-        progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
-        for step in range(settings.max_steps):
+    done = 0
+    with (Path(settings.output_dir) / "sft_metrics.jsonl").open("w") as log:
+        while done < settings.max_steps and not stop:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(settings, step)
+                group["lr"] = learning_rate(settings, done)
             observation, actions, inside = next(stream)
             inputs = policy.sft_inputs(observation, actions) | {"action_mask": inside.to(device)}
             loss, scalars = _backward(policy, inputs, parameters, settings.label_smoothing_bins, precision, cores)
             nn.utils.clip_grad_norm_(parameters, 1.0)
             if not math.isfinite(float(loss.detach())):
-                raise EmbodrlError(f"the loss is {float(loss)} at step {step}", "lower sft.lr")
+                raise EmbodrlError(f"the loss is {float(loss)} at step {done}", "lower sft.lr")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            done = step + 1
-            if done % settings.log_interval == 0 or done == settings.max_steps:
+            done += 1
+            if done % settings.log_interval == 0 or done == settings.max_steps or stop:
                 row = {"step": done, "loss": float(loss.detach())} | {k: float(v) for k, v in scalars.items()}
                 log.write(json.dumps(row | {"time_s": time.monotonic() - start_s}) + "\n")
                 log.flush()
                 progress.update(done, " ".join(f"{k} {v:.3f}" for k, v in row.items() if k != "step"))
-            if settings.eval_interval and done % settings.eval_interval == 0:
-                progress.message(f"step {done}: success rate {_success_rate(config, policy):.1%}")
-        policy.save_pretrained(output_dir / "policy")
-        progress.message(f"saved {output_dir / 'policy'}")
-    return 0
+            if settings.eval_interval and done % settings.eval_interval == 0 and not stop:
+                try:
+                    progress.message(f"step {done}: success rate {_success_rate(config, policy, stop):.1%}")
+                except InterruptedError:
+                    break
+    return done
 
 
-def _success_rate(config: Config, policy: VLAPolicy) -> float:
+def _success_rate(config: Config, policy: VLAPolicy, stop: StopSignal) -> float:
     from embodrl.workers.env import make_pool
     from embodrl.workers.evaluate import Evaluator
 
@@ -154,4 +180,29 @@ def _success_rate(config: Config, policy: VLAPolicy) -> float:
         policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads(config)
     )
     with make_pool(config, config.env.eval.total_num_envs) as pool:
-        return Evaluator(config, pool, engine).run().success_rate
+        return Evaluator(config, pool, engine, should_stop=lambda: bool(stop)).run().success_rate
+
+
+def _check_output(output_dir: Path) -> None:
+    policy_dir = output_dir / POLICY_DIR
+    if policy_dir.exists():
+        raise OutputError(f"{policy_dir} holds a policy already", "choose another sft.output_dir, or remove it")
+    try:
+        preflight(output_dir, LEAST_FREE_BYTES)
+    except OutputError as error:
+        # The remedy that it knows is that of a training run.
+        raise OutputError(error.message, "set sft.output_dir to a directory of yours that has room") from error
+
+
+def _save(policy: VLAPolicy, directory: Path) -> None:
+    """Write the policy; a directory of that name holds a whole one."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        policy.save_pretrained(partial)
+        partial.replace(directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OutputError(
+            f"{directory} can't be written: {error}", "free some room, or set sft.output_dir to another disk"
+        ) from error

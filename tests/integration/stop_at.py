@@ -18,6 +18,8 @@ POINTS = {
     "write_file": "embodrl.checkpoint:_write_file",
     "sync_directory": "embodrl.checkpoint:_sync_directory",
     "log": "embodrl.metrics.sinks:MetricsLogger.log",
+    "add_episode": "embodrl.data.demos:DemoWriter.add",
+    "sft_backward": "embodrl.workers.sft:_backward",
     "wait_started": "embodrl.envs.pool:EnvPool.wait_started",
 }
 

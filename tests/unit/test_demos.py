@@ -2,9 +2,10 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from embodrl.data.demos import DemoWriter, Episode, load_demos
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, OutputError
 
 
 def episode(number: int, length: int, success: bool = True) -> Episode:
@@ -69,3 +70,79 @@ def test_incomplete_foreign_and_full_directories_are_refused(tmp_path):
     index.write_text(json.dumps({"format": 1, "meta": {}, "episodes": []}))
     with pytest.raises(EmbodrlError, match="no episodes"):
         load_demos(tmp_path)
+
+
+def damage(directory, kind):
+    index, shard = directory / "index.json", directory / "shard_0001.safetensors"
+    content = json.loads(index.read_text())
+    if kind == "truncated shard":
+        shard.write_bytes(shard.read_bytes()[:-10])
+    elif kind == "empty shard":
+        shard.write_bytes(b"")
+    elif kind == "missing shard":
+        shard.unlink()
+    elif kind == "shard of another collection":
+        save_file({name: array[:2] for name, array in load_file(shard).items()}, shard)
+    elif kind == "shard without actions":
+        save_file({"images": load_file(shard)["images"]}, shard)
+    elif kind == "torn index":
+        index.write_text(index.read_text()[:50])
+    elif kind == "index of another kind":
+        index.write_text("[1, 2]")
+    elif kind == "no episodes":
+        index.write_text(json.dumps({"format": 1, "meta": {}}))
+    elif kind == "episode without a length":
+        del content["episodes"][0]["length"]
+        index.write_text(json.dumps(content))
+    elif kind == "episodes of another kind":
+        index.write_text(json.dumps(content | {"episodes": [3]}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("truncated shard", "shard_0001"),
+        ("empty shard", "shard_0001"),
+        ("missing shard", "shard_0001"),
+        ("shard of another collection", "shard_0001"),
+        ("shard without actions", "shard_0001"),
+        ("torn index", "index"),
+        ("index of another kind", "index"),
+        ("no episodes", "index"),
+        ("episode without a length", "index"),
+        ("episodes of another kind", "index"),
+    ],
+)
+def test_damaged_demonstrations_are_named(tmp_path, kind, name):
+    write(tmp_path)
+    damage(tmp_path, kind)
+    with pytest.raises(EmbodrlError, match=f"{name}.* is damaged") as refused:
+        load_demos(tmp_path)
+    assert "collect the demonstrations anew" in refused.value.remedy
+
+
+def test_what_a_killed_collection_left_is_refused_and_not_mixed_in(tmp_path):
+    killed = DemoWriter(tmp_path, 1)
+    killed.add(episode(0, 3))
+    with pytest.raises(EmbodrlError, match="was killed") as refused:
+        DemoWriter(tmp_path)
+    assert f"rm {tmp_path}/shard_" in refused.value.remedy
+    (tmp_path / "shard_0000.safetensors").unlink()
+    (tmp_path / ".shard_0000.safetensors.partial").write_bytes(b"torn")
+    write(tmp_path)
+    assert len(load_demos(tmp_path).actions) == 8
+
+
+def test_a_directory_that_can_not_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError, match="can't be written") as refused:
+        DemoWriter(tmp_path / "file" / "demos")
+    assert "collect.output_dir" in refused.value.remedy
+
+
+def test_a_disk_that_fails_later_is_told(tmp_path):
+    writer = DemoWriter(tmp_path, 1)
+    (tmp_path / "shard_0000.safetensors").mkdir()
+    with pytest.raises(OutputError, match="can't be written"):
+        writer.add(episode(0, 3))
+    assert not (tmp_path / ".shard_0000.safetensors.partial").exists()

@@ -1,0 +1,92 @@
+"""`collect` and `sft` through the command line, on the toy environment: signals, and what is in the way."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import TINY, Outcome, assert_gone, embodrl
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stopped(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """Demonstrations of a collection that got a signal while its third episode was kept."""
+    directory = tmp_path_factory.mktemp("demos")
+    children = directory.with_name("children")
+    outcome = collect(config, directory, stop_at="add_episode:3:SIGTERM", children=children)
+    assert_gone(children)
+    return directory, outcome
+
+
+def collect(config: Path, directory: Path, **options: object) -> Outcome:
+    return embodrl(
+        "collect", "--config", config, f"collect.output_dir={directory}", "env.max_episode_steps=21", **options
+    )
+
+
+def sft(config: Path, demos: Path, directory: Path, **options: object) -> Outcome:
+    settings = [f"sft.data_dir={demos}", f"sft.output_dir={directory}", "sft.max_steps=30", "sft.batch_size=4"]
+    settings += ["sft.lr_warmup_steps=3", "sft.log_interval=10"]
+    return embodrl("sft", "--config", config, *settings, **options)
+
+
+def test_a_stopped_collection_is_complete_as_far_as_it_goes(stopped: tuple[Path, Outcome]) -> None:
+    directory, outcome = stopped
+    assert outcome.code == 143, outcome.stderr
+    content = json.loads((directory / "index.json").read_text())
+    assert content["meta"]["stopped_early"] is True
+    assert 3 <= len(content["episodes"]) < 6
+    assert f"{len(content['episodes'])} of 6 episodes were kept" in outcome.stdout
+
+
+def test_a_collection_that_was_killed_is_in_the_way_of_the_next(
+    stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped[0], tmp_path / "demos")
+    (tmp_path / "demos" / "index.json").unlink()
+    outcome = collect(config, tmp_path / "demos")
+    assert outcome.code == 1
+    assert "was killed" in outcome.stderr and "remedy: remove them" in outcome.stderr
+
+
+def test_a_signal_ends_fine_tuning_with_the_policy_so_far(
+    stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    outcome = sft(config, stopped[0], tmp_path, stop_at="sft_backward:5:SIGINT")
+    assert outcome.code == 130, outcome.stderr
+    assert "stopped by a signal after 5 of 30 steps" in outcome.stdout
+    assert [json.loads(row)["step"] for row in (tmp_path / "sft_metrics.jsonl").read_text().splitlines()] == [5]
+    assert load_file(tmp_path / "policy" / "model.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "sft_metrics.jsonl"]
+
+    before = (tmp_path / "policy" / "model.safetensors").read_bytes()
+    outcome = sft(config, stopped[0], tmp_path)
+    assert outcome.code == 1
+    assert "holds a policy already" in outcome.stderr and "remedy: choose another sft.output_dir" in outcome.stderr
+    assert (tmp_path / "policy" / "model.safetensors").read_bytes() == before
+
+
+def test_fine_tuning_needs_a_directory_that_can_be_written(
+    stopped: tuple[Path, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from embodrl.config import load_config
+    from embodrl.errors import OutputError
+    from embodrl.workers import sft as worker
+
+    (tmp_path / "file").write_text("mine")
+    loaded = load_config(["env=toy", "model.warm_start=null"]).config
+    settings = loaded.sft.model_copy(update={"output_dir": str(tmp_path / "file" / "out")})
+    monkeypatch.setattr(worker, "configure_torch", lambda config: pytest.fail("started"))
+    with pytest.raises(OutputError, match="can't be written") as refused:
+        worker.sft(loaded.model_copy(update={"sft": settings}))
+    assert "sft.output_dir" in refused.value.remedy

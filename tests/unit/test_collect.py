@@ -1,0 +1,134 @@
+"""The Collector on the toy environment in this process, with experts and faults of our own making."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodrl.config import load_config
+from embodrl.config.schema import Config
+from embodrl.data.demos import DemoWriter
+from embodrl.envs.pool import FaultCounts
+from embodrl.envs.toy import ToyVectorEnv
+from embodrl.errors import EmbodrlError
+from embodrl.metrics.progress import Progress
+from embodrl.workers.collect import Collector
+
+NUM_ENVS, MAX_STEPS = 4, 21
+
+
+def config(directory: Path, *overrides: str) -> Config:
+    return load_config(
+        [
+            "env=toy",
+            "env.tasks=[reach-red]",
+            f"env.train.total_num_envs={NUM_ENVS}",
+            "model.warm_start=null",
+            "actor.global_batch_size=8",
+            "actor.micro_batch_size=8",
+            "collect.noise_fraction=0",
+            f"collect.output_dir={directory}",
+            *overrides,
+        ]
+    ).config
+
+
+class LocalPool:
+    """Experts do nothing in environments whose reset seed is odd, and so fail there."""
+
+    def __init__(self, tasks=("reach-red",)):
+        self.env = ToyVectorEnv(NUM_ENVS, tasks, image_size=8, max_episode_steps=MAX_STEPS, auto_reset=False)
+        self.spec, self.managers, self.faults = self.env.spec, [self], FaultCounts()
+        self.num_steps, self.num_resets = 0, 0
+
+    def reset(self, seeds, task_ids, rows):
+        self.num_resets += 1
+        return self.env.reset(seeds, task_ids, rows)
+
+    def call(self, method, arguments=None):
+        if method != "expert_actions":
+            return []
+        return [self.env.expert_actions() * (self.env.episode_seed % 2 == 0)[:, None]]
+
+    def step(self, actions):
+        self.num_steps += 1
+        return self.env.chunk_step(actions, np.ones(NUM_ENVS, np.bool_))
+
+
+def collect(settings: Config, pool: LocalPool, should_stop=lambda: False) -> Collector:
+    collector = Collector(settings, pool, DemoWriter(Path(settings.collect.output_dir)), should_stop)
+    collector.run(Progress("collect", 1, "episodes", "off"))
+    collector.close()
+    return collector
+
+
+def index(directory: Path) -> dict:
+    return json.loads((directory / "index.json").read_text())
+
+
+def test_the_success_rate_is_that_of_the_expert_even_if_failures_are_kept(tmp_path: Path) -> None:
+    collector = collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=12"), LocalPool())
+    content = index(tmp_path)
+    successes = [episode["success"] for episode in content["episodes"]]
+    assert len(successes) == 12 and successes.count(False) > 0
+    assert all(episode["success"] == (episode["seed"] % 2 == 0) for episode in content["episodes"])
+    # Those that ended beside the last one that was wanted were played, too.
+    tried, solved = int(collector.tried[0]), int(collector.solved[0])
+    assert tried >= 12 > solved >= successes.count(True)
+    assert content["meta"]["expert_success_rate"] == {"reach-red": solved / tried}
+    assert content["meta"]["stopped_early"] is False
+
+
+def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:
+    pool = LocalPool()
+    settings = config(tmp_path, "collect.num_episodes=50")
+    collector = collect(settings, pool, lambda: pool.num_steps == 2 * MAX_STEPS)
+    content = index(tmp_path)
+    assert 0 < len(content["episodes"]) == int(collector.kept.sum()) < 50
+    assert content["meta"]["stopped_early"] is True
+
+
+class LosingPool(LocalPool):
+    """The first chunk is lost: the process is started anew, and all episodes begin again."""
+
+    def step(self, actions):
+        if self.num_steps:
+            return super().step(actions)
+        self.num_steps, self.faults.restarts = 1, 1
+        step = self.env.chunk_step(actions, np.zeros(NUM_ENVS, np.bool_))
+        step.truncated[:, 0] = True
+        return step
+
+
+def test_an_episode_lost_to_a_fault_is_neither_kept_nor_counted(tmp_path: Path) -> None:
+    collector = collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=8"), LosingPool())
+    content = index(tmp_path)
+    first = config(tmp_path).collect.seed
+    assert min(episode["seed"] for episode in content["episodes"]) == first + NUM_ENVS
+    assert int(collector.tried[0]) <= collector.attempts - NUM_ENVS
+
+
+class FailingResetPool(LocalPool):
+    """The process fails at the second reset, and begins all episodes again, also those that were under way."""
+
+    def reset(self, seeds, task_ids, rows):
+        observation = super().reset(seeds, task_ids, rows)
+        if self.num_resets == 2:
+            self.faults.restarts += 1
+            every = np.arange(NUM_ENVS)
+            observation = self.env.reset(self.env.episode_seed.copy(), self.env.task_id.copy(), every)
+        return observation
+
+
+def test_a_restart_in_a_reset_begins_every_episode_anew(tmp_path: Path) -> None:
+    collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=8"), FailingResetPool())
+    assert max(episode["length"] for episode in index(tmp_path)["episodes"]) <= MAX_STEPS
+
+
+def test_an_expert_that_always_fails_is_refused(tmp_path: Path) -> None:
+    pool = LocalPool()
+    pool.call = lambda method, arguments=None: [np.zeros((NUM_ENVS, pool.spec.action_dim), np.float32)]
+    settings = config(tmp_path, "collect.num_episodes=1000")
+    with pytest.raises(EmbodrlError, match="the expert fails more than 9 times in 10 on reach-red"):
+        collect(settings, pool)
