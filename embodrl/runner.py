@@ -29,6 +29,7 @@ from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, configure_torch, num_threads, resolve_device
 from embodrl.workers.rollout import RolloutWorker
+from embodrl.workers.run_lock import run_lock
 from embodrl.workers.stop import StopSignal
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,10 @@ REPORT_FILE = "report.html"
 # Asked for before the policy is built and its size known.
 LEAST_FREE_BYTES = 64 * 2**20
 Row = dict[str, Any]
+# What others read from every row: null before the first rollout and update.
+ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
+    ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
+)
 
 
 class Runner:
@@ -77,7 +82,7 @@ class Runner:
         self.iteration = 0
         self.env_steps = 0
         # The metrics of an iteration that lacks its evaluation, and is not logged yet.
-        self.pending: Row | None = {"iteration": 0, "env_steps": 0} if runner.eval_at_start else None
+        self.pending: Row | None = dict(ROW_0) if runner.eval_at_start else None
         self.saved = False
 
     @property
@@ -86,7 +91,7 @@ class Runner:
         return self.iteration >= self.config.runner.max_iterations and self.pending is None
 
     def run(self) -> int:
-        """Train until the last iteration or a signal; return the exit code."""
+        """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved."""
         self.stop.graceful = True
         try:
             if self.pending is not None:
@@ -98,7 +103,9 @@ class Runner:
             pass
         if not self.saved:
             self._save()
-        return 0 if self.finished else self.stop.exit_code
+        if self.finished:
+            return 0
+        return self.stop.exit_code if self.saved else 1
 
     def _iterate(self) -> None:
         """Roll out and update once; the metrics are pending.
@@ -199,16 +206,15 @@ class Runner:
         Raises:
             CheckpointError: it was made with other settings.
         """
-        state = checkpoint.state
+        state, processes = checkpoint.state, checkpoint.num_blobs("env_")
+        if processes != len(self.pool.managers):
+            raise CheckpointError(
+                f"{checkpoint.path} was made with {processes} simulator processes, not with {len(self.pool.managers)}",
+                f"resume with env.num_processes={processes}",
+            )
         names = ("policy", "optimizer")
         self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
-        try:
-            self.pool.set_state([checkpoint.blob(f"env_{rank}") for rank in range(len(self.pool.managers))])
-        except KeyError as error:
-            raise CheckpointError(
-                f"{checkpoint.path} was made with another number of simulator processes",
-                "resume with the same env.num_processes",
-            ) from error
+        self.pool.set_state([checkpoint.blob(f"env_{rank}") for rank in range(processes)])
         restore_rng(state["rng"])
         restore_generator(self.shuffle, state["shuffle"])
         try:
@@ -242,17 +248,20 @@ def train(loaded: LoadedConfig) -> int:
     Raises:
         EmbodrlError: something the run needs is missing; told before anything has started.
     """
+    loaded = loaded.with_absolute_paths()
     config = loaded.config
     run_dir = run_directory(config)
-    path = run_dir / METRICS_FILE
-    if path.is_file() and path.stat().st_size:
-        raise OutputError(
-            f"{run_dir} holds an earlier run",
-            f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
-        )
-    _check_machine(config, run_dir)
-    with RunLog(run_dir / LOG_FILE):
-        return _execute(config, run_dir, loaded.to_yaml(), None, logged_until=None)
+    _check_machine(config)
+    with run_lock(run_dir):
+        path = run_dir / METRICS_FILE
+        if (path.is_file() and path.stat().st_size) or any(run_dir.glob("checkpoints/step_*")):
+            raise OutputError(
+                f"{run_dir} holds an earlier run",
+                f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
+            )
+        preflight(run_dir, LEAST_FREE_BYTES)
+        with RunLog(run_dir / LOG_FILE):
+            return _execute(config, run_dir, loaded.to_yaml(), None, logged_until=None)
 
 
 def resume(directory: Path, overrides: list[str]) -> int:
@@ -267,31 +276,36 @@ def resume(directory: Path, overrides: list[str]) -> int:
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise CheckpointError(f"{directory} is not the directory of a run: it has no {CONFIG_FILE}", "look in outputs/")
-    loaded = load_run(path, overrides)
+    loaded = load_run(path, overrides, resuming=True).with_absolute_paths()
+    _check_machine(loaded.config)
+    with run_lock(directory):
+        preflight(directory, LEAST_FREE_BYTES)
+        with RunLog(directory / LOG_FILE):
+            return _resume(loaded, directory)
+
+
+def _resume(loaded: LoadedConfig, directory: Path) -> int:
     config = loaded.config
-    _check_machine(config, directory)
-    with RunLog(directory / LOG_FILE):
-        checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
-        if checkpoint is None:
-            if problems:
-                raise CheckpointError(
-                    f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
-                    "start a new run; remove the checkpoints to start this one over",
-                )
-            logger.warning("%s has no checkpoint: it starts over", directory)
-            return _execute(config, directory, loaded.to_yaml(), None, logged_until=-1)
-        done, pending = checkpoint.state["iteration"], checkpoint.state["pending"]
-        if done > config.runner.max_iterations:
-            message = f"is {config.runner.max_iterations}, and the run has done {done}"
-            raise ConfigError([ConfigProblem("runner.max_iterations", message, remedy="raise it")])
-        if done == config.runner.max_iterations and pending is None and _has_results(directory):
-            with Console(config.runner.logger.console, done, directory.name) as console:
-                console.restore(read_metrics(directory / METRICS_FILE))
-                console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
-            return 0
-        return _execute(
-            config, directory, loaded.to_yaml(), checkpoint, logged_until=done if pending is None else done - 1
-        )
+    checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
+    if checkpoint is None:
+        if problems:
+            raise CheckpointError(
+                f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
+                "start a new run; remove the checkpoints to start this one over",
+            )
+        logger.warning("%s has no checkpoint: it starts over", directory)
+        return _execute(config, directory, loaded.to_yaml(), None, logged_until=-1)
+    done, pending = checkpoint.state["iteration"], checkpoint.state["pending"]
+    if done > config.runner.max_iterations:
+        message = f"is {config.runner.max_iterations}, and the run has done {done}"
+        raise ConfigError([ConfigProblem("runner.max_iterations", message, remedy="raise it")])
+    if done == config.runner.max_iterations and pending is None and _has_results(directory):
+        with Console(config.runner.logger.console, done, directory.name) as console:
+            console.restore(read_metrics(directory / METRICS_FILE))
+            console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
+        return 0
+    logged_until = done if pending is None else done - 1
+    return _execute(config, directory, loaded.to_yaml(), checkpoint, logged_until)
 
 
 def _execute(
@@ -315,7 +329,7 @@ def _execute(
         try:
             console.phase("starting simulators")
             pool.start_async()
-            policy = build_policy(config)
+            policy = build_policy(config if checkpoint is None else _without_lost_warm_start(config))
             metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
             console.restore(read_metrics(metrics.path))
             pool.wait_started()
@@ -333,18 +347,44 @@ def _execute(
                 metrics.close()
         if runner.finished:
             _export(policy, run_dir / POLICY_DIR)
+        elif not runner.saved:
+            logger.error("%s", _what_is_left(run_dir, runner))
         if read_metrics(run_dir / METRICS_FILE):
             console.message(f"report: {write_report(run_dir)}")
-        if not runner.finished:
+        if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
     return code
 
 
-def _check_machine(config: Config, run_dir: Path) -> None:
+def _what_is_left(run_dir: Path, runner: Runner) -> str:
+    """Say where a run goes on whose last save failed."""
+    checkpoint, _ = runner.checkpoints.latest_good()
+    where = "start over: there is no checkpoint" if checkpoint is None else f"go on from {checkpoint.path}"
+    return (
+        f"stopped by a signal, and iteration {runner.iteration} could not be saved;"
+        f" once there is room, `embodrl resume {run_dir}` would {where}"
+    )
+
+
+def _without_lost_warm_start(config: Config) -> Config:
+    """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
+    model = config.model
+    if model.model_path is not None or model.warm_start in (None, "builtin"):
+        return config
+    if (Path(model.warm_start).expanduser() / "config.json").is_file():
+        return config
+    logger.warning(
+        "the warm start %s is gone: weights come from the checkpoint, vocabulary and action statistics are the"
+        " tiny size's own",
+        model.warm_start,
+    )
+    return config.model_copy(update={"model": model.model_copy(update={"warm_start": None})})
+
+
+def _check_machine(config: Config) -> None:
     """Refuse what can't work before anything is started."""
     resolve_device(config)
     check_simulator(config)
-    preflight(run_dir, LEAST_FREE_BYTES)
 
 
 def _has_results(run_dir: Path) -> bool:

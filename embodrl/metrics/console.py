@@ -157,7 +157,7 @@ class Console:
         if speed := self._steps_per_s():
             parts.append(speed)
         for label, name, _ in PHASES:
-            if name in self._row:
+            if self._row.get(name) is not None:
                 parts.append(f"{label} {self._number(name):.1f}s")
         eta = self._eta_s()
         if eta is not None:
@@ -186,7 +186,7 @@ class Console:
         split = Table.grid(padding=(0, 2))
         total = self._number("time/total_s") or sum(self._number(name) for _, name, _ in PHASES)
         for label, name, style in PHASES:
-            if total and name in self._row:
+            if total and self._row.get(name) is not None:
                 seconds = self._number(name)
                 bar = Text(_bar(seconds / total), style=style)
                 split.add_row(label, bar, f"{100 * seconds / total:.0f} %", f"{seconds:.1f} s")

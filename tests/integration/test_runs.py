@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -49,6 +51,8 @@ def test_a_run_leaves_what_others_rely_on(whole: tuple[Path, Outcome]) -> None:
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["env_steps"] for row in rows] == [0, 48, 96, 144, 192]  # 4 environments x 12 steps
     assert [("eval/success_rate" in row) for row in rows] == [True, False, True, False, True]
+    for name in ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss"):
+        assert rows[0][name] is None
     for row in rows[1:]:
         assert 0 <= row["rollout/success_rate"] <= 1
         for name in ("time/env_s", "time/policy_s", "time/train_s", "time/total_s"):
@@ -90,6 +94,48 @@ def test_a_killed_run_is_resumed_bit_exactly(
     first_checkpoint = stop_at.split(":")[0] in ("act_greedily", "write_file")
     assert ("starts over" in outcome.stderr) == first_checkpoint
     assert_same_run(run_dir, whole[0])
+
+
+def test_a_run_killed_anywhere_is_resumed_bit_exactly(
+    whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    seed = int(os.environ.get("EMBODRL_KILL_SEED", "0"))
+    point, calls = random.Random(seed).choice([("act", 16), ("optimizer_step", 16), ("write_file", 8), ("log", 5)])
+    stop_at = f"{point}:{random.Random(seed + 1).randint(1, calls)}:SIGKILL"
+    run_dir = tmp_path / "run"
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", stop_at=stop_at)
+    assert outcome.code == -signal.SIGKILL, stop_at
+    if (run_dir / "config.yaml").is_file():
+        resume(run_dir)
+    else:  # killed before it had begun
+        assert embodrl("train", "--config", config, f"runner.output_dir={run_dir}").code == 0, stop_at
+    assert_same_run(run_dir, whole[0])
+
+
+def test_a_run_goes_on_without_its_warm_start_and_from_another_directory(
+    whole: tuple[Path, Outcome], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy(whole[0] / "policy", tmp_path / "warm")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--config", config, "model.warm_start=warm"]
+    assert embodrl("train", *arguments, "runner.output_dir=left").code == 0
+    outcome = embodrl("train", *arguments, "runner.output_dir=run", stop_at="act:11:SIGKILL")
+    assert outcome.code == -signal.SIGKILL
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert written["model"]["warm_start"] == str(tmp_path / "warm")
+    shutil.rmtree(tmp_path / "warm")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "is gone" in resume(tmp_path / "run").stderr
+    assert_same_run(tmp_path / "run", tmp_path / "left")
+
+
+def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", stop_at="act:6:SIGINT")
+    assert outcome.code == 1
+    assert "iteration 1 could not be saved" in outcome.stderr and "would start over" in outcome.stderr
+    assert "continues" not in outcome.stdout
 
 
 @pytest.mark.parametrize(
@@ -202,6 +248,9 @@ def test_a_finished_run_is_left_alone_and_goes_on_when_asked(whole: tuple[Path, 
     outcome = embodrl("resume", run_dir, "runner.max_iterations=5", "cluster.num_threads=2")
     assert outcome.code == 1 and "resume with cluster.num_threads=1" in outcome.stderr
 
+    outcome = embodrl("resume", run_dir, "runner.max_iterations=5", "env.num_processes=1")
+    assert outcome.code == 1 and "resume with env.num_processes=2" in outcome.stderr
+
     outcome = embodrl("resume", run_dir, "runner.max_iterations=3")
     assert outcome.code == 2 and "runner.max_iterations" in outcome.stderr
 
@@ -270,6 +319,4 @@ def test_demonstrations_fine_tuning_and_evaluation(config: Path, tmp_path: Path)
 
 
 def copy(source: Path, target: Path) -> None:
-    import shutil
-
     shutil.copytree(source, target)
