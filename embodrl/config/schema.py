@@ -336,7 +336,9 @@ class CollectConfig(Section):
     """`embodrl collect`."""
 
     output_dir: str = Field(default="data/demos", description="directory of the demonstrations")
-    num_episodes: PositiveInt = Field(default=400, description="episodes to keep over all tasks; successful ones unless keep_failures")
+    num_episodes: PositiveInt = Field(
+        default=400, description="episodes to keep over all tasks; successful ones unless keep_failures"
+    )
     noise_std: NonNegativeFloat = Field(
         default=0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
     )
