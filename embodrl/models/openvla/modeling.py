@@ -139,8 +139,8 @@ def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
     """Draw weights for training from scratch.
 
     Matrices: normal with variance 1/fan_in, divided by sqrt(2 * blocks) where they write to a residual stream
-    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). Four departures let a model of width
-    one hundred find objects in the image within a hundred steps instead of ignoring it for hundreds: LayerScale starts
+    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). Four departures are meant to let a
+    model of width one hundred use the image early instead of ignoring it for hundreds of steps: LayerScale starts
     at 1 rather than 1e-5; positions are 2-d sines and cosines; queries and keys are twice as large, so that attention
     tells unlike patches apart from the start; and embeddings of action bins vary smoothly with the bin.
     """
