@@ -96,14 +96,72 @@ class Registry:
 
 
 MODELS = Registry("model")
+_TOKEN_FACTS: dict[str, Any] = {
+    "kind": "tokens",
+    "value_head": True,
+    "num_bins": 256,
+    "value_inputs": ("prompt_end", "prompt_mean"),
+    "trainable": ("all", "lora", "head"),
+    "rl": "log-probs of action tokens: temperature, top-k",
+}
+_FLOW_FACTS: dict[str, Any] = {
+    "kind": "flow",
+    "value_head": True,
+    "value_inputs": ("prefix", "suffix"),
+    "trainable": ("all", "lora", "action_expert", "head"),
+    "uses_state": True,
+    "rl": "Gaussian log-probs of denoising steps: flow_sde, flow_noise",
+}
 MODELS.register(
     "openvla",
     "embodrl.models.openvla.build:build_openvla",
     "OpenVLA: DINOv2 + SigLIP vision, Llama, 256-bin action tokens",
-    value_head=True,
-    num_cameras=1,
-    num_bins=256,
+    **_TOKEN_FACTS,
     uses_state=False,
+    max_cameras=1,
+    dimensions="architecture",
+    builtin_warm_start=True,
+    sizes="2.3 M (tiny), 7.54 B",
+    actions="256 bins a dimension, decoded one after the other",
+    checkpoint="openvla/openvla-7b and fine-tunes of it",
+)
+MODELS.register(
+    "openvla_oft",
+    "embodrl.models.openvla_oft.build:build_openvla_oft",
+    "OpenVLA-OFT: OpenVLA with several images and bidirectional parallel decoding of a chunk",
+    **_TOKEN_FACTS,
+    uses_state="model.use_proprio",
+    max_cameras=4,
+    dimensions="architecture",
+    sizes="2.3 M (tiny), 7.54 B",
+    actions="256 bins a dimension, the whole chunk at once",
+    checkpoint="discrete OpenVLA-OFT fine-tunes in Hugging Face layout",
+)
+for _name, _title, _checkpoint in (
+    ("pi0", "pi0", "openpi's PyTorch conversion, or lerobot's pi0 layout"),
+    ("pi05", "pi0.5", "openpi's PyTorch conversion, or lerobot's pi05 layout"),
+):
+    MODELS.register(
+        _name,
+        f"embodrl.models.pi.build:build_{_name}",
+        f"{_title}: PaliGemma and a flow-matching action expert",
+        **_FLOW_FACTS,
+        max_cameras=3,
+        dimensions="pi",
+        sizes="tiny, about 3.3 B",
+        actions="continuous chunk by flow matching",
+        checkpoint=_checkpoint,
+    )
+MODELS.register(
+    "gr00t",
+    "embodrl.models.gr00t.build:build_gr00t",
+    "GR00T N1.5: SigLIP 2, Qwen3 and a flow-matching diffusion transformer",
+    **_FLOW_FACTS,
+    max_cameras=3,
+    dimensions="gr00t",
+    sizes="tiny, about 2.7 B",
+    actions="continuous chunk by flow matching, encoders a robot",
+    checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
 )
 
 ENVS = Registry("environment")

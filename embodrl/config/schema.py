@@ -5,30 +5,23 @@ Every field's description is its documentation: docs/configuration.md is made fr
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+from embodrl.config.model_schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
+from embodrl.config.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Ranks,
+    Section,
+    Seed,
+)
 
-
-def _rank_text(value: object) -> object:
-    """YAML reads the placement ``0`` as an integer; it is text like ``0-3``."""
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-Ranks = Annotated[str, BeforeValidator(_rank_text)]
-
-
-class Section(BaseModel):
-    """A mapping in the YAML: frozen, strict types, no unknown keys, no infinities."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+__all__ = ["ArchitectureConfig", "Config", "ModelConfig", "Section", "ValueHeadConfig", "VitConfig"]
 
 
 class CameraConfig(Section):
@@ -130,64 +123,6 @@ class EnvConfig(Section):
     train: EnvTrainConfig = Field(default=EnvTrainConfig(), description="environments that gather experience")
     eval: EnvEvalConfig = Field(default=EnvEvalConfig(), description="environments that measure the policy")
     video: VideoConfig = Field(default=VideoConfig(), description="evaluation videos")
-
-
-class VitConfig(Section):
-    """A vision transformer."""
-
-    width: PositiveInt = Field(default=96, description="embedding dimension")
-    depth: int = Field(default=4, description="blocks; the last one is stored but never run, as in OpenVLA", ge=2)
-    num_heads: PositiveInt = Field(default=3, description="attention heads; divides width")
-    mlp_dim: PositiveInt = Field(default=384, description="hidden units of the MLP")
-
-
-class ArchitectureConfig(Section):
-    """Dimensions of a model built without a checkpoint."""
-
-    image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
-    patch_size: PositiveInt = Field(default=8, description="pixels")
-    dino: VitConfig = Field(default=VitConfig(), description="DINOv2 with 4 registers and a class token")
-    siglip: VitConfig = Field(default=VitConfig(), description="SigLIP")
-    hidden_size: PositiveInt = Field(default=128, description="Llama hidden size; divisible by num_attention_heads")
-    intermediate_size: PositiveInt = Field(default=352, description="Llama MLP size")
-    num_hidden_layers: PositiveInt = Field(default=3, description="Llama layers")
-    num_attention_heads: PositiveInt = Field(default=4, description="Llama heads")
-    max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
-
-
-class ValueHeadConfig(Section):
-    """MLP from the hidden state of the last prompt token to the value."""
-
-    hidden_sizes: tuple[PositiveInt, ...] = Field(default=(512, 128), description="hidden units")
-    output: Literal["chunk", "action"] = Field(default="chunk", description="one value a chunk, or one an action")
-
-
-class ModelConfig(Section):
-    """The policy."""
-
-    model_type: str = Field(default="openvla", description="a name of `embodrl list models`")
-    model_path: str | None = Field(
-        default=None,
-        description="local directory or hub id of a checkpoint in the family's public layout; null: the tiny size",
-    )
-    warm_start: str | None = Field(
-        default="builtin",
-        description="weights of the tiny size: builtin (shipped with embodrl), a directory, or null for random ones;"
-        " not used with model_path",
-    )
-    architecture: ArchitectureConfig = Field(default=ArchitectureConfig(), description="dimensions of the tiny size")
-    num_action_chunks: PositiveInt = Field(default=5, description="actions predicted at once (C)")
-    action_dim: PositiveInt = Field(default=7, description="dimensions of an action (A)")
-    unnorm_key: str | None = Field(
-        default=None, description="which statistics un-normalise actions; null if the checkpoint has one set"
-    )
-    add_value_head: bool = Field(default=True, description="needed by actor-critic losses")
-    value_head: ValueHeadConfig = Field(default=ValueHeadConfig(), description="shape of the value head")
-    center_crop: bool = Field(
-        default=False, description="crop 90 % of the image's area, for checkpoints trained with random crops"
-    )
-    freeze_vision: bool = Field(default=False, description="do not train the vision backbone")
-    trust_remote_code: Literal[False] = Field(default=False, description="code from a checkpoint is never run")
 
 
 class SamplingConfig(Section):

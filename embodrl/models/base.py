@@ -57,6 +57,11 @@ class VLAPolicy(nn.Module, ABC):
     action_dim: int
 
     @property
+    def action_horizon(self) -> int:
+        """Actions that imitation learns at once; a flow policy may predict more than the C that are run."""
+        return self.num_action_chunks
+
+    @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
@@ -97,9 +102,30 @@ class VLAPolicy(nn.Module, ABC):
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the imitation loss (scalar) and scalars to log (e.g. token accuracy, L1 error)."""
 
-    @abstractmethod
     def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the trainable parameters by group, e.g. ``vision``, ``projector``, ``language``, ``value_head``."""
+        """Return the trainable parameters by group (see ``parts``), without empty groups."""
+        groups = {name: [p for p in part.parameters() if p.requires_grad] for name, part in self.parts().items()}
+        return {name: parameters for name, parameters in groups.items() if parameters}
+
+    @abstractmethod
+    def parts(self) -> dict[str, nn.Module]:
+        """Return every part of the network by group: what ``model.trainable`` and learning rates tell apart.
+
+        Token families have ``vision``, ``projector``, ``language``; flow families ``vision``, ``language``,
+        ``action_expert`` and, with Flow-Noise, ``noise_head``; both ``value_head`` where there is one.
+        """
+
+    @abstractmethod
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the output layer, which are all that trains with ``model.trainable: head``."""
+
+    @abstractmethod
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return parameters that exist for the checkpoint's sake and that no output depends on."""
+
+    @abstractmethod
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the activations of every block in the backward pass."""
 
     @abstractmethod
     def save_pretrained(self, directory: Path) -> None:

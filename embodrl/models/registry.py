@@ -26,6 +26,10 @@ class SupportedModel(str):
     __slots__ = ()
 
     OPENVLA: ClassVar[SupportedModel]
+    OPENVLA_OFT: ClassVar[SupportedModel]
+    PI0: ClassVar[SupportedModel]
+    PI05: ClassVar[SupportedModel]
+    GR00T: ClassVar[SupportedModel]
 
     def __new__(cls, name: str) -> SupportedModel:
         MODELS.entry(name)
@@ -56,7 +60,8 @@ class SupportedModel(str):
         return [cls(name) for name in MODELS]
 
 
-SupportedModel.OPENVLA = SupportedModel("openvla")
+for _member in SupportedModel.members():
+    setattr(SupportedModel, _member.upper(), _member)
 
 
 def build_policy(

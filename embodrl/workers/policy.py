@@ -10,8 +10,8 @@ import torch
 
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError
+from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
-from embodrl.registry import MODELS
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,7 @@ def build_policy(config: Config) -> VLAPolicy:
     """Build or load the policy on its device, and log what became of the checkpoint's names."""
     device = resolve_device(config)
     dtype = torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
-    build = MODELS.get(config.model.model_type)
-    policy, report = build(config.model, device=device, dtype=dtype, seed=config.runner.seed)
+    policy, report = registry.build_policy(config.model, device=device, dtype=dtype, seed=config.runner.seed)
     logger.info(
         "policy from %s: %d tensors loaded, %d initialised, %d ignored",
         report.source,

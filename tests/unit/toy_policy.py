@@ -50,9 +50,17 @@ class ToyPolicy(VLAPolicy):
         entropy = -(logprobs.exp() * logprobs).sum(-1) if compute_entropy else None
         return EvalOutput(chosen, entropy, self.value(hidden).float() if compute_values else None)
 
-    def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
-        policy = [*self.body.parameters(), *self.norm.parameters(), *self.head.parameters()]
-        return {"language": policy, "value_head": list(self.value.parameters())}
+    def parts(self) -> dict[str, nn.Module]:
+        return {"language": nn.ModuleList([self.body, self.norm, self.head]), "value_head": self.value}
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return list(self.head.parameters())
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def enable_gradient_checkpointing(self) -> None:
+        raise NotImplementedError
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         raise NotImplementedError

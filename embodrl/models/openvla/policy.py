@@ -182,30 +182,23 @@ class OpenVLAPolicy(VLAPolicy):
             }
         return (nll * weight).sum() / total, scalars
 
-    def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the trainable parameters by group (vision, projector, language, value_head), without empty groups."""
-        parts: dict[str, nn.Module | None] = {
+    def parts(self) -> dict[str, nn.Module]:
+        """See VLAPolicy."""
+        parts: dict[str, nn.Module] = {
             "vision": self.model.vision_backbone,
             "projector": self.model.projector,
             "language": self.model.language_model,
-            "value_head": self.value_head,
         }
-        groups = {
-            name: [parameter for parameter in part.parameters() if parameter.requires_grad]
-            for name, part in parts.items()
-            if part is not None
-        }
-        return {name: parameters for name, parameters in groups.items() if parameters}
+        return parts if self.value_head is None else {**parts, "value_head": self.value_head}
 
-    def lora_target_modules(self) -> list[str]:
-        """Return the dotted names of the linear layers that low-rank adapters can be put on, without the value head."""
-        return [
-            name
-            for name, module in self.named_modules()
-            if isinstance(module, nn.Linear)
-            and not name.startswith("value_head.")
-            and all(parameter.requires_grad for parameter in module.parameters())
-        ]
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Return the weight of lm_head."""
+        return list(self.model.language_model.lm_head.parameters())
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the last block and the pooling head of each vision tower, which only the checkpoint knows."""
+        vision = self.model.vision_backbone
+        return [p for tower in (vision.featurizer, vision.fused_featurizer) for p in tower.unused_parameters()]
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""

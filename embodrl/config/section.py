@@ -1,0 +1,28 @@
+"""What every part of the schema is made of. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _rank_text(value: object) -> object:
+    """YAML reads the placement ``0`` as an integer; it is text like ``0-3``."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Ranks = Annotated[str, BeforeValidator(_rank_text)]
+
+
+class Section(BaseModel):
+    """A mapping in the YAML: frozen, strict types, no unknown keys, no infinities."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

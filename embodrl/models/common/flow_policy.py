@@ -1,0 +1,247 @@
+"""What every flow-matching policy shares: sampling, log-probs, values and the imitation loss.
+
+Legend: B batch, C actions run, H actions predicted, A action dimensions, D padded action dimensions, F features.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from embodrl.config.model_schema import FlowConfig, ModelConfig
+from embodrl.errors import EmbodrlError
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.flow import NoiseHead, Sampler, Velocity, integrate, standard_normal
+from embodrl.models.common.gripper import to_environment, to_model
+from embodrl.models.common.value_head import ValueHead
+from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+
+EVALUATION_NOISE_SEED = 0
+
+
+class ActionNormalizer(Protocol):
+    """From environment units to the model's and back."""
+
+    def normalize(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
+        """``[...,A]`` in environment units to the model's."""
+        ...
+
+    def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
+        """``[...,A]`` in the model's units to the environment's."""
+        ...
+
+
+class FlowPolicy(VLAPolicy):
+    """A policy whose network predicts the velocity of a chunk of actions under denoising.
+
+    A family defines ``preprocess``, ``encode``, ``velocity``, ``prefix_features``, ``training_times``, ``parts`` and
+    its files.
+
+    Args:
+        stats: action statistics.
+        config: section ``model``: C, A, ``flow``, ``gripper``, and the value head's ``input`` and ``detach``.
+        horizon: H.
+        padded_action_dim: D.
+        value_input: what ``value_head.input: auto`` means.
+        value_head: the critic, or None.
+        noise_head: for Flow-Noise.
+    """
+
+    def __init__(
+        self,
+        stats: ActionNormalizer,
+        config: ModelConfig,
+        horizon: int,
+        padded_action_dim: int,
+        value_input: Literal["prefix", "suffix"],
+        value_head: ValueHead | None,
+        noise_head: NoiseHead | None,
+    ) -> None:
+        super().__init__()
+        if config.num_action_chunks > horizon:
+            raise EmbodrlError(
+                f"the model predicts {horizon} actions, {config.num_action_chunks} are to be run",
+                f"set model.num_action_chunks to {horizon} or less",
+            )
+        if config.action_dim > padded_action_dim:
+            raise EmbodrlError(
+                f"the model's actions have room for {padded_action_dim} dimensions, the environment's have "
+                f"{config.action_dim}",
+                "choose a model with more action dimensions",
+            )
+        self.stats = stats
+        self.num_action_chunks = config.num_action_chunks
+        self.action_dim = config.action_dim
+        self.horizon = horizon
+        self.padded_action_dim = padded_action_dim
+        self.flow: FlowConfig = config.flow
+        self.gripper = config.gripper
+        self.value_input = value_input if config.value_head.input == "auto" else config.value_head.input
+        self.detach_value = config.value_head.detach
+        self.value_head = value_head
+        self.noise_head = noise_head
+        self.sampler = Sampler(
+            config.flow.num_steps, config.flow.noise_level, self.num_action_chunks, self.action_dim, noise_head
+        )
+        start = torch.Generator().manual_seed(EVALUATION_NOISE_SEED)
+        self.register_buffer(
+            "_evaluation_noise", torch.randn(1, horizon, padded_action_dim, generator=start), persistent=False
+        )
+
+    # What a family defines ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def encode(self, inputs: dict[str, Tensor]) -> Any:
+        """Run images, prompt and state once for a chunk; the result serves every denoising step."""
+
+    @abstractmethod
+    def velocity(self, context: Any) -> Velocity:
+        """Return the network for an encoded observation, in the convention of ``common/flow.py``."""
+
+    @abstractmethod
+    def prefix_features(self, context: Any) -> Tensor:
+        """Return ``[B,F]``: what a value of the observation alone is read from; padding does not count."""
+
+    @abstractmethod
+    def training_times(self, batch: int) -> Tensor:
+        """Draw the noise levels tau ``float32[B]`` of imitation, on the CPU."""
+
+    def loss_action_dims(self) -> int:
+        """Return how many leading action dimensions the imitation loss counts; as a rule all D."""
+        return self.padded_action_dim
+
+    def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Turn environment actions ``[B,H,A]`` into what the model learns, before normalisation."""
+        return actions
+
+    def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Undo ``relative_to`` on un-normalised actions ``[B,C,A]``."""
+        return actions
+
+    # VLAPolicy ---------------------------------------------------------------------------------------------------
+
+    @property
+    def action_horizon(self) -> int:
+        return self.horizon
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: Literal["train", "eval"],
+        sampling: SamplingParams,
+        generator: torch.Generator | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Draw a chunk for each row in ``train`` mode; in ``eval`` mode follow the ODE from one fixed noise.
+
+        ``forward_inputs`` has what ``preprocess`` returns and, in ``train`` mode, the stored part of the chain.
+        Log-probs in ``eval`` mode, where nothing is random, are 0. ``sampling`` is for token policies.
+
+        Raises:
+            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
+        """
+        inputs = self.preprocess(observation)
+        context = self.encode(inputs)
+        network = self.velocity(context)
+        batch = observation.batch_size
+        if mode == "train":
+            chain = self.sampler.sample(network, (batch, self.horizon, self.padded_action_dim), generator, self.device)
+            values = self._values(context, chain.features) if compute_values else None
+            actions = self._to_environment(chain.actions, observation)
+            return PolicyOutput(actions, chain.logprobs, values, {**inputs, **chain.stored})
+        noise = self.get_buffer("_evaluation_noise").to(self.device).expand(batch, -1, -1)
+        actions = self._to_environment(integrate(network, noise, self.flow.num_steps), observation)
+        values = self._start_values(context, network, batch) if compute_values else None
+        return PolicyOutput(actions, torch.zeros(actions.shape, device=self.device), values, inputs)
+
+    @torch.no_grad()
+    def predict_values(self, observation: Observation) -> Tensor:
+        """See VLAPolicy; with the value input ``suffix``, at the start of denoising and the mean of its noise, 0."""
+        context = self.encode(self.preprocess(observation))
+        return self._start_values(context, self.velocity(context), observation.batch_size)
+
+    def evaluate_actions(
+        self,
+        forward_inputs: dict[str, Tensor],
+        sampling: SamplingParams,
+        compute_entropy: bool = True,
+        compute_values: bool = True,
+    ) -> EvalOutput:
+        """Return log-probs, entropy (of Flow-SDE a constant) and values of stored chains, with gradients."""
+        context = self.encode(forward_inputs)
+        result = self.sampler.evaluate(self.velocity(context), forward_inputs)
+        values = self._values(context, result.features) if compute_values else None
+        return EvalOutput(result.logprobs, result.entropy if compute_entropy else None, values)
+
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        """Return what ``preprocess`` returns, ``target float32[B,H,D]``, ``noise`` like it and ``tau float32[B]``.
+
+        Noise and times are drawn here from torch's global generator, not in ``sft_loss``, which may run on threads.
+        """
+        raw = actions.detach().cpu().numpy().astype(np.float64)
+        raw = to_model(raw, self.gripper)
+        normalized = self.stats.normalize(self.relative_to(raw, observation))
+        target = torch.zeros(len(raw), self.horizon, self.padded_action_dim)
+        target[:, : raw.shape[1], : self.action_dim] = torch.from_numpy(normalized)
+        drawn = {
+            "target": target,
+            "noise": standard_normal(target.shape, None, torch.device("cpu")),
+            "tau": self.training_times(len(raw)),
+        }
+        return {**self.preprocess(observation), **{name: value.to(self.device) for name, value in drawn.items()}}
+
+    def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).
+
+        Args:
+            batch: from ``sft_inputs``; ``action_mask bool[B,H]``, if there is one, leaves actions out.
+            label_smoothing_bins: for token policies.
+        """
+        target, noise, tau = batch["target"], batch["noise"], batch["tau"][:, None, None]
+        x = tau * noise + (1.0 - tau) * target
+        v, _ = self.velocity(self.encode(batch))(x, batch["tau"])
+        v = v.float()
+        dims = self.loss_action_dims()
+        weight = torch.ones_like(target[..., :1])
+        if "action_mask" in batch:
+            weight = batch["action_mask"][..., None].to(target.dtype)
+        total = weight.sum().clamp(min=1.0)
+        loss = ((v - (noise - target))[..., :dims].square() * weight).sum() / (total * dims)
+        with torch.no_grad():
+            error = (x - v * tau - target)[..., : self.action_dim].abs()
+            l1 = (error * weight).sum() / (total * self.action_dim)
+        return loss, {"l1": l1}
+
+    # Parts -------------------------------------------------------------------------------------------------------
+
+    def own_heads(self) -> dict[str, nn.Module]:
+        """Return the groups that embodrl adds to the family's network."""
+        heads = {"noise_head": self.noise_head, "value_head": self.value_head}
+        return {name: head for name, head in heads.items() if head is not None}
+
+    def _start_values(self, context: Any, network: Velocity, batch: int) -> Tensor:
+        if self.value_input == "prefix":
+            return self._values(context, None)
+        start = torch.zeros(batch, self.horizon, self.padded_action_dim, device=self.device)
+        return self._values(context, network(start, torch.ones(batch, device=self.device))[1])
+
+    def _values(self, context: Any, features: Tensor | None) -> Tensor:
+        if self.value_head is None:
+            raise EmbodrlError("the policy has no value head", "set model.add_value_head=true")
+        if self.value_input == "prefix":
+            hidden = self.prefix_features(context)
+        else:
+            assert features is not None
+            hidden = features[:, : self.num_action_chunks].float().mean(dim=1)
+        return self.value_head(hidden.detach() if self.detach_value else hidden)
+
+    def _to_environment(self, actions: Tensor, observation: Observation) -> NDArray[np.float32]:
+        run = actions[:, : self.num_action_chunks, : self.action_dim].double().cpu().numpy()
+        raw = self.absolute_from(self.stats.unnormalize(run), observation)
+        return to_environment(raw, self.gripper).astype(np.float32)

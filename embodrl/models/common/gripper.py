@@ -1,0 +1,34 @@
+"""The last action dimension, whose meaning differs between data sets and simulators."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Convention = Literal["as_is", "libero", "bridge"]
+
+
+def to_environment(actions: NDArray[np.float64], convention: Convention) -> NDArray[np.float64]:
+    """Return ``[...,A]`` with the gripper as the simulator wants it.
+
+    Args:
+        actions: the last dimension is the model's: with ``libero`` and ``bridge`` 0 (closed) to 1 (open).
+        convention: ``libero`` gives ``-sign(2 g - 1)``, -1 open and +1 closed; ``bridge`` gives +1 open (above a
+            half) and -1 closed; ``as_is`` changes nothing.
+    """
+    if convention == "as_is":
+        return actions
+    gripper = actions[..., -1]
+    changed = -np.sign(2.0 * gripper - 1.0) if convention == "libero" else np.where(gripper > 0.5, 1.0, -1.0)
+    return np.concatenate([actions[..., :-1], changed[..., None]], axis=-1)
+
+
+def to_model(actions: NDArray[np.float64], convention: Convention) -> NDArray[np.float64]:
+    """Return simulator actions ``[...,A]`` with the gripper from 0 (closed) to 1 (open) again, for imitation."""
+    if convention == "as_is":
+        return actions
+    sign = -1.0 if convention == "libero" else 1.0
+    gripper = np.clip((sign * actions[..., -1] + 1.0) / 2.0, 0.0, 1.0)
+    return np.concatenate([actions[..., :-1], gripper[..., None]], axis=-1)
