@@ -55,7 +55,7 @@ class PiArchitectureConfig(Section):
     vlm_mlp_dim: PositiveInt = Field(default=384, description="Gemma MLP size")
     expert_width: PositiveInt = Field(default=96, description="action expert hidden size; even")
     expert_mlp_dim: PositiveInt = Field(default=256, description="action expert MLP size")
-    max_action_dim: PositiveInt = Field(default=8, description="actions and states are padded to this with zeros")
+    max_action_dim: PositiveInt = Field(default=32, description="actions and states are padded to this with zeros")
     action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
     num_images: PositiveInt = Field(default=1, description="image slots; cameras that are missing are masked")
     max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")

@@ -6,13 +6,17 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from config_cases import BASE, FORM, RULES, Wrong
+from config_case import Wrong
+from config_cases import BASE, FORM
+from config_cases import RULES as GENERAL
+from config_cases_families import FAMILIES
 
 from embodrl.config import load_config
 from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
 from embodrl.registry import ADVANTAGES, LOSSES, MODELS
 
+RULES = GENERAL + FAMILIES
 CASES = FORM + RULES
 
 

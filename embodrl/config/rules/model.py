@@ -74,7 +74,8 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
 def shipped_weights_have_one_size(context: Context) -> Iterator[Finding]:
     """The shipped warm start has the default dimensions."""
     model = context.config.model
-    if model.warm_start != BUILTIN or model.model_path is not None:
+    shipped_family = facts(context).get("builtin_warm_start")
+    if model.warm_start != BUILTIN or model.model_path is not None or not shipped_family:
         return
     shape, shipped = model.architecture.model_dump(), ArchitectureConfig().model_dump()
     # prompts may be padded to any length; everything else is the shape of a weight
@@ -89,9 +90,11 @@ def shipped_weights_have_one_size(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("model.architecture")
+@rule("model.model_type", "model.model_path", "model.architecture")
 def dimensions_divide(context: Context) -> Iterator[Finding]:
     """Patches tile the image, heads tile the width, rotary embeddings want pairs."""
+    if facts(context).get("dimensions", "architecture") != "architecture":
+        return
     shape = context.config.model.architecture
     base = "model.architecture"
     if shape.image_size % shape.patch_size:
@@ -125,14 +128,14 @@ def dimensions_divide(context: Context) -> Iterator[Finding]:
 
 @rule("model.model_type", "env.cameras")
 def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
-    """The model takes as many pictures as there are cameras."""
-    count, wanted = len(context.config.env.cameras), facts(context).get("num_cameras")
-    if wanted is not None and count != wanted:
+    """The model takes so many pictures and no more."""
+    count, most = len(context.config.env.cameras), facts(context).get("max_cameras")
+    if most is not None and count > most:
         yield Finding(
             "env.cameras",
-            f"{context.config.model.model_type} sees {wanted} camera, and {count} are configured",
-            "keep the one camera that shows the task best",
-            f"{wanted} camera",
+            f"{context.config.model.model_type} sees {most} camera{'s' * (most > 1)}, and {count} are configured",
+            "keep the one camera that shows the task best" if most == 1 else "keep those that show the task best",
+            f"at most {most}",
             others=("model.model_type",),
         )
 
