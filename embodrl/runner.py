@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,16 @@ from embodrl.metrics.log import RunLog
 from embodrl.metrics.report import write_report
 from embodrl.metrics.sinks import METRICS_FILE, MetricsLogger, read_metrics
 from embodrl.models.base import VLAPolicy
+from embodrl.run_files import (
+    CONFIG_FILE,
+    LEAST_FREE_BYTES,
+    LOG_FILE,
+    POLICY_DIR,
+    export_policy,
+    has_results,
+    run_directory,
+    write_config,
+)
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, configure_torch, num_threads, resolve_device
@@ -34,12 +43,6 @@ from embodrl.workers.stop import StopSignal
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
-LOG_FILE = "logs/embodrl.log"
-POLICY_DIR = "policy"
-REPORT_FILE = "report.html"
-# Asked for before the policy is built and its size known.
-LEAST_FREE_BYTES = 64 * 2**20
 Row = dict[str, Any]
 # What others read from every row: null before the first rollout and update.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
@@ -103,9 +106,9 @@ class Runner:
             pass
         if not self.saved:
             self._save()
-        if self.finished:
-            return 0
-        return self.stop.exit_code if self.saved else 1
+        if not self.saved:
+            return 1
+        return 0 if self.finished else self.stop.exit_code
 
     def _iterate(self) -> None:
         """Roll out and update once; the metrics are pending.
@@ -230,18 +233,6 @@ class Runner:
         self.pending, self.saved = state["pending"], True
 
 
-def run_directory(config: Config) -> Path:
-    """Return the directory of a new run."""
-    runner = config.runner
-    if runner.output_dir != "auto":
-        return Path(runner.output_dir)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = runner.name
-    if name == "auto":
-        name = f"{config.env.env_type}-{config.model.model_type}-{config.algorithm.adv_type}-{stamp}"
-    return Path("outputs") / name
-
-
 def train(loaded: LoadedConfig) -> int:
     """`embodrl train`: a new run; returns the exit code.
 
@@ -299,7 +290,7 @@ def _resume(loaded: LoadedConfig, directory: Path) -> int:
     if done > config.runner.max_iterations:
         message = f"is {config.runner.max_iterations}, and the run has done {done}"
         raise ConfigError([ConfigProblem("runner.max_iterations", message, remedy="raise it")])
-    if done == config.runner.max_iterations and pending is None and _has_results(directory):
+    if done == config.runner.max_iterations and pending is None and has_results(directory):
         with Console(config.runner.logger.console, done, directory.name) as console:
             console.restore(read_metrics(directory / METRICS_FILE))
             console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
@@ -339,15 +330,15 @@ def _execute(
                 console.message(f"resuming from {checkpoint.path}")
                 runner.restore(checkpoint)
             # Only now: settings with which it could not be resumed are not kept.
-            _write_config(run_dir, config_yaml)
+            write_config(run_dir, config_yaml)
             code = runner.run()
         finally:
             pool.close()
             if metrics is not None:
                 metrics.close()
         if runner.finished:
-            _export(policy, run_dir / POLICY_DIR)
-        elif not runner.saved:
+            export_policy(policy, run_dir / POLICY_DIR)
+        if not runner.saved:
             logger.error("%s", _what_is_left(run_dir, runner))
         if read_metrics(run_dir / METRICS_FILE):
             console.message(f"report: {write_report(run_dir)}")
@@ -361,7 +352,7 @@ def _what_is_left(run_dir: Path, runner: Runner) -> str:
     checkpoint, _ = runner.checkpoints.latest_good()
     where = "start over: there is no checkpoint" if checkpoint is None else f"go on from {checkpoint.path}"
     return (
-        f"stopped by a signal, and iteration {runner.iteration} could not be saved;"
+        f"iteration {runner.iteration}, the last, could not be saved;"
         f" once there is room, `embodrl resume {run_dir}` would {where}"
     )
 
@@ -385,33 +376,3 @@ def _check_machine(config: Config) -> None:
     """Refuse what can't work before anything is started."""
     resolve_device(config)
     check_simulator(config)
-
-
-def _has_results(run_dir: Path) -> bool:
-    return (run_dir / POLICY_DIR).is_dir() and (run_dir / REPORT_FILE).is_file()
-
-
-def _export(policy: VLAPolicy, directory: Path) -> None:
-    """Write the policy in its public layout; a directory of that name holds a whole one."""
-    partial = directory.with_name(f".{directory.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        policy.save_pretrained(partial)
-        if directory.exists():
-            shutil.rmtree(directory)
-        partial.replace(directory)
-    except OSError as error:
-        raise OutputError(
-            f"{directory} can't be written: {error}", "free some room, then `embodrl resume` the run"
-        ) from error
-
-
-def _write_config(run_dir: Path, config_yaml: str) -> None:
-    partial = run_dir / f".{CONFIG_FILE}.partial"
-    try:
-        partial.write_text(config_yaml)
-        partial.replace(run_dir / CONFIG_FILE)
-    except OSError as error:
-        raise OutputError(
-            f"{run_dir} can't be written: {error}", "set runner.output_dir to a directory of yours"
-        ) from error

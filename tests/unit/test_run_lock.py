@@ -69,4 +69,4 @@ def test_the_last_good_checkpoint_is_named_where_the_last_save_failed(tmp_path: 
     assert "would start over" in runner._what_is_left(tmp_path, run)
     path = manager.save(4, {}, {})
     message = runner._what_is_left(tmp_path, run)
-    assert "iteration 5 could not be saved" in message and f"go on from {path}" in message
+    assert "iteration 5, the last, could not be saved" in message and f"go on from {path}" in message

@@ -1,0 +1,70 @@
+"""The files of a run besides its checkpoints and metrics."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from embodrl.config.schema import Config
+from embodrl.errors import OutputError
+from embodrl.models.base import VLAPolicy
+
+CONFIG_FILE = "config.yaml"
+LOG_FILE = "logs/embodrl.log"
+POLICY_DIR = "policy"
+REPORT_FILE = "report.html"
+# Asked for before the policy is built and its size known.
+LEAST_FREE_BYTES = 64 * 2**20
+
+
+def run_directory(config: Config) -> Path:
+    """Return the directory of a new run."""
+    runner = config.runner
+    if runner.output_dir != "auto":
+        return Path(runner.output_dir)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = runner.name
+    if name == "auto":
+        name = f"{config.env.env_type}-{config.model.model_type}-{config.algorithm.adv_type}-{stamp}"
+    return Path("outputs") / name
+
+
+def has_results(run_dir: Path) -> bool:
+    """Tell whether a run has written what it ends with."""
+    return (run_dir / POLICY_DIR).is_dir() and (run_dir / REPORT_FILE).is_file()
+
+
+def export_policy(policy: VLAPolicy, directory: Path) -> None:
+    """Write the policy in its public layout; a directory of that name holds a whole one.
+
+    Raises:
+        OutputError: the directory can't be written.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        policy.save_pretrained(partial)
+        if directory.exists():
+            shutil.rmtree(directory)
+        partial.replace(directory)
+    except OSError as error:
+        raise OutputError(
+            f"{directory} can't be written: {error}", "free some room, then `embodrl resume` the run"
+        ) from error
+
+
+def write_config(run_dir: Path, config_yaml: str) -> None:
+    """Keep the resolved configuration of a run.
+
+    Raises:
+        OutputError: the directory can't be written.
+    """
+    partial = run_dir / f".{CONFIG_FILE}.partial"
+    try:
+        partial.write_text(config_yaml)
+        partial.replace(run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise OutputError(
+            f"{run_dir} can't be written: {error}", "set runner.output_dir to a directory of yours"
+        ) from error
