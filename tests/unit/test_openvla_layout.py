@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from embodrl.errors import CheckpointError, EmbodrlError, UnknownNameError
+from embodrl.models.common.init import sincos_2d
 from embodrl.models.common.vit import VisionTransformer, VitSpec
 from embodrl.models.openvla.config import OpenVLAConfig
-from embodrl.models.openvla.modeling import OpenVLAModel, sincos_2d
+from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.registry import SupportedModel
 
 PUBLIC = {

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from embodrl.models.common.attention import IMPLEMENTATION
+from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
 from embodrl.models.common.vit import LayerScale, VisionTransformer
 from embodrl.models.openvla.config import LlamaSpec, OpenVLAConfig
 
-QUERY_KEY_GAIN = 2.0
 HEAD_STD = 0.02
 
 
@@ -138,15 +138,12 @@ def causal_mask(attention_mask: Tensor) -> Tensor:
 def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
     """Draw weights for training from scratch.
 
-    Matrices: normal with variance 1/fan_in, divided by sqrt(2 * blocks) where they write to a residual stream
-    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). Four departures are meant to let a
-    model of width one hundred use the image early instead of ignoring it for hundreds of steps: LayerScale starts
-    at 1 rather than 1e-5; positions are 2-d sines and cosines; queries and keys are twice as large, so that attention
-    tells unlike patches apart from the start; and embeddings of action bins vary smoothly with the bin.
+    By the rules of ``common/init.py``; besides, LayerScale starts at 1 rather than 1e-5, and embeddings of action bins
+    vary smoothly with the bin.
     """
     for vit in (model.vision_backbone.featurizer, model.vision_backbone.fused_featurizer):
-        _init_linears(vit, generator, residual=("attn.proj", "mlp.fc2"), blocks=vit.spec.depth)
-        _init_matrix(vit.patch_embed.proj.weight, generator)
+        init_linears(vit, generator, residual=("attn.proj", "mlp.fc2"), blocks=vit.spec.depth)
+        init_matrix(vit.patch_embed.proj.weight, generator)
         nn.init.zeros_(vit.patch_embed.proj.bias)
         vit.pos_embed.data.copy_(sincos_2d(vit.spec.grid, vit.spec.width))
         for block in vit.blocks:
@@ -156,7 +153,7 @@ def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
                 getattr(vit, name).data.normal_(0.0, 0.02, generator=generator)
         if vit.spec.attention_pool:
             vit.attn_pool.latent.data.normal_(0.0, 0.02, generator=generator)
-    _init_linears(model.projector, generator)
+    init_linears(model.projector, generator)
     _init_llama(model, generator)
     for module in model.modules():
         if isinstance(module, LayerScale):
@@ -170,7 +167,7 @@ def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
 
 def _init_llama(model: OpenVLAModel, generator: torch.Generator) -> None:
     llama = model.language_model
-    _init_linears(llama, generator, residual=("o_proj", "down_proj"), blocks=len(llama.model.layers))
+    init_linears(llama, generator, residual=("o_proj", "down_proj"), blocks=len(llama.model.layers))
     for layer in llama.model.layers:
         layer.self_attn.q_proj.weight.data *= QUERY_KEY_GAIN
         layer.self_attn.k_proj.weight.data *= QUERY_KEY_GAIN
@@ -194,34 +191,3 @@ def smooth_bins(num_bins: int, width: int, generator: torch.Generator) -> Tensor
     frequency = 1.5 * torch.exp(math.log(40.0) * torch.rand(1, width, generator=generator, device=device))
     phase = 2.0 * math.pi * torch.rand(1, width, generator=generator, device=device)
     return math.sqrt(2.0) * torch.sin(frequency * place + phase)
-
-
-def sincos_2d(grid: int, width: int) -> Tensor:
-    """Return fixed positions ``float32[1,grid*grid,width]``: half the channels for the row, half for the column.
-
-    Vaswani et al., "Attention Is All You Need", 2017, eq. of section 3.5, once an axis; channels left over are 0.
-    """
-    quarter = width // 4
-    omega = 1.0 / 100.0 ** (torch.arange(quarter, dtype=torch.float64) / max(quarter, 1))
-    axis = torch.arange(grid, dtype=torch.float64)
-    angle = axis[:, None] * omega
-    waves = torch.cat([angle.sin(), angle.cos()], dim=1)
-    rows = waves[:, None].expand(grid, grid, -1)
-    columns = waves[None].expand(grid, grid, -1)
-    table = torch.zeros(grid, grid, width, dtype=torch.float64)
-    table[..., : 4 * quarter] = torch.cat([rows, columns], dim=-1)
-    return table.view(1, grid * grid, width).float()
-
-
-def _init_matrix(weight: Tensor, generator: torch.Generator, gain: float = 1.0) -> None:
-    fan_in = weight[0].numel()
-    weight.data.normal_(0.0, gain / math.sqrt(fan_in), generator=generator)
-
-
-def _init_linears(root: nn.Module, generator: torch.Generator, residual: tuple[str, ...] = (), blocks: int = 1) -> None:
-    for name, module in root.named_modules():
-        if isinstance(module, nn.Linear):
-            gain = 1.0 / math.sqrt(2 * blocks) if name.endswith(residual) and residual else 1.0
-            _init_matrix(module.weight, generator, gain)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
