@@ -140,7 +140,14 @@ def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) ->
 
 def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", "runner.max_iterations=1")
+    outcome = embodrl(
+        "train",
+        "--config",
+        config,
+        f"runner.output_dir={tmp_path}",
+        "runner.max_iterations=1",
+        "actor.optim.critic_warmup_iterations=0",
+    )
     assert outcome.code == 1
     assert "iteration 1, the last, could not be saved" in outcome.stderr
     assert (tmp_path / "policy" / "config.json").is_file()
