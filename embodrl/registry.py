@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,83 @@ class Registry:
         return iter(self._entries)
 
 
+def import_function(path: str) -> Callable[..., Any]:
+    """Return the function of the user's that ``module:function`` names.
+
+    Raises:
+        EmbodrlError: there is none, or its module can't be imported; says why.
+    """
+    try:
+        found = import_object(path)
+    except EmbodrlError:
+        raise
+    except Exception as error:  # a user's module may raise anything
+        raise EmbodrlError(
+            f"importing '{path}' failed: {type(error).__name__}: {error}",
+            "mend the module, or put its directory on PYTHONPATH",
+        ) from error
+    if not callable(found):
+        raise EmbodrlError(f"'{path}' is a {type(found).__name__}, not a function", "name a function")
+    return found
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
+    """Return the keyword parameters of a function, those of them without default, and whether it takes any others."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = {p.name for p in named if p.default is p.empty}
+    return {p.name for p in named}, needed, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def call_named(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with those of the arguments that its parameters name."""
+    names, _, takes_all = parameters_of(function)
+    return function(**{name: value for name, value in arguments.items() if takes_all or name in names})
+
+
+class FunctionRegistry(Registry):
+    """A registry whose names may also be ``module:function`` of the user's own.
+
+    A function gets what its parameters name. What validation needs to know about it follows from that, too.
+
+    Args:
+        kind: of the functions.
+        arguments: what a function can ask for, with the fact that follows where it does ("" for none).
+    """
+
+    def __init__(self, kind: str, arguments: dict[str, str]) -> None:
+        super().__init__(kind)
+        self.arguments = arguments
+
+    def entry(self, name: str) -> Entry:
+        """Return the entry of a registered name, or one made from the signature of the function named.
+
+        Raises:
+            EmbodrlError: there is no such name or function, or it wants what nobody gives it.
+        """
+        if name in self._entries or ":" not in name:
+            return super().entry(name)
+        function = import_function(name)
+        names, needed, _ = parameters_of(function)
+        unknown = sorted(needed - set(self.arguments))
+        if unknown:
+            raise EmbodrlError(
+                f"{self.kind} '{name}' has a parameter '{unknown[0]}', which nothing is given for",
+                f"name any of {', '.join(self.arguments)}, or give it a default",
+            )
+        facts: dict[str, Any] = {fact: False for fact in self.arguments.values() if fact}
+        facts |= {fact: True for argument, fact in self.arguments.items() if fact and argument in names}
+        return Entry(function, (function.__doc__ or "").partition("\n")[0], facts | {"parameters": tuple(names)})
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._entries:
+            return True
+        try:
+            return isinstance(name, str) and bool(self.entry(name))
+        except EmbodrlError:
+            return False
+
+
 MODELS = Registry("model")
 _TOKEN_FACTS: dict[str, Any] = {
     "kind": "tokens",
@@ -180,10 +258,76 @@ ENVS.register(
     action_dim=7,
 )
 
-ADVANTAGES = Registry("advantage estimator")
-ADVANTAGES.register("gae", "embodrl.algorithms.advantages:gae", "generalised advantage estimation", needs_values=True)
+# What advantage estimators and losses of whatever origin may ask for, by the names of their parameters. Shapes are in
+# docs/algorithms.md.
+_ESTIMATOR_ARGUMENTS = {
+    "rewards": "",
+    "values": "needs_values",
+    "valid": "",
+    "terminated": "",
+    "truncated": "",
+    "bootstrap_values": "needs_values",
+    "success": "",
+    "task_id": "",
+    "group_id": "needs_groups",
+    "gamma": "",
+    "gae_lambda": "",
+    "reward_type": "",
+    "bootstrap_type": "",
+}
+_LOSS_ARGUMENTS = {
+    "logprobs": "",
+    "old_logprobs": "",
+    "ref_logprobs": "",
+    "advantages": "",
+    "valid": "",
+    "entropy": "",
+    "values": "needs_values",
+    "old_values": "needs_values",
+    "returns": "needs_values",
+    "weights": "",
+    "counts": "",
+    "logprob_type": "",
+    "length_normalized_ratio": "",
+    "surrogate": "",
+    "clip_ratio_low": "",
+    "clip_ratio_high": "",
+    "clip_ratio_dual": "",
+    "drift_coef": "",
+    "value_clip": "",
+    "value_loss_coef": "",
+    "huber_delta": "",
+    "entropy_type": "",
+    "entropy_bonus": "",
+    "kl_coef": "",
+    "kl_estimator": "",
+}
 
-LOSSES = Registry("loss")
+ADVANTAGES = FunctionRegistry("advantage estimator", _ESTIMATOR_ARGUMENTS)
+ADVANTAGES.register("gae", "embodrl.algorithms.advantages:gae", "generalised advantage estimation", needs_values=True)
+ADVANTAGES.register(
+    "grpo",
+    "embodrl.algorithms.groups:grpo",
+    "return of the episode less the mean of its group",
+    needs_values=False,
+    needs_groups=True,
+)
+ADVANTAGES.register(
+    "rloo",
+    "embodrl.algorithms.groups:rloo",
+    "return of the episode less the mean of the others of its group",
+    needs_values=False,
+    needs_groups=True,
+)
+ADVANTAGES.register(
+    "reinforce_pp",
+    "embodrl.algorithms.groups:reinforce_pp",
+    "discounted rewards to come, without a baseline",
+    needs_values=False,
+    needs_groups=False,
+)
+
+LOSSES = FunctionRegistry("loss", _LOSS_ARGUMENTS)
 LOSSES.register(
     "actor_critic", "embodrl.algorithms.losses:actor_critic_loss", "PPO clip with a value loss", needs_values=True
 )

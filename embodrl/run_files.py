@@ -26,7 +26,8 @@ def run_directory(config: Config) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = runner.name
     if name == "auto":
-        name = f"{config.env.env_type}-{config.model.model_type}-{config.algorithm.adv_type}-{stamp}"
+        algorithm = config.algorithm.adv_type.replace(":", "-")
+        name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
     return Path("outputs") / name
 
 

@@ -37,6 +37,7 @@ from embodrl.run_files import (
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, configure_torch, num_threads, resolve_device
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.run_lock import run_lock
 from embodrl.workers.stop import StopSignal
@@ -76,9 +77,15 @@ class Runner:
         self.config, self.run_dir, self.pool = config, run_dir, pool
         self.metrics, self.console, self.stop = metrics, console, stop
         runner, cores = config.runner, num_threads(config)
-        self.engine = NativeTrainEngine(policy, config.actor, runner.max_iterations, policy.device, cores)
+        self.needs_reference = config.algorithm.kl.coef > 0
+        self.engine = NativeTrainEngine(
+            policy, config.actor, runner.max_iterations, policy.device, cores, self.needs_reference
+        )
         self.rollout_engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
-        self.rollout = RolloutWorker(config, pool, self.rollout_engine, lambda: bool(stop))
+        self.rewards = RewardWorker(config, pool.spec.tasks)
+        self.rollout = RolloutWorker(
+            config, pool, self.rollout_engine, lambda: bool(stop), keep_frames=self.rewards.needs_frames
+        )
         self.evaluator = Evaluator(config, pool, self.rollout_engine, should_stop=lambda: bool(stop))
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
         self.shuffle = torch.Generator().manual_seed(runner.seed)
@@ -128,10 +135,14 @@ class Runner:
             raise
         self.console.phase("update")
         clock = time.perf_counter()
+        env_steps = int(batch.meta["env_steps"])
+        reward_metrics = self.rewards.apply(batch)
+        if self.needs_reference:
+            batch.ref_logprobs = self.engine.reference_logprobs(batch, self.config.algorithm)
         advantages = compute_advantages(batch, self.config.algorithm)
         train_metrics = self.engine.update(batch, advantages, self.config.algorithm, self.shuffle)
         self.iteration += 1
-        self.env_steps += int(batch.valid.sum())
+        self.env_steps += env_steps
         self.saved = False
         faults = self.pool.faults
         end = time.perf_counter()
@@ -139,12 +150,13 @@ class Runner:
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             **rollout_metrics,
+            **reward_metrics,
             **train_metrics,
             "env/restarts": faults.restarts,
             "env/quarantined": faults.quarantined,
             "time/train_s": end - clock,
             "time/total_s": end - start,
-            "time/env_steps_per_s": int(batch.valid.sum()) / (end - start),
+            "time/env_steps_per_s": env_steps / (end - start),
         }
 
     def _complete(self) -> None:
@@ -193,10 +205,12 @@ class Runner:
             "shuffle": generator_state(self.shuffle),
             "rollout": self.rollout_engine.random_state(),
             "faults": vars(self.pool.faults),
+            "rewards": bool(self.rewards.state()),
         }
         blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state())}
         try:
-            path = self.checkpoints.save(self.iteration, saved.tensors, state, blobs)
+            tensors = saved.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
+            path = self.checkpoints.save(self.iteration, tensors, state, blobs)
         except OutputError as error:
             logger.error("%s", error)
             return
@@ -215,9 +229,11 @@ class Runner:
                 f"{checkpoint.path} was made with {processes} simulator processes, not with {len(self.pool.managers)}",
                 f"resume with env.num_processes={processes}",
             )
-        names = ("policy", "optimizer")
+        names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
         self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
         self.pool.set_state([checkpoint.blob(f"env_{rank}") for rank in range(processes)])
+        if state.get("rewards"):
+            self.rewards.load_state(checkpoint.tensors("rewards"))
         restore_rng(state["rng"])
         restore_generator(self.shuffle, state["shuffle"])
         try:

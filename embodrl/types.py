@@ -183,7 +183,12 @@ class TrajectoryBatch:
         bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated, else 0.
         policy_version: ``int64[T,B]``.
         task_id: ``int64[T,B]``.
-        meta: scalars about the rollout.
+        success: ``bool[T,B]``, the task has been solved at some time in the episode so far; None if not known.
+        group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if not known.
+        frames: ``uint8[T,B,H,W,3]``, what the first camera sees after the chunk, at the end of an episode if it ends
+            there; None if nobody asked for it.
+        ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
+        meta: scalars about the rollout: ``env_steps``, the steps simulated for it, those of dropped episodes included.
     """
 
     forward_inputs: dict[str, Tensor]
@@ -196,4 +201,8 @@ class TrajectoryBatch:
     bootstrap_values: Tensor
     policy_version: Tensor
     task_id: Tensor
+    success: Tensor | None = None
+    group_id: Tensor | None = None
+    frames: Tensor | None = None
+    ref_logprobs: Tensor | None = None
     meta: dict[str, Any] = field(default_factory=dict[str, Any])

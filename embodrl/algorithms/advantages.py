@@ -6,15 +6,17 @@ S reward steps (T at chunk level, T*C at action level).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
+from embodrl.algorithms.episodes import split_episodes
+from embodrl.algorithms.kl import kl_per_token
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.errors import EmbodrlError
-from embodrl.registry import ADVANTAGES
+from embodrl.registry import ADVANTAGES, call_named
 from embodrl.types import TrajectoryBatch
 
 RewardType = Literal["chunk_level", "action_level"]
@@ -98,10 +100,22 @@ def gae(
     advantages = _accumulate(steps, gamma, gae_lambda)
     returns = torch.where(steps.valid, advantages + steps.values, 0.0)
 
-    def per_chunk(x: Tensor) -> Tensor:
-        return x.reshape(num_steps, expected, num_envs).transpose(1, 2).contiguous()
+    shape = (num_steps, num_envs, expected)
+    return Advantages(*(from_reward_steps(x, shape) for x in (advantages, returns, steps.valid)))
 
-    return Advantages(per_chunk(advantages), per_chunk(returns), per_chunk(steps.valid))
+
+def to_reward_steps(rewards: Tensor, valid: Tensor, reward_type: RewardType) -> tuple[Tensor, Tensor]:
+    """Return rewards ``[S,B]``, 0 where not valid, and ``bool[S,B]``, of rewards and valid ``[T,B,C]``."""
+    rewards = torch.where(valid, rewards, 0.0)
+    if reward_type == "chunk_level":
+        return rewards.sum(-1), valid.any(-1)
+    return rewards.transpose(1, 2).flatten(0, 1), valid.transpose(1, 2).flatten(0, 1)
+
+
+def from_reward_steps(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Return ``[T,B,K]`` of ``[S,B]``."""
+    num_steps, num_envs, num_values = shape
+    return x.reshape(num_steps, num_values, num_envs).transpose(1, 2).contiguous()
 
 
 def _chunk_steps(
@@ -170,6 +184,46 @@ def normalize(advantages: Tensor, valid: Tensor, eps: float = 1e-6) -> Tensor:
     return result
 
 
+def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, eps: float = 1e-6) -> Tensor:
+    """Return the advantages ``float32[T,B,K]`` at zero mean and unit (population) variance within each group.
+
+    Every episode of a group counts the same, however long it is. For the advantages of ``grpo`` this is the division by
+    the standard deviation of the group's returns (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2).
+
+    Args:
+        batch: tells episodes and groups.
+        estimate: of its chunks.
+        eps: added to the standard deviation, so that equal advantages give 0.
+    """
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    result = torch.zeros_like(estimate.advantages)
+    if not len(episodes):
+        return result
+    group_of = episodes.groups(group_ids(batch))
+    index = episodes.index.unsqueeze(-1).expand_as(estimate.valid)[estimate.valid]
+    x = estimate.advantages[estimate.valid].double()
+
+    def sums(values: Tensor, where: Tensor, size: int) -> Tensor:
+        return values.new_zeros(size).index_add_(0, where, values)
+
+    share = 1.0 / sums(torch.ones_like(x), index, len(episodes)).clamp_min(1)[index]
+    group = group_of[index]
+    num_groups = int(group_of.max()) + 1
+    weight = share / sums(share, group, num_groups).clamp_min(1e-12)[group]
+    centred = x - sums(weight * x, group, num_groups)[group]
+    deviation = sums(weight * centred.square(), group, num_groups).sqrt()[group]
+    result[estimate.valid] = (centred / (deviation + eps)).to(result.dtype)
+    return result
+
+
+def group_ids(batch: TrajectoryBatch) -> Tensor:
+    """Return ``int64[T,B]``; where a batch does not tell, every environment is a group of its own."""
+    if batch.group_id is not None:
+        return batch.group_id
+    num_steps, num_envs = batch.task_id.shape
+    return torch.arange(num_envs, device=batch.task_id.device).expand(num_steps, num_envs)
+
+
 def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
     """Return ``1 - Var(returns - values) / Var(returns)`` over the valid entries; 0 where the returns do not vary.
 
@@ -184,20 +238,68 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
     return float(1.0 - (target - values[valid].double()).var() / target.var())
 
 
+def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor:
+    """Return ``float32[T,B,C]``: the rewards, less ``kl.coef`` times the KL of each action if that is its placement.
+
+    The KL is that of the policy that acted from the reference, summed over the tokens of the action.
+
+    Raises:
+        EmbodrlError: the batch has no log-probs of the reference.
+    """
+    if not config.kl.coef or config.kl.placement != "reward":
+        return batch.rewards
+    if batch.ref_logprobs is None:
+        raise EmbodrlError("a KL in the reward needs the log-probs of the reference", "set algorithm.kl.placement=loss")
+    kl = kl_per_token(batch.logprobs, batch.ref_logprobs, config.kl.estimator)
+    return torch.where(batch.valid, batch.rewards - config.kl.coef * kl.sum(-1), batch.rewards)
+
+
 def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
-    """Run the estimator that ``config.adv_type`` names over a rollout, normalised if the config says so."""
-    estimate: Advantages = ADVANTAGES.get(config.adv_type)(
-        rewards=batch.rewards,
-        values=batch.values,
-        valid=batch.valid,
-        terminated=batch.terminated,
-        truncated=batch.truncated,
-        bootstrap_values=batch.bootstrap_values,
-        gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
-        reward_type=config.reward_type,
-        bootstrap_type=config.bootstrap_type,
-    )
+    """Return the advantages of a rollout as configured.
+
+    Args:
+        batch: the rollout.
+        config: names the estimator, ``algorithm.adv_type``, which gets what its parameters name.
+
+    Raises:
+        EmbodrlError: the estimator returned something of another type or shape, or what is not finite.
+    """
+    arguments: dict[str, Any] = {
+        "rewards": penalized_rewards(batch, config),
+        "values": batch.values,
+        "valid": batch.valid,
+        "terminated": batch.terminated,
+        "truncated": batch.truncated,
+        "bootstrap_values": batch.bootstrap_values,
+        "success": batch.success,
+        "task_id": batch.task_id,
+        "group_id": group_ids(batch),
+        "gamma": config.gamma,
+        "gae_lambda": config.gae_lambda,
+        "reward_type": config.reward_type,
+        "bootstrap_type": config.bootstrap_type,
+    }
+    estimate = _checked(call_named(ADVANTAGES.get(config.adv_type), arguments), batch, config.adv_type)
     if not config.normalize_advantages:
         return estimate
-    return Advantages(normalize(estimate.advantages, estimate.valid), estimate.returns, estimate.valid)
+    if config.normalization_scope == "group":
+        return replace(estimate, advantages=normalize_by_group(batch, estimate))
+    return replace(estimate, advantages=normalize(estimate.advantages, estimate.valid))
+
+
+def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
+    """Return what an estimator, perhaps the user's, returned, if it is one."""
+    if not isinstance(estimate, Advantages):
+        raise EmbodrlError(
+            f"adv_type '{name}' returned {type(estimate).__name__}",
+            "return embodrl.algorithms.advantages.Advantages(advantages, returns, valid)",
+        )
+    num_steps, num_envs, chunk = batch.rewards.shape
+    shapes = [(num_steps, num_envs, 1), (num_steps, num_envs, chunk)]
+    for field, tensor in cast(dict[str, Tensor], vars(estimate)).items():
+        if tuple(tensor.shape) not in shapes or tensor.shape != estimate.valid.shape:
+            raise EmbodrlError(
+                f"adv_type '{name}' returned {field} of shape {list(tensor.shape)}",
+                f"return {list(shapes[0])}, a value a chunk, or {list(shapes[1])}, a value an action",
+            )
+    return estimate

@@ -8,15 +8,18 @@ metrics of its micro-batches add up to those of the minibatch, however the valid
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from embodrl.algorithms.kl import KlEstimator, kl_per_token, policy_drift
 from embodrl.errors import EmbodrlError
 
 Level = Literal["token_level", "action_level", "chunk_level"]
+Surrogate = Literal["ratio", "log_ratio"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,40 @@ def reduce_to_level(x: Tensor, valid: Tensor, level: Level) -> tuple[Tensor, Ten
     return x.sum((1, 2), keepdim=True), mask.any(1, keepdim=True)
 
 
+def element_counts(valid: Tensor, action_dim: int, level: Level) -> Tensor:
+    """Return ``int64[...]``, how many ratios a chunk has at a level; ``valid bool[...,C]``."""
+    if level == "chunk_level":
+        return valid.any(-1).long()
+    return valid.sum(-1) * (action_dim if level == "token_level" else 1)
+
+
+def _importance(log_ratio: Tensor, valid: Tensor, level: Level, length_normalized: bool) -> tuple[Tensor, Tensor]:
+    """Return log ratios at a level and their mask; ``log_ratio float32[N,C,A]``, 0 where not valid."""
+    at_level, mask = reduce_to_level(log_ratio, valid, level)
+    if length_normalized and level != "token_level":
+        length = torch.full_like(at_level, log_ratio.shape[-1])
+        if level == "chunk_level":
+            length = length * valid.sum(-1).clamp_min(1).view(-1, 1, 1)
+        at_level = at_level / length
+    return at_level, mask
+
+
+def _surrogate(
+    log_ratio: Tensor, weight: Tensor, kind: Surrogate, low: float, high: float, dual: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the clipped surrogate, and where a ratio is outside its range; all broadcast to ``log_ratio``."""
+    ratio = log_ratio.exp()
+    if kind == "ratio":
+        value, clipped = ratio, ratio.clamp(1.0 - low, 1.0 + high)
+    else:
+        value, clipped = log_ratio, log_ratio.clamp(math.log(1.0 - low), math.log(1.0 + high))
+    surrogate = torch.minimum(weight * value, weight * clipped)
+    if dual is not None:
+        floor = weight * (dual if kind == "ratio" else math.log(dual))
+        surrogate = torch.where(weight < 0, torch.maximum(surrogate, floor), surrogate)
+    return surrogate, (ratio < 1.0 - low) | (ratio > 1.0 + high)
+
+
 def actor_loss(
     *,
     logprobs: Tensor,
@@ -87,12 +124,24 @@ def actor_loss(
     logprob_type: Level,
     clip_ratio_low: float,
     clip_ratio_high: float,
+    clip_ratio_dual: float | None = None,
+    length_normalized_ratio: bool = False,
+    surrogate: Surrogate = "ratio",
+    drift_coef: float = 0.0,
+    ref_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_estimator: KlEstimator = "k3",
     entropy: Tensor | None = None,
     entropy_type: Level = "token_level",
     entropy_bonus: float = 0.0,
+    weights: Tensor | None = None,
     counts: LossCounts | None = None,
 ) -> LossOutput:
     """The clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with one clip range a side, and entropy.
+
+    Its variants: dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5); the length-normalised ratio of GSPO (Zheng et al.
+    2025, arXiv 2507.18071, eq. 7), the sequence being a chunk, that is what the policy answers to one observation; the
+    log ratio in place of the ratio and the policy drift of CPGD (Liu et al. 2025, arXiv 2505.12504).
 
     Args:
         logprobs: ``float32[N,C,A]`` under the present policy.
@@ -102,18 +151,26 @@ def actor_loss(
         logprob_type: level of the ratio; chunk level needs K = 1.
         clip_ratio_low: the ratio is clipped from below to 1 - low.
         clip_ratio_high: and from above to 1 + high.
+        clip_ratio_dual: with a negative advantage no ratio counts for more than this; None for no such limit.
+        length_normalized_ratio: the ratio of an action or chunk is the geometric mean over its tokens.
+        surrogate: what the advantage multiplies.
+        drift_coef: weight of the KL from the policy that acted.
+        ref_logprobs: ``float32[N,C,A]`` under the reference policy; needed where ``kl_coef`` is not 0.
+        kl_coef: weight of the KL to the reference.
+        kl_estimator: of that KL.
         entropy: ``float32[N,C,A]`` in nats, or None.
         entropy_type: level at which the entropy is averaged.
         entropy_bonus: weight of the entropy.
+        weights: ``float32[N]`` of the chunks, 1 on average over all ratios of the rollout; None for all the same. They
+            hold for the surrogate, the drift and the KL.
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
-        the loss, and ``policy_loss``, ``approx_kl`` (per token; the k3 estimator of
-        http://joschu.net/blog/kl-approx.html), ``clip_fraction`` (part of the ratios outside the range), ``ratio_mean``
-        and, given an entropy, ``entropy``.
+        the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``clip_fraction`` (part of the
+        ratios outside the range), ``ratio_mean`` and, where asked for, ``entropy``, ``drift`` and ``ref_kl``.
 
     Raises:
-        EmbodrlError: ``logprob_type`` is chunk level and the advantages are per action.
+        EmbodrlError: ``logprob_type`` is chunk level and the advantages are per action; or a KL without a reference.
     """
     num_actions, action_dim = logprobs.shape[1:]
     if logprob_type == "chunk_level" and advantages.shape[1] != 1:
@@ -130,29 +187,51 @@ def actor_loss(
             num_values=1 if advantages.shape[1] == 1 else num_actions,
         )
     token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - old_logprobs, 0.0)
-    log_ratio, mask = reduce_to_level(token_log_ratio, valid, logprob_type)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
-    weight = advantages.unsqueeze(-1)
-    surrogate = torch.where(mask, torch.minimum(weight * ratio, weight * clipped), 0.0)
-    policy_loss = -surrogate.sum() / counts.policy
+    log_ratio, mask = _importance(token_log_ratio, valid, logprob_type, length_normalized_ratio)
+    objective, outside = _surrogate(
+        log_ratio, advantages.unsqueeze(-1), surrogate, clip_ratio_low, clip_ratio_high, clip_ratio_dual
+    )
+    share = None if weights is None else weights.view(-1, 1, 1)
+
+    def total(x: Tensor) -> Tensor:
+        return (x if share is None else x * share).sum()
+
+    policy_loss = -total(torch.where(mask, objective, 0.0)) / counts.policy
+    metrics: dict[str, Tensor] = {}
+    if drift_coef:
+        drift = total(torch.where(mask, policy_drift(log_ratio), 0.0)) / counts.policy
+        metrics["drift"] = drift.detach()
+        policy_loss = policy_loss + drift_coef * drift
     with torch.no_grad():
-        outside = (ratio < 1.0 - clip_ratio_low) | (ratio > 1.0 + clip_ratio_high)
         # expm1 keeps the estimator non-negative where the ratio is close to 1.
         kl = token_log_ratio.expm1() - token_log_ratio
-        metrics = {
+        metrics |= {
             "policy_loss": policy_loss.detach(),
             "approx_kl": kl.sum() / counts.tokens,
             "clip_fraction": (outside & mask).sum() / counts.policy,
-            "ratio_mean": torch.where(mask, ratio, 0.0).sum() / counts.policy,
+            "ratio_mean": torch.where(mask, log_ratio.exp(), 0.0).sum() / counts.policy,
         }
     loss = policy_loss
+    if kl_coef:
+        ref_kl = total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator)) / counts.tokens
+        metrics["ref_kl"] = ref_kl.detach()
+        loss = loss + kl_coef * ref_kl
     if entropy is not None:
         at_level, _ = reduce_to_level(entropy, valid, entropy_type)
         mean_entropy = at_level.sum() / counts.entropy
         metrics["entropy"] = mean_entropy.detach()
         loss = loss - entropy_bonus * mean_entropy
     return LossOutput(loss, metrics)
+
+
+def _reference_kl(logprobs: Tensor, ref_logprobs: Tensor | None, valid: Tensor, estimator: KlEstimator) -> Tensor:
+    """Return ``float32[N,C,A]``, 0 where not valid."""
+    if ref_logprobs is None:
+        raise EmbodrlError("a KL to the reference needs its log-probs", "pass ref_logprobs, or kl_coef=0")
+    mask = valid.unsqueeze(-1)
+    # Selections before and after: neither a NaN nor its gradient may come out of a masked place.
+    present, reference = torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
+    return kl_per_token(present, reference, estimator)
 
 
 def value_loss(
@@ -162,9 +241,12 @@ def value_loss(
     returns: Tensor,
     valid: Tensor,
     value_clip: float | None,
+    huber_delta: float | None = None,
     counts: LossCounts | None = None,
 ) -> LossOutput:
     """Half the squared error (Schulman et al. 2017, eq. 9), with the change of the value clipped as in OpenAI's code.
+
+    With ``huber_delta`` the error counts linearly beyond it (Huber 1964): ``delta * (|e| - delta / 2)``.
 
     Args:
         values: ``float32[N,K]``, the present ones.
@@ -172,6 +254,7 @@ def value_loss(
         returns: ``float32[N,K]``.
         valid: ``bool[N,C]``.
         value_clip: largest change that lowers the loss; None for no clip.
+        huber_delta: error up to which the loss is quadratic; None for everywhere.
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
@@ -179,57 +262,53 @@ def value_loss(
     """
     mask = valid if values.shape[1] == valid.shape[1] else valid.any(-1, keepdim=True)
     count = mask.sum().clamp_min(1).float() if counts is None else counts.values
-    error = torch.where(mask, values - returns, 0.0).square()
+    error = _squared(torch.where(mask, values - returns, 0.0), huber_delta)
     clipped_fraction = torch.zeros((), device=values.device)
     if value_clip is not None:
         change = torch.where(mask, values - old_values, 0.0)
         old_error = torch.where(mask, old_values - returns, 0.0)
-        error = torch.maximum(error, (old_error + change.clamp(-value_clip, value_clip)).square())
+        clipped_error = _squared(old_error + change.clamp(-value_clip, value_clip), huber_delta)
+        error = torch.maximum(error, clipped_error)
         clipped_fraction = (change.detach().abs() > value_clip).sum() / count
     loss = 0.5 * error.sum() / count
     return LossOutput(loss, {"value_loss": loss.detach(), "value_clip_fraction": clipped_fraction})
 
 
+def _squared(error: Tensor, huber_delta: float | None) -> Tensor:
+    """Return the square, or twice Huber's loss, which is the square up to ``huber_delta``."""
+    if huber_delta is None:
+        return error.square()
+    size = error.abs()
+    return torch.where(size <= huber_delta, error.square(), huber_delta * (2 * size - huber_delta))
+
+
 def actor_critic_loss(
     *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    valid: Tensor,
     values: Tensor,
     old_values: Tensor,
     returns: Tensor,
-    logprob_type: Level,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
+    valid: Tensor,
     value_clip: float | None,
     value_loss_coef: float,
-    entropy: Tensor | None = None,
-    entropy_type: Level = "token_level",
-    entropy_bonus: float = 0.0,
+    huber_delta: float | None = None,
     counts: LossCounts | None = None,
+    **actor: Any,
 ) -> LossOutput:
     """``actor_loss`` plus ``value_loss_coef`` times ``value_loss`` (Schulman et al. 2017, eq. 9).
 
     Args and metrics are those of the two parts.
 
     Raises:
-        EmbodrlError: ``logprob_type`` is chunk level and the advantages are per action.
+        EmbodrlError: as ``actor_loss``.
     """
-    actor = actor_loss(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
+    policy = actor_loss(valid=valid, counts=counts, **actor)
+    critic = value_loss(
+        values=values,
+        old_values=old_values,
+        returns=returns,
         valid=valid,
-        logprob_type=logprob_type,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
-        entropy=entropy,
-        entropy_type=entropy_type,
-        entropy_bonus=entropy_bonus,
+        value_clip=value_clip,
+        huber_delta=huber_delta,
         counts=counts,
     )
-    critic = value_loss(
-        values=values, old_values=old_values, returns=returns, valid=valid, value_clip=value_clip, counts=counts
-    )
-    return LossOutput(actor.loss + value_loss_coef * critic.loss, actor.metrics | critic.metrics)
+    return LossOutput(policy.loss + value_loss_coef * critic.loss, policy.metrics | critic.metrics)

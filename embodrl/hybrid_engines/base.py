@@ -28,7 +28,7 @@ class EngineState:
     """All that an engine needs to go on where it stopped.
 
     Attributes:
-        tensors: ``policy`` and ``optimizer``, each by name.
+        tensors: ``policy``, ``optimizer`` and, where there is one, ``reference``, each by name.
         state: what can be written as JSON.
     """
 
@@ -79,6 +79,16 @@ class TrainEngine(ABC):
 
         Raises:
             NonFiniteError: several steps in a row were not finite.
+        """
+
+    @abstractmethod
+    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        """Return ``float32[T,B,C,A]``: log-probs of the actions under the policy that the run began with.
+
+        Chunks without a valid action get 0.
+
+        Raises:
+            EmbodrlError: no reference is kept.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import defaultdict
@@ -12,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.algorithms.advantages import Advantages, explained_variance
-from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
+from embodrl.algorithms.episodes import element_weights, split_episodes
+from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
 from embodrl.config.schema import ActorConfig, AlgorithmConfig
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TensorTree, TrainEngine
-from embodrl.hybrid_engines.parallel import add_gradients
+from embodrl.hybrid_engines.parallel import add_gradients, on_threads
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
 from embodrl.models.base import VLAPolicy
-from embodrl.registry import LOSSES
+from embodrl.registry import LOSSES, call_named
 from embodrl.types import SamplingParams, TrajectoryBatch
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class NativeTrainEngine(TrainEngine):
         total_iterations: length of the run, for the learning-rate schedule.
         device: where the policy trains.
         num_threads: micro-batches computed at the same time on a CPU.
+        keep_reference: keep a frozen copy of the policy as it is now. Only what trains is copied, the rest is shared,
+            so that it costs as much memory again as the trained weights.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class NativeTrainEngine(TrainEngine):
         total_iterations: int,
         device: torch.device | str,
         num_threads: int = 1,
+        keep_reference: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.policy = policy.to(self.device)
@@ -61,6 +66,16 @@ class NativeTrainEngine(TrainEngine):
         self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
         self.optimizer = self._build_optimizer()
+        self.reference = self._frozen_copy() if keep_reference else None
+
+    def _frozen_copy(self) -> VLAPolicy:
+        trained = {id(p) for p in self.policy_parameters}
+        shared = {id(p): p for p in self.policy.parameters() if id(p) not in trained}
+        reference = copy.deepcopy(self.policy, shared)
+        for parameter in reference.parameters():
+            if id(parameter) not in shared:
+                parameter.requires_grad_(False)
+        return reference
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         optim = self.config.optim
@@ -87,7 +102,7 @@ class NativeTrainEngine(TrainEngine):
         rates = learning_rates(self.config.optim, self.version, self.total_iterations, critic_warmup)
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
         loss_fn = self._make_loss(algorithm, needs_values)
-        chunks = flatten_chunks(batch, advantages)
+        chunks = flatten_chunks(batch, advantages, chunk_weights(batch, algorithm))
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
         for rows in self._minibatches(chunks, algorithm.update_epoch, generator):
@@ -149,15 +164,7 @@ class NativeTrainEngine(TrainEngine):
     ) -> Callable[[TensorTree, LossCounts], LossOutput]:
         sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
         loss_fn = LOSSES.get(algorithm.loss_type)
-        settings: dict[str, Any] = {
-            "logprob_type": algorithm.logprob_type,
-            "clip_ratio_low": algorithm.clip_ratio_low,
-            "clip_ratio_high": algorithm.clip_ratio_high,
-            "entropy_type": algorithm.entropy_type,
-            "entropy_bonus": algorithm.entropy_bonus,
-        }
-        if needs_values:
-            settings |= {"value_clip": algorithm.value_clip, "value_loss_coef": algorithm.value_loss_coef}
+        settings = loss_settings(algorithm, needs_values)
 
         def compute(micro: TensorTree, counts: LossCounts) -> LossOutput:
             output = self.policy.evaluate_actions(
@@ -171,18 +178,42 @@ class NativeTrainEngine(TrainEngine):
                         "set model.add_value_head to true",
                     )
                 critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
-            return loss_fn(
-                logprobs=output.logprobs.float(),
-                old_logprobs=micro["logprobs"],
-                advantages=micro["advantages"],
-                valid=micro["valid"],
-                entropy=None if output.entropy is None else output.entropy.float(),
-                counts=counts,
-                **critic,
-                **settings,
-            )
+            arguments: dict[str, Any] = {
+                "logprobs": output.logprobs.float(),
+                "old_logprobs": micro["logprobs"],
+                "ref_logprobs": micro.get("ref_logprobs"),
+                "advantages": micro["advantages"],
+                "valid": micro["valid"],
+                "entropy": None if output.entropy is None else output.entropy.float(),
+                "weights": micro.get("weights"),
+                "counts": counts,
+            }
+            return checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
 
         return compute
+
+    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        if self.reference is None:
+            raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
+        reference = self.reference
+        sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
+        result = torch.zeros_like(batch.logprobs).flatten(0, 1)
+        chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
+        inputs = _map(dict(batch.forward_inputs), lambda x: x.flatten(0, 1))
+
+        def compute(rows: Tensor) -> Tensor:
+            micro = to_device(select_rows(inputs, rows), self.device)
+            with torch.no_grad(), autocast(self.precision, self.device):
+                output = reference.evaluate_actions(
+                    cast(dict[str, Tensor], micro), sampling, compute_entropy=False, compute_values=False
+                )
+            return output.logprobs.float().cpu()
+
+        parts = chosen.split(self.config.micro_batch_size) if len(chosen) else ()
+        outputs = on_threads([lambda rows=rows: compute(rows) for rows in parts], self.num_threads)
+        for rows, logprobs in zip(parts, outputs, strict=True):
+            result[rows] = logprobs
+        return result.view_as(batch.logprobs)
 
     def forward_backward(
         self, minibatch: TensorTree, loss_fn: Callable[[TensorTree], LossOutput]
@@ -237,7 +268,19 @@ class NativeTrainEngine(TrainEngine):
             for key in ADAM_STATE
         }
         state = {"version": self.version, "nonfinite_in_row": self.nonfinite_in_row}
-        return EngineState({"policy": dict(self.policy.state_dict()), "optimizer": moments}, state)
+        tensors = {"policy": dict(self.policy.state_dict()), "optimizer": moments}
+        if self.reference is not None:
+            tensors["reference"] = self._reference_weights()
+        return EngineState(tensors, state)
+
+    def _reference_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the reference that are not the policy's own."""
+        if self.reference is None:
+            return {}
+        trained = {id(p) for p in self.policy_parameters}
+        names = [name for name, p in self.policy.named_parameters() if id(p) in trained]
+        frozen = dict(self.reference.named_parameters())
+        return {name: frozen[name].data for name in names}
 
     def load_state_dict(self, saved: EngineState) -> None:
         remedy = "resume with the model settings that the checkpoint was made with"
@@ -245,6 +288,7 @@ class NativeTrainEngine(TrainEngine):
             self.policy.load_state_dict(saved.tensors["policy"], strict=True)
         except (KeyError, RuntimeError) as error:
             raise CheckpointError(f"the checkpoint's weights do not fit the policy: {error}", remedy) from error
+        self._load_reference(saved, remedy)
         parameters = self._trained_names()
         moments = dict(saved.tensors["optimizer"])
         self.optimizer.state.clear()
@@ -261,12 +305,73 @@ class NativeTrainEngine(TrainEngine):
         self.version = int(saved.state["version"])
         self.nonfinite_in_row = int(saved.state["nonfinite_in_row"])
 
+    def _load_reference(self, saved: EngineState, remedy: str) -> None:
+        if self.reference is None:
+            return
+        weights, kept = self._reference_weights(), saved.tensors.get("reference")
+        if kept is None or kept.keys() != weights.keys():
+            raise CheckpointError("the checkpoint has no reference policy that fits", remedy)
+        for name, tensor in weights.items():
+            if kept[name].shape != tensor.shape:
+                raise CheckpointError(f"the checkpoint's reference policy does not fit '{name}'", remedy)
+            tensor.copy_(kept[name])
+
     def state_num_bytes(self) -> int:
         weights = sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights())
+        weights += sum(tensor.numel() * tensor.element_size() for tensor in self._reference_weights().values())
         return weights + 2 * sum(p.numel() * p.element_size() for p in self._trained_names().values())
 
 
-def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages) -> TensorTree:
+def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, Any]:
+    """Return the settings that a loss may ask for."""
+    settings: dict[str, Any] = {
+        "logprob_type": algorithm.logprob_type,
+        "length_normalized_ratio": algorithm.length_normalized_ratio,
+        "surrogate": algorithm.surrogate,
+        "clip_ratio_low": algorithm.clip_ratio_low,
+        "clip_ratio_high": algorithm.clip_ratio_high,
+        "clip_ratio_dual": algorithm.clip_ratio_dual,
+        "drift_coef": algorithm.drift_coef,
+        "entropy_type": algorithm.entropy_type,
+        "entropy_bonus": algorithm.entropy_bonus,
+        "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
+        "kl_estimator": algorithm.kl.estimator,
+    }
+    if needs_values:
+        settings |= {
+            "value_clip": algorithm.value_clip,
+            "value_loss_coef": algorithm.value_loss_coef,
+            "huber_delta": algorithm.huber_delta,
+        }
+    return settings
+
+
+def checked_loss(output: object, name: str) -> LossOutput:
+    """Return what a loss, perhaps the user's, returned, if it is one.
+
+    Raises:
+        EmbodrlError: it is none, or has no ``approx_kl``, which ``algorithm.target_kl`` and the console read.
+    """
+    if isinstance(output, LossOutput) and output.loss.ndim == 0 and "approx_kl" in output.metrics:
+        return output
+    raise EmbodrlError(
+        f"loss_type '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
+        "return embodrl.algorithms.losses.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
+    )
+
+
+def chunk_weights(batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor | None:
+    """Return ``float32[T,B]`` for ``algorithm.loss_agg``; None where every ratio counts the same."""
+    if algorithm.loss_agg == "token_mean":
+        return None
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    num_elements = element_counts(batch.valid, batch.logprobs.shape[-1], algorithm.logprob_type)
+    whole = element_counts(torch.ones_like(batch.valid), batch.logprobs.shape[-1], algorithm.logprob_type)
+    length = int(whole[:, 0].sum()) if whole.numel() else 0
+    return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
+
+
+def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tensor | None = None) -> TensorTree:
     """Return the chunks of a rollout that have a valid action, as rows: time and environments become one axis."""
     chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
     rows: TensorTree = {
@@ -277,6 +382,10 @@ def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages) -> TensorTree
         "returns": advantages.returns,
         "forward_inputs": dict(batch.forward_inputs),
     }
+    if batch.ref_logprobs is not None:
+        rows["ref_logprobs"] = batch.ref_logprobs
+    if weights is not None:
+        rows["weights"] = weights
     flat = _map(rows, lambda x: x.flatten(0, 1))
     return flat if len(chosen) == batch.valid[..., 0].numel() else select_rows(flat, chosen)
 

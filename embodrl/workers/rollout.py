@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from embodrl.algorithms.episodes import split_episodes
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
@@ -89,12 +90,19 @@ class RolloutWorker:
         pool: started.
         engine: the policy.
         should_stop: asked before every chunk; if it answers True, ``gather`` raises InterruptedError.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
     """
 
     def __init__(
-        self, config: Config, pool: EnvPool, engine: NativeRolloutEngine, should_stop: Callable[[], bool]
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: NativeRolloutEngine,
+        should_stop: Callable[[], bool],
+        keep_frames: bool = False,
     ) -> None:
         self.config = config
+        self.keep_frames = keep_frames
         self.engine = engine
         self.should_stop = should_stop
         self.num_envs = pool.spec.num_envs
@@ -124,30 +132,69 @@ class RolloutWorker:
         """
         self.seconds = {"env": 0.0, "policy": 0.0}
         stats = EpisodeStats()
-        parts = []
-        for epoch in range(self.config.algorithm.rollout_epoch):
-            seeds, tasks = self.seeds(iteration, epoch)
-            for stage in self.stages:
-                self._begin(stage, seeds[stage.rows], tasks[stage.rows])
-            for stage in self.stages:
-                self._act(stage)
-            for index in range(self.num_steps):
-                if self.should_stop():
-                    for stage in self.stages:
-                        stage.pool.wait()  # a pool with a step under way takes no other request
-                    raise InterruptedError
-                for stage in self.stages:
-                    self._receive(stage, stats)
-                    # While the policy serves this stage, the simulators of the others are at work.
-                    if index + 1 < self.num_steps:
-                        self._act(stage)
-            parts += [self._stack(stage, iteration) for stage in self.stages]
+        selection, wanted = self.config.algorithm.filter, self.config.algorithm.rollout_epoch
+        if selection.enabled:
+            batch, selected = self._gather_mixed(iteration, stats)
+        else:
+            batch = concat_batches([part for epoch in range(wanted) for part in self._play(iteration, epoch, stats)])
+            batch.meta["env_steps"] = int(batch.valid.sum())
+            selected = {}
+        metrics = stats.metrics() | selected
+        return batch, metrics | {"time/env_s": self.seconds["env"], "time/policy_s": self.seconds["policy"]}
+
+    def _gather_mixed(self, iteration: int, stats: EpisodeStats) -> tuple[TrajectoryBatch, dict[str, float | None]]:
+        """Return groups with both successes and failures, from further rollouts if need be (DAPO's dynamic sampling).
+
+        DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Groups left over are dropped.
+        """
+        algorithm = self.config.algorithm
+        selection, size = algorithm.filter, algorithm.group_size
+        wanted = algorithm.rollout_epoch * (self.num_envs // size)
+        parts: list[TrajectoryBatch] = []
+        kept, seen, env_steps, rounds = 0, 0, 0, 0
+        for _ in range(algorithm.rollout_epoch + selection.max_resamples):
+            if kept >= wanted:
+                break
+            batch = concat_batches(self._play(iteration, rounds, stats))
+            rounds += 1
+            env_steps += int(batch.valid.sum())
+            rates = group_success_rates(batch, size)
+            chosen = ((rates > selection.min_rate) & (rates < selection.max_rate)).nonzero().squeeze(-1)
+            seen, chosen = seen + len(rates), chosen[: wanted - kept]
+            kept += len(chosen)
+            columns = (chosen.unsqueeze(1) * size + torch.arange(size)).flatten()
+            parts.append(select_columns(batch, columns))
         batch = concat_batches(parts)
-        metrics = stats.metrics() | {
-            "time/env_s": self.seconds["env"],
-            "time/policy_s": self.seconds["policy"],
+        batch.meta["env_steps"] = env_steps
+        return batch, {
+            "rollout/groups_kept": float(kept),
+            "rollout/groups_dropped": float(seen - kept),
+            "rollout/groups_missing": float(wanted - kept),
+            "rollout/resamples": float(max(rounds - algorithm.rollout_epoch, 0)),
         }
-        return batch, metrics
+
+    def _play(self, iteration: int, epoch: int, stats: EpisodeStats) -> list[TrajectoryBatch]:
+        """Return one rollout of all environments, a batch a stage.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+        """
+        seeds, tasks = self.seeds(iteration, epoch)
+        for stage in self.stages:
+            self._begin(stage, seeds[stage.rows], tasks[stage.rows])
+        for stage in self.stages:
+            self._act(stage)
+        for index in range(self.num_steps):
+            if self.should_stop():
+                for stage in self.stages:
+                    stage.pool.wait()  # a pool with a step under way takes no other request
+                raise InterruptedError
+            for stage in self.stages:
+                self._receive(stage, stats)
+                # While the policy serves this stage, the simulators of the others are at work.
+                if index + 1 < self.num_steps:
+                    self._act(stage)
+        return [self._stack(stage, iteration, epoch) for stage in self.stages]
 
     def _begin(self, stage: Stage, seeds: NDArray[np.int64], tasks: NDArray[np.int32]) -> None:
         clock = time.perf_counter()
@@ -185,12 +232,25 @@ class RolloutWorker:
                 "truncated": torch.from_numpy(step.truncated.copy()),
                 "bootstrap_values": self._bootstrap(step, values.shape[1]),
                 "task_id": stage.task_id,
+                "success": torch.from_numpy(step.success.copy()),
             }
         )
+        if self.keep_frames:
+            stage.steps[-1]["frames"] = torch.from_numpy(self._frames(stage, step))
         if not self.config.env.train.auto_reset:
             stage.active = stage.active & ~step.done
         stage.observation = step.observation
         self._lap("policy", clock)
+
+    def _frames(self, stage: Stage, step: EnvStep) -> NDArray[np.uint8]:
+        """Return ``uint8[B,H,W,3]``: what the first camera sees after the chunk, of the episode that it belongs to."""
+        assert stage.observation is not None
+        frames = step.observation.images[:, 0].copy()
+        if self.config.env.train.auto_reset:  # where an episode has ended, that is the start of the next one
+            frames[step.done] = stage.observation.images[step.done, 0]
+        if step.final_observation is not None:
+            frames[step.final_mask] = step.final_observation.images[step.final_mask, 0]
+        return frames
 
     def _bootstrap(self, step: EnvStep, num_values: int) -> Tensor:
         """Return ``float32[B,K]``: the value of the last observation of episodes that the step limit ended, else 0."""
@@ -201,7 +261,7 @@ class RolloutWorker:
             values[torch.from_numpy(rows)] = self.engine.values(step.final_observation.select(rows))
         return values
 
-    def _stack(self, stage: Stage, iteration: int) -> TrajectoryBatch:
+    def _stack(self, stage: Stage, iteration: int, epoch: int) -> TrajectoryBatch:
         clock = time.perf_counter()
         assert stage.observation is not None
         last = (
@@ -211,8 +271,15 @@ class RolloutWorker:
         inputs = {name: torch.stack([step[name] for step in stage.inputs]) for name in stage.inputs[0]}
         columns["values"] = torch.cat([columns["values"], last[None]])
         version = torch.full(columns["task_id"].shape, iteration, dtype=torch.int64)
+        group_id = self._group_ids(stage, epoch).expand(version.shape)
         self._lap("policy", clock)
-        return TrajectoryBatch(forward_inputs=inputs, policy_version=version, **columns)
+        return TrajectoryBatch(forward_inputs=inputs, policy_version=version, group_id=group_id, **columns)
+
+    def _group_ids(self, stage: Stage, epoch: int) -> Tensor:
+        """Return ``int64[B]`` of a stage's environments; no two rollouts share a group."""
+        size = self.config.algorithm.group_size
+        rows = torch.arange(self.num_envs)[stage.rows]
+        return epoch * (self.num_envs // size) + rows // size
 
     def _lap(self, name: str, clock: float) -> float:
         now = time.perf_counter()
@@ -224,7 +291,36 @@ def concat_batches(parts: list[TrajectoryBatch]) -> TrajectoryBatch:
     """Return the rollouts side by side: ``[T,B1+B2+...,...]``."""
     if len(parts) == 1:
         return parts[0]
-    names = [name for name in vars(parts[0]) if name not in ("forward_inputs", "meta")]
-    columns = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
-    inputs = {name: torch.cat([part.forward_inputs[name] for part in parts], dim=1) for name in parts[0].forward_inputs}
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors, dim=1)
+
+    inputs = {name: join([part.forward_inputs[name] for part in parts]) for name in parts[0].forward_inputs}
+    columns = {name: join([getattr(part, name) for part in parts]) for name in _columns(parts[0])}
     return TrajectoryBatch(forward_inputs=inputs, **columns)
+
+
+def select_columns(batch: TrajectoryBatch, columns: Tensor) -> TrajectoryBatch:
+    """Return some of the environments of a rollout; ``columns int64[N]``."""
+    inputs = {name: tensor.index_select(1, columns) for name, tensor in batch.forward_inputs.items()}
+    chosen = {name: getattr(batch, name).index_select(1, columns) for name in _columns(batch)}
+    return TrajectoryBatch(forward_inputs=inputs, **chosen)
+
+
+def _columns(batch: TrajectoryBatch) -> list[str]:
+    """Return the names of the tensors that a batch has."""
+    return [field.name for field in fields(batch) if isinstance(getattr(batch, field.name), Tensor)]
+
+
+def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:
+    """Return ``float32[B / group_size]``: the part of a group's episodes that succeeded; lost ones do not count.
+
+    A group without episodes has a rate of 0.
+    """
+    assert batch.success is not None
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    known = ~episodes.lost
+    group = episodes.column[known] // group_size
+    count = torch.zeros(batch.success.shape[1] // group_size)
+    successes = count.clone().index_add_(0, group, episodes.of(batch.success)[known].float())
+    return successes / count.index_add_(0, group, torch.ones(len(group))).clamp_min(1)

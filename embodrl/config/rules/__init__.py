@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from embodrl.config.nodes import Node
-from embodrl.config.rules import algorithm, cluster, env, families, model, runner
+from embodrl.config.rules import algorithm, cluster, env, families, model, reward, runner
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
 
-__all__ = ["NOTES", "RULES", "Rule", "algorithm", "cluster", "env", "families", "model", "run_rules", "runner"]
+__all__ = [
+    "NOTES",
+    "RULES",
+    "Rule",
+    "algorithm",
+    "cluster",
+    "env",
+    "families",
+    "model",
+    "reward",
+    "run_rules",
+    "runner",
+]
 
 
 def run_rules(

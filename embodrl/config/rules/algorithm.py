@@ -1,4 +1,4 @@
-"""PPO: estimators, levels, critic, clipping, batches, schedule."""
+"""PPO and its kin: estimators, levels, critic, groups, clipping, batches, schedule."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from embodrl.config.rules.base import Context, Finding, divisors, multiples, note, rule
+from embodrl.errors import EmbodrlError
 from embodrl.registry import ADVANTAGES, LOSSES, Registry, nearest
 
+USER_FUNCTIONS = "docs/algorithms.md"
 PARTS: tuple[tuple[str, Registry], ...] = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
 
 
@@ -22,10 +24,15 @@ def facts(context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @rule("algorithm.adv_type", "algorithm.loss_type")
 def parts_are_registered(context: Context) -> Iterator[Finding]:
-    """Estimator and loss have names in the registry."""
+    """Estimator and loss have names in the registry, or are functions of yours that ask for what there is."""
     for key, table in PARTS:
         name: str = getattr(context.config.algorithm, key)
-        if name not in table:
+        if ":" in name and name not in table.names():
+            try:
+                table.entry(name)
+            except EmbodrlError as error:
+                yield Finding(f"algorithm.{key}", error.message, error.remedy or f"see {USER_FUNCTIONS}")
+        elif name not in table:
             hint = nearest(name, table.names())
             remedy = f"write algorithm.{key}={hint}" if hint else "see `embodrl list algorithms`"
             yield Finding(f"algorithm.{key}", f"there is no {table.kind} '{name}'", remedy, ", ".join(table), hint)
@@ -123,6 +130,54 @@ def groups_for_group_estimators(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.group_size", message, "set it to 8", "at least 2", others=("algorithm.adv_type",))
 
 
+@rule("algorithm.normalize_advantages", "algorithm.normalization_scope", "algorithm.group_size")
+def groups_for_normalization(context: Context) -> Iterator[Finding]:
+    """Normalisation over groups needs groups."""
+    algorithm = context.config.algorithm
+    if algorithm.normalize_advantages and algorithm.normalization_scope == "group" and algorithm.group_size < 2:
+        message = "the episodes of a group would be normalised together, and a group of 1 always gives 0"
+        remedy = "set algorithm.group_size=8, or algorithm.normalization_scope=batch"
+        yield Finding("algorithm.group_size", message, remedy, "at least 2", others=("algorithm.normalization_scope",))
+
+
+@rule("algorithm.filter", "algorithm.group_size")
+def filter_keeps_something(context: Context) -> Iterator[Finding]:
+    """The success-rate filter has groups, and a range that their rates can be in."""
+    algorithm = context.config.algorithm
+    selection, size = algorithm.filter, algorithm.group_size
+    if not selection.enabled:
+        return
+    if size < 2:
+        message = "a group of 1 succeeds always or never, and the filter would drop either"
+        yield Finding(
+            "algorithm.group_size", message, "set it to 8", "at least 2", others=("algorithm.filter.enabled",)
+        )
+    elif not any(selection.min_rate < n / size < selection.max_rate for n in range(size + 1)):
+        message = f"no success rate of {size} episodes is above {selection.min_rate:g} and below {selection.max_rate:g}"
+        yield Finding(
+            "algorithm.filter.max_rate",
+            message,
+            "set algorithm.filter.min_rate=0 and max_rate=1",
+            others=("algorithm.filter.min_rate", "algorithm.group_size"),
+        )
+
+
+@rule("algorithm.clip_ratio_dual", "algorithm.clip_ratio_high")
+def dual_clip_is_the_outer_one(context: Context) -> Iterator[Finding]:
+    """The dual clip is beyond the upper clip of the ratio."""
+    algorithm = context.config.algorithm
+    dual, upper = algorithm.clip_ratio_dual, 1 + algorithm.clip_ratio_high
+    if dual is not None and dual <= upper:
+        message = f"ratios up to 1 + clip_ratio_high = {upper:g} are within the range, and {dual:g} would cut into it"
+        yield Finding(
+            "algorithm.clip_ratio_dual",
+            message,
+            "set it to 3",
+            f"above {upper:g}",
+            others=("algorithm.clip_ratio_high",),
+        )
+
+
 @rule("algorithm.clip_ratio_low")
 def clip_leaves_a_ratio(context: Context) -> Iterator[Finding]:
     """The lower clip bound 1 - clip_ratio_low is a positive ratio below 1."""
@@ -140,13 +195,15 @@ def sampling_explores(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.sampling.top_k", message, "set it to 0, which keeps all", "0, or 2 and above")
 
 
-@rule("env.train", "model.num_action_chunks", "algorithm.rollout_epoch", "actor.global_batch_size")
+@rule("env.train", "model.num_action_chunks", "algorithm.rollout_epoch", "algorithm.filter", "actor.global_batch_size")
 def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
     """A rollout is a whole number of optimizer steps."""
     config = context.config
     train, chunk, batch = config.env.train, config.model.num_action_chunks, config.actor.global_batch_size
     if train.max_steps_per_rollout_epoch % chunk:
         return  # has a rule of its own
+    if not train.auto_reset or config.algorithm.filter.enabled:
+        return  # how many chunks there are shows when they have been played; batches are made as even as can be
     chunks = train.max_steps_per_rollout_epoch // chunk
     total = train.total_num_envs * chunks * config.algorithm.rollout_epoch
     if total % batch:
@@ -232,20 +289,73 @@ def default_warm_ups_end(context: Context) -> Iterator[Finding]:
     yield from (finding for finding in warm_up_findings(context) if not context.by_user(finding.key))
 
 
+@note("algorithm.kl")
+def kl_has_a_gradient(context: Context) -> Iterator[Finding]:
+    """In a loss, k1 pulls nowhere."""
+    kl = context.config.algorithm.kl
+    if kl.coef and kl.placement == "loss" and kl.estimator == "k1":
+        message = "in the loss the gradient of k1 is 0 on average: only its value estimates the KL"
+        yield Finding("algorithm.kl.estimator", message, "set it to k2 or k3, or algorithm.kl.placement=reward")
+
+
 @note("algorithm", "actor.optim", "model.add_value_head")
 def keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that do nothing beside the others."""
-    algorithm, optim = context.config.algorithm, context.config.actor.optim
-    adv, loss = facts(context)
-    inert = [
-        ("algorithm.entropy_type", algorithm.entropy_bonus == 0, "algorithm.entropy_bonus is 0"),
-        ("algorithm.gae_lambda", algorithm.adv_type != "gae", f"adv_type is '{algorithm.adv_type}'"),
-        ("algorithm.value_clip", not loss.get("needs_values"), f"loss_type '{algorithm.loss_type}' has no critic"),
-        ("algorithm.value_loss_coef", not loss.get("needs_values"), f"loss_type '{algorithm.loss_type}' has no critic"),
-        ("algorithm.bootstrap_type", not adv.get("needs_values"), f"adv_type '{algorithm.adv_type}' uses no values"),
-        ("actor.optim.value_lr", not context.config.model.add_value_head, "model.add_value_head is false"),
-        ("actor.optim.min_lr_ratio", optim.lr_scheduler == "constant", "lr_scheduler is 'constant'"),
-    ]
-    for key, idle, reason in inert:
+    for key, idle, reason in _inert(context):
         if idle and context.by_user(key):
             yield Finding(key, f"has no effect: {reason}", "leave it out")
+
+
+def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
+    """Yield keys of the algorithm, whether they have no effect, and why."""
+    config = context.config
+    algorithm, optim = config.algorithm, config.actor.optim
+    adv, loss = facts(context)
+    without_critic = not loss.get("needs_values")
+    no_critic = f"loss_type '{algorithm.loss_type}' has no critic"
+    adv_type = f"adv_type is '{algorithm.adv_type}'"
+    yield "algorithm.entropy_type", algorithm.entropy_bonus == 0, "algorithm.entropy_bonus is 0"
+    yield "algorithm.gae_lambda", algorithm.adv_type in ADVANTAGES.names()[1:], adv_type
+    for name in ("value_clip", "value_loss_coef", "huber_delta"):
+        yield f"algorithm.{name}", without_critic, no_critic
+    yield "algorithm.bootstrap_type", not adv.get("needs_values"), f"adv_type '{algorithm.adv_type}' uses no values"
+    yield "actor.optim.value_lr", not config.model.add_value_head, "model.add_value_head is false"
+    yield "actor.optim.min_lr_ratio", optim.lr_scheduler == "constant", "lr_scheduler is 'constant'"
+    summed = algorithm.adv_type in ("grpo", "rloo") and algorithm.gamma == 1
+    yield "algorithm.reward_type", summed, f"{adv_type} and gamma is 1"
+    level = algorithm.logprob_type == "token_level"
+    yield "algorithm.length_normalized_ratio", level, "logprob_type is 'token_level', a ratio per token"
+    yield "algorithm.normalization_scope", not algorithm.normalize_advantages, "normalize_advantages is false"
+    for section, switch, used in (
+        ("kl", "coef is 0", algorithm.kl.coef > 0),
+        ("filter", "enabled is false", algorithm.filter.enabled),
+        ("srpo", "enabled is false", algorithm.srpo.enabled),
+    ):
+        for name in type(getattr(algorithm, section)).model_fields:
+            if name not in ("coef", "enabled"):
+                yield f"algorithm.{section}.{name}", not used, f"algorithm.{section}.{switch}"
+    encoder = algorithm.srpo.encoder
+    yield "algorithm.srpo.encoder_path", encoder != "vjepa2", f"algorithm.srpo.encoder is '{encoder}'"
+    # A function of the user's gets the settings that its parameters name, and no others.
+    for part, keys in ((adv, ESTIMATOR_KEYS), (loss, LOSS_KEYS)):
+        for name, key in keys.items():
+            unread = "parameters" in part and name not in part["parameters"]
+            yield f"algorithm.{key}", unread, f"your function has no parameter '{name}'"
+
+
+ESTIMATOR_KEYS = {name: name for name in ("gamma", "gae_lambda", "reward_type", "bootstrap_type")}
+LOSS_KEYS = {
+    name: name
+    for name in (
+        "length_normalized_ratio",
+        "surrogate",
+        "clip_ratio_low",
+        "clip_ratio_high",
+        "clip_ratio_dual",
+        "drift_coef",
+        "value_clip",
+        "value_loss_coef",
+        "huber_delta",
+        "entropy_bonus",
+    )
+} | {"weights": "loss_agg"}

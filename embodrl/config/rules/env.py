@@ -121,18 +121,21 @@ def rollouts_without_reset_end_with_the_episode(context: Context) -> Iterator[Fi
         )
 
 
-@rule("env.train", "algorithm.adv_type", "algorithm.group_size")
+@rule("env.train", "algorithm.adv_type", "algorithm.normalization_scope", "algorithm.normalize_advantages")
 def groups_keep_step(context: Context) -> Iterator[Finding]:
     """Group estimators compare episodes from one initial state, so a group may not drift apart."""
     config = context.config
     facts = ADVANTAGES.entry(config.algorithm.adv_type).facts if config.algorithm.adv_type in ADVANTAGES else {}
-    if facts.get("needs_groups") and config.env.train.auto_reset and not config.env.train.ignore_terminations:
+    algorithm, train = config.algorithm, config.env.train
+    by_group = algorithm.normalize_advantages and algorithm.normalization_scope == "group"
+    if (facts.get("needs_groups") or by_group) and train.auto_reset and not train.ignore_terminations:
+        key = "algorithm.adv_type" if facts.get("needs_groups") else "algorithm.normalization_scope"
         yield Finding(
             "env.train.auto_reset",
-            f"adv_type '{config.algorithm.adv_type}' compares the episodes of a group, but after an auto-reset"
-            " its environments are in different episodes",
+            f"{key.rpartition('.')[2]} '{getattr(algorithm, key.rpartition('.')[2])}' compares the episodes of a group,"
+            " but after an auto-reset its environments are in different episodes",
             "set env.train.auto_reset=false, or env.train.ignore_terminations=true",
-            others=("algorithm.adv_type",),
+            others=(key,),
         )
 
 

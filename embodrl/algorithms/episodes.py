@@ -1,0 +1,98 @@
+"""Episodes within a rollout.
+
+Legend: T policy steps (chunks), B environments, C actions in a chunk, E episodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Which chunk belongs to which episode.
+
+    Attributes:
+        index: ``int64[T,B]``, 0 to E - 1; -1 where a chunk has no valid action.
+        column: ``int64[E]``, the environment.
+        start: ``int64[E]``, the first chunk.
+        end: ``int64[E]``, the last chunk with a valid action.
+        lost: ``bool[E]``, a fault ended it: what it would have earned is not known.
+    """
+
+    index: Tensor
+    column: Tensor
+    start: Tensor
+    end: Tensor
+    lost: Tensor
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def of(self, per_chunk: Tensor) -> Tensor:
+        """Return ``[E]`` of ``[T,B]``: what stands at the last chunk of each episode."""
+        return per_chunk[self.end, self.column]
+
+    def groups(self, group_id: Tensor) -> Tensor:
+        """Return ``int64[E]``, equal for the episodes of a group that began together; ``group_id int64[T,B]``."""
+        first = group_id[self.start, self.column]
+        return torch.stack([first, self.start]).unique(dim=1, return_inverse=True)[1]
+
+
+def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Episodes:
+    """Find the episodes of a rollout; one that goes on at its end counts as far as it got.
+
+    Args:
+        valid: ``bool[T,B,C]``.
+        terminated: ``bool[T,B,C]``.
+        truncated: ``bool[T,B,C]``; at the first action of a chunk without valid ones it marks an episode that was lost.
+    """
+    num_steps, num_envs, _ = valid.shape
+    live = valid.any(-1)
+    lost = ~live & truncated[..., 0]
+    done = ((terminated | truncated) & valid).any(-1) | lost
+    ordinal = torch.cat([torch.zeros(1, num_envs, dtype=torch.int64, device=valid.device), done.long().cumsum(0)[:-1]])
+    key = ordinal * num_envs + torch.arange(num_envs, device=valid.device)
+    names, position = key[live].unique(return_inverse=True)
+    index = torch.full_like(key, -1)
+    index[live] = position
+    steps = torch.arange(num_steps, device=valid.device).unsqueeze(1).expand_as(key)[live]
+    start = torch.full((len(names),), num_steps, dtype=torch.int64, device=valid.device)
+    end = torch.zeros_like(start)
+    start.scatter_reduce_(0, position, steps, "amin")
+    end.scatter_reduce_(0, position, steps, "amax")
+    return Episodes(index, names % num_envs if num_envs else names, start, end, torch.isin(names, key[lost]))
+
+
+def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: int, by_episode: bool) -> Tensor:
+    """Return weights of chunks with which a mean over ratios becomes one over episodes.
+
+    With them ``sum(w * x) / N`` over the N elements (ratios) of a rollout is, by episode, the mean over the episodes of
+    the means within each (DeepSeekMath, arXiv 2402.03300, eq. 3: ``1/G sum 1/|o|``); else the mean over the episodes of
+    sums divided by a fixed length, so that long episodes are not played down (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
+
+    Args:
+        episodes: E of them.
+        num_elements: ``int64[T,B]``, valid elements of each chunk.
+        rollout_length: elements of an environment that is never idle.
+        by_episode: see above.
+
+    Returns:
+        ``float32[T,B]``, 0 where there is no valid action.
+    """
+    index = episodes.index
+    live = index >= 0
+    total = float(num_elements[live].sum())
+    weights = torch.zeros(index.shape, device=index.device)
+    if not len(episodes) or not total:
+        return weights
+    if not by_episode:
+        weights[live] = total / (len(episodes) * rollout_length)
+        return weights
+    length = torch.zeros(len(episodes), device=index.device)
+    length.index_add_(0, index[live], num_elements[live].float())
+    weights[live] = (total / (len(episodes) * length))[index[live]]
+    return weights

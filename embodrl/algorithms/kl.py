@@ -1,0 +1,45 @@
+"""Estimators of the KL divergence between two policies, from samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+    """Estimate ``KL(policy || reference)`` of each token that the policy drew (http://joschu.net/blog/kl-approx.html).
+
+    With ``x = logprobs - ref_logprobs``: k1 is ``x``, unbiased and of either sign; k2 is ``x^2 / 2``, biased and never
+    negative; k3 is ``exp(-x) - 1 + x``, unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4).
+
+    Args:
+        logprobs: ``float32[...]`` of the policy.
+        ref_logprobs: ``float32[...]`` of the reference.
+        estimator: see above.
+    """
+    x = logprobs - ref_logprobs
+    if estimator == "k1":
+        return x
+    if estimator == "k2":
+        return 0.5 * x.square()
+    # expm1 keeps it from falling below 0 by rounding where the two are close
+    return torch.expm1(-x) + x
+
+
+def policy_drift(log_ratio: Tensor, cap: float = 2.0) -> Tensor:
+    """Estimate ``KL(old policy || policy)`` of each sample of the old one, growing at most linearly (CPGD).
+
+    k3 of the old policy's samples is ``r - 1 - log r``, whose gradient is ``(r - 1) * grad log p``. CPGD (Liu et al.
+    2025, arXiv 2505.12504) bounds that factor: ``min(r - 1, cap)``. This is the function with that gradient.
+
+    Args:
+        log_ratio: ``float32[...]``, log of r, the new probability over the old.
+        cap: largest factor of the gradient.
+    """
+    bend = torch.log1p(torch.full_like(log_ratio, cap))
+    near = torch.minimum(log_ratio, bend)
+    return torch.expm1(near) - near + cap * (log_ratio - near)

@@ -1,0 +1,62 @@
+"""Rewards that are made after the rollout: functions of the user's, SRPO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+from embodrl.errors import EmbodrlError
+from embodrl.registry import import_function
+
+ENCODERS = ("pixels", "vjepa2")
+
+
+@rule("reward.fn")
+def reward_function_exists(context: Context) -> Iterator[Finding]:
+    """The reward function can be imported."""
+    path = context.config.reward.fn
+    if path is not None:
+        try:
+            import_function(path)
+        except EmbodrlError as error:
+            remedy = error.remedy or "put its directory on PYTHONPATH, or correct the name"
+            yield Finding("reward.fn", error.message, remedy, "module:function, or null")
+
+
+@rule("algorithm.srpo", "reward.fn")
+def one_reward(context: Context) -> Iterator[Finding]:
+    """SRPO's rewards and those of a function exclude each other."""
+    if context.config.algorithm.srpo.enabled and context.config.reward.fn is not None:
+        message = "SRPO replaces all rewards, those of reward.fn as well"
+        yield Finding("reward.fn", message, "leave one of the two out", "null", others=("algorithm.srpo.enabled",))
+
+
+@rule("algorithm.srpo")
+def encoder_exists(context: Context) -> Iterator[Finding]:
+    """SRPO's encoder is built in, has its weights, or can be imported."""
+    srpo = context.config.algorithm.srpo
+    if not srpo.enabled:
+        return
+    key = "algorithm.srpo.encoder"
+    if srpo.encoder == "vjepa2":
+        path = srpo.encoder_path
+        if path is None or what_is(path) != "directory" or not (Path(path).expanduser() / "config.json").is_file():
+            message = "vjepa2 needs a directory with its config.json and model.safetensors"
+            remedy = "download the model and give its directory, or set algorithm.srpo.encoder=pixels"
+            yield Finding("algorithm.srpo.encoder_path", message, remedy, "a directory", others=(key,))
+    elif srpo.encoder not in ENCODERS:
+        try:
+            import_function(srpo.encoder)
+        except EmbodrlError as error:
+            remedy = error.remedy or "put its directory on PYTHONPATH, or correct the name"
+            yield Finding(key, error.message, remedy, f"{', '.join(ENCODERS)}, module:function")
+
+
+@note("reward")
+def keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings that only matter with a function."""
+    reward = context.config.reward
+    for name in type(reward).model_fields:
+        if name != "fn" and reward.fn is None and context.by_user(f"reward.{name}"):
+            yield Finding(f"reward.{name}", "has no effect: reward.fn is null", "leave it out")

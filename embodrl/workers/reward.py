@@ -1,0 +1,258 @@
+"""Rewards of whole episodes: by a function of the user's, or by SRPO.
+
+Legend: T policy steps (chunks), B environments, C actions in a chunk, E episodes, n actions of an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodrl.algorithms.episodes import Episodes, split_episodes
+from embodrl.algorithms.srpo import SrpoRewards, make_encoder, sample_frames
+from embodrl.config.schema import Config, RewardConfig
+from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.registry import import_function
+from embodrl.types import TrajectoryBatch
+
+logger = logging.getLogger(__name__)
+
+CLIPS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What a reward function gets.
+
+    Attributes:
+        rewards: ``float32[n]``, those of the environment, one an action.
+        success: the task has been solved.
+        finished: the episode has ended, and not just the rollout.
+        task: name of the task.
+        frames: ``uint8[t,H,W,3]``, what the first camera sees after each of its t chunks.
+    """
+
+    rewards: Tensor
+    success: bool
+    finished: bool
+    task: str
+    frames: Tensor
+
+
+class RewardError(EmbodrlError):
+    """A reward function failed, took too long, or returned what is no reward."""
+
+
+class RewardWorker:
+    """Replaces the rewards of a rollout, if the configuration says so.
+
+    Args:
+        config: the run.
+        tasks: names, by task id.
+    """
+
+    def __init__(self, config: Config, tasks: tuple[str, ...]) -> None:
+        self.tasks = tasks
+        self.settings = config.reward
+        self.function = None if config.reward.fn is None else import_function(config.reward.fn)
+        srpo = config.algorithm.srpo
+        self.srpo = SrpoRewards(srpo) if srpo.enabled else None
+        self.encoder = make_encoder(srpo)
+
+    @property
+    def needs_frames(self) -> bool:
+        """The rollout has to keep frames."""
+        return self.function is not None or self.srpo is not None
+
+    def apply(self, batch: TrajectoryBatch) -> dict[str, float]:
+        """Replace ``batch.rewards``, and take out (``valid``) episodes without a reward; return metrics.
+
+        Raises:
+            RewardError: every call failed, or one did and ``reward.on_error`` is ``raise``.
+        """
+        if not self.needs_frames:
+            return {}
+        clock = time.perf_counter()
+        episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+        metrics = self._call_function(batch, episodes) if self.function else self._apply_srpo(batch, episodes)
+        return metrics | {"time/reward_s": time.perf_counter() - clock}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a resumed run needs, as tensors by name."""
+        return {} if self.srpo is None else {str(task): kept for task, kept in self.srpo.memory.items()}
+
+    def load_state(self, saved: dict[str, Tensor]) -> None:
+        """Go back to a saved state.
+
+        Raises:
+            CheckpointError: it is not that of these rewards.
+        """
+        if self.srpo is None or not all(name.isdigit() and tensor.ndim == 2 for name, tensor in saved.items()):
+            raise CheckpointError("the checkpoint's rewards are not those of this run", "resume with its settings")
+        self.srpo.memory = {int(task): kept for task, kept in saved.items()}
+
+    # -- SRPO ---------------------------------------------------------------------------------------------------------
+
+    def _apply_srpo(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
+        assert self.srpo is not None and batch.success is not None
+        success = episodes.of(batch.success)
+        if not len(episodes):
+            return {"srpo/failure_reward": 0.0, "srpo/tasks_without_reference": 0.0}
+        size = self.srpo.config.num_frames
+        clips = [sample_frames(_frames(batch, episodes, number), size) for number in range(len(episodes))]
+        parts = [torch.stack(clips[i : i + CLIPS_AT_ONCE]) for i in range(0, len(clips), CLIPS_AT_ONCE)]
+        embeddings = torch.cat([self.encoder(part) for part in parts])
+        rewards = self.srpo(embeddings, success, episodes.of(batch.task_id))
+        _pay(batch, episodes, dict(enumerate(rewards)))
+        failures = rewards[~success]
+        return {
+            "srpo/failure_reward": float(failures.mean()) if len(failures) else 0.0,
+            "srpo/tasks_without_reference": float(self.srpo.without_reference),
+        }
+
+    # -- a function of the user's -------------------------------------------------------------------------------------
+
+    def _call_function(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
+        assert self.function is not None
+        records = [self._record(batch, episodes, number) for number in range(len(episodes))]
+        outcomes, failures = call_all(self.function, records, self.settings)
+        errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
+        if errors and (self.settings.on_error == "raise" or len(errors) == len(outcomes)):
+            raise errors[0]
+        if errors:
+            logger.warning("%d of %d episodes have no reward: %s", len(errors), len(outcomes), errors[0].message)
+        _pay(batch, episodes, {n: o for n, o in enumerate(outcomes) if not isinstance(o, RewardError)})
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, RewardError):
+                batch.valid[episodes.index == number] = False
+        return {"reward/errors": float(len(errors)), "reward/failed_calls": float(failures)}
+
+    def _record(self, batch: TrajectoryBatch, episodes: Episodes, number: int) -> Episode:
+        assert batch.success is not None
+        chunks = episodes.index == number
+        end, column = int(episodes.end[number]), int(episodes.column[number])
+        ended = (batch.terminated | batch.truncated)[end, column] & batch.valid[end, column]
+        return Episode(
+            rewards=batch.rewards[chunks][batch.valid[chunks]],
+            success=bool(batch.success[end, column]),
+            finished=bool(ended.any()),
+            task=self.tasks[int(batch.task_id[end, column])],
+            frames=_frames(batch, episodes, number),
+        )
+
+
+def _frames(batch: TrajectoryBatch, episodes: Episodes, number: int) -> Tensor:
+    assert batch.frames is not None
+    return batch.frames[episodes.index == number]
+
+
+def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor]) -> None:
+    """Write rewards of episodes into the batch: one number goes to the last action, several to one each."""
+    batch.rewards = batch.rewards.clone()
+    for number, reward in rewards.items():
+        chunks = episodes.index == number
+        valid = batch.valid[chunks]
+        paid = torch.zeros(valid.shape)
+        if reward.ndim:
+            paid[valid] = reward
+        else:
+            row, action = valid.nonzero()[-1].tolist()
+            paid[row, action] = reward
+        batch.rewards[chunks] = paid
+
+
+def call_all(
+    function: Callable[[Episode], Any], episodes: list[Episode], settings: RewardConfig
+) -> tuple[list[Tensor | RewardError], int]:
+    """Call a reward function, sync or async, for every episode, some of them at the same time.
+
+    A sync function runs in a thread of its own. One that takes too long can't be stopped: its thread is left behind,
+    and its result ignored.
+
+    Args:
+        function: from an episode to a number, or to one number an action.
+        episodes: E of them.
+        settings: section ``reward``.
+
+    Returns:
+        ``float32[]`` or ``float32[n]`` of each, or why there is none after all attempts; and how many attempts failed.
+    """
+    return asyncio.run(_call_all(function, episodes, settings))
+
+
+async def _call_all(
+    function: Callable[[Episode], Any], episodes: list[Episode], settings: RewardConfig
+) -> tuple[list[Tensor | RewardError], int]:
+    room = asyncio.Semaphore(settings.max_concurrency)
+    failed = 0
+
+    async def one(episode: Episode) -> Tensor | RewardError:
+        nonlocal failed
+        problem = RewardError("")
+        async with room:
+            for attempt in range(settings.retries + 1):
+                try:
+                    result = await asyncio.wait_for(_invoke(function, episode), settings.timeout_s)
+                    return _as_reward(result, len(episode.rewards))
+                except TimeoutError:
+                    why = f"took more than {settings.timeout_s:g} s"
+                except Exception as error:  # noqa: BLE001  (the user's function may raise anything; it is counted)
+                    why = f"failed: {type(error).__name__}: {error}"
+                failed += 1
+                problem = RewardError(
+                    f"reward.fn {why} (attempt {attempt + 1} of {settings.retries + 1})",
+                    "mend the function, raise reward.timeout_s or reward.retries, or set reward.on_error=drop",
+                )
+        return problem
+
+    return list(await asyncio.gather(*(one(episode) for episode in episodes))), failed
+
+
+async def _invoke(function: Callable[[Episode], Any], episode: Episode) -> Any:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return await function(episode)
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            result = function(episode)
+        except BaseException as error:  # noqa: BLE001  (it is raised again where it is awaited)
+            _settle(future.set_exception, error)
+        else:
+            _settle(future.set_result, result)
+
+    # No thread pool: at the end of the program Python would wait for a call that never returns.
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _settle(setter: Callable[[Any], None], value: Any) -> None:
+    """Hand over a result, unless nobody waits for it any more."""
+    try:
+        setter(value)
+    except InvalidStateError:  # the call was given up
+        logger.debug("a reward came too late")
+
+
+def _as_reward(result: object, num_actions: int) -> Tensor:
+    """Return ``float32[]`` or ``float32[n]``.
+
+    Raises:
+        ValueError: it is neither, or not finite.
+    """
+    reward = torch.as_tensor(result, dtype=torch.float32)
+    if reward.ndim > 1 or (reward.ndim == 1 and len(reward) != num_actions):
+        raise ValueError(f"shape {list(reward.shape)}; return one number, or one for each of {num_actions} actions")
+    if not bool(reward.isfinite().all()):
+        raise ValueError("the reward is not finite")
+    return reward
