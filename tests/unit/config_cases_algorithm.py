@@ -1,0 +1,64 @@
+"""Wrong configurations of algorithms and rewards."""
+
+from __future__ import annotations
+
+from config_case import Wrong
+
+WITHOUT_CRITIC = ("algorithm.loss_type=actor", "model.add_value_head=false", "actor.optim.critic_warmup_iterations=0")
+
+ALGORITHMS = [
+    Wrong("estimator of no module", "algorithm.adv_type", "no_such_module", ("algorithm.adv_type='no_such_module:f'",)),
+    Wrong("estimator without a name", "algorithm.adv_type", "module:attribute", ("algorithm.adv_type='math:'",)),
+    Wrong("loss that is no function", "algorithm.loss_type", "not a function", ("algorithm.loss_type='math:pi'",)),
+    Wrong(
+        "loss of another kind", "algorithm.loss_type", "nothing is given for", ("algorithm.loss_type='difflib:ndiff'",)
+    ),
+    Wrong(
+        "group estimator without groups",
+        "algorithm.group_size",
+        "can't be compared",
+        ("algorithm.adv_type=grpo", *WITHOUT_CRITIC, "env.train.ignore_terminations=true"),
+    ),
+    Wrong(
+        "group estimator whose groups drift apart",
+        "env.train.auto_reset",
+        "adv_type 'grpo' compares",
+        ("algorithm.adv_type=grpo", *WITHOUT_CRITIC, "algorithm.group_size=8"),
+    ),
+    Wrong(
+        "normalisation over groups that drift apart",
+        "env.train.auto_reset",
+        "normalization_scope 'group' compares",
+        ("algorithm.normalization_scope=group", "algorithm.group_size=8"),
+    ),
+    Wrong(
+        "normalisation over groups of one",
+        "algorithm.group_size",
+        "always gives 0",
+        ("algorithm.normalization_scope=group", "env.train.ignore_terminations=true"),
+    ),
+    Wrong("filter of groups of one", "algorithm.group_size", "would drop either", ("algorithm.filter.enabled=true",)),
+    Wrong(
+        "filter that lets nothing through",
+        "algorithm.filter.max_rate",
+        "no success rate of 4 episodes",
+        ("algorithm.filter={enabled: true,min_rate: 0.3,max_rate: 0.4}", "algorithm.group_size=4"),
+    ),
+    Wrong("dual clip within the clip", "algorithm.clip_ratio_dual", "cut into it", ("algorithm.clip_ratio_dual=1.1",)),
+    Wrong("reward of no module", "reward.fn", "no_such_module", ("reward.fn='no_such_module:f'",)),
+    Wrong("reward that is no function", "reward.fn", "not a function", ("reward.fn='math:pi'",)),
+    Wrong("two rewards", "reward.fn", "SRPO replaces", ("reward.fn='math:fsum'", "algorithm.srpo.enabled=true")),
+    Wrong(
+        "encoder without weights",
+        "algorithm.srpo.encoder_path",
+        "config.json",
+        ("algorithm.srpo={enabled: true,encoder: vjepa2}",),
+    ),
+    Wrong(
+        "encoder that is not there",
+        "algorithm.srpo.encoder",
+        "module:attribute",
+        ("algorithm.srpo={enabled: true,encoder: resnet}",),
+    ),
+    Wrong("unknown KL estimator", "algorithm.kl.estimator", "k1, k2, k3", ("algorithm.kl.estimator=k4",)),
+]
