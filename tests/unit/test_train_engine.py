@@ -13,8 +13,8 @@ from toy_policy import ToyPolicy, toy_rollout
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.losses import LossOutput
-from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, SamplingConfig
-from embodrl.errors import CheckpointError
+from embodrl.config.schema import ActorConfig, AlgorithmConfig, KlConfig, OptimConfig, SamplingConfig
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, TensorTree
 from embodrl.hybrid_engines.native import NativeTrainEngine, flatten_chunks
 from embodrl.hybrid_engines.precision import resolve_precision
@@ -299,3 +299,93 @@ def test_bf16_computes_the_forward_pass_in_bf16_and_keeps_weights_in_fp32() -> N
     assert dtypes[-1] == torch.bfloat16
     assert {p.dtype for p in engine.policy.parameters()} == {torch.float32}
     assert metrics["train/num_updates"] == 1
+
+
+def reference_engine(**changes: Any) -> NativeTrainEngine:
+    optim = OptimConfig(critic_warmup_iterations=0, lr_warmup_iterations=0, lr=1e-2)
+    config = ActorConfig(global_batch_size=100, micro_batch_size=7, precision="fp32", optim=optim)
+    return NativeTrainEngine(ToyPolicy(**changes), config, total_iterations=10, device="cpu", keep_reference=True)
+
+
+def test_the_reference_stays_where_the_policy_began_and_shares_what_does_not_train() -> None:
+    engine = reference_engine()
+    assert engine.reference is not None
+    start = weights_of(engine)
+    batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
+    before = engine.reference_logprobs(batch, ALGORITHM)
+    live = batch.valid.any(-1)
+    torch.testing.assert_close(before[live], batch.logprobs[live])
+    assert (before[~live] == 0).all() and batch.valid.any() and not live.all()
+    for seed in range(2):
+        train(engine, seed=seed)
+    assert torch.equal(engine.reference_logprobs(batch, ALGORITHM), before)
+    for name, parameter in engine.reference.named_parameters():
+        shared = name.startswith("value.")
+        assert (parameter is dict(engine.policy.named_parameters())[name]) == shared
+        assert shared or (torch.equal(parameter, start[name]) and not parameter.requires_grad)
+    assert largest_change(weights_of(engine), start) > 0
+    extra = engine.state_num_bytes() - make_engine().state_num_bytes()
+    assert extra == sum(p.numel() * 4 for p in engine.policy_parameters)
+
+
+def test_a_restored_reference_is_that_of_the_first_start() -> None:
+    engine = reference_engine()
+    train(engine)
+    saved = engine.state_dict()
+    resumed = reference_engine(seed=9)
+    batch = toy_rollout(ToyPolicy())
+    assert not torch.equal(resumed.reference_logprobs(batch, ALGORITHM), engine.reference_logprobs(batch, ALGORITHM))
+    resumed.load_state_dict(saved)
+    assert torch.equal(resumed.reference_logprobs(batch, ALGORITHM), engine.reference_logprobs(batch, ALGORITHM))
+    del saved.tensors["reference"]
+    with pytest.raises(CheckpointError, match="no reference"):
+        reference_engine().load_state_dict(saved)
+    with pytest.raises(EmbodrlError, match="keep_reference"):
+        make_engine().reference_logprobs(batch, ALGORITHM)
+
+
+def test_a_kl_to_the_reference_holds_the_policy_back() -> None:
+    def distance(coef: float) -> float:
+        algorithm = ALGORITHM.model_copy(update={"kl": KlConfig(coef=coef), "normalize_advantages": False})
+        engine = reference_engine()
+        for seed in range(40):
+            batch = toy_rollout(engine.policy, seed=0)  # pyright: ignore[reportArgumentType]
+            batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
+            advantages = compute_advantages(batch, algorithm)
+            metrics = engine.update(batch, advantages, algorithm, torch.Generator().manual_seed(seed))
+        assert ("train/ref_kl" in metrics) == (coef > 0)
+        return float((engine.reference_logprobs(batch, algorithm) - batch.logprobs).square().mean())
+
+    assert distance(10.0) < 0.5 * distance(0.0)
+
+
+def test_an_update_without_any_rows_changes_nothing() -> None:
+    engine = make_engine()
+    batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
+    batch.valid[:] = False
+    before = weights_of(engine)
+    metrics = engine.update(batch, compute_advantages(batch, ALGORITHM), ALGORITHM, torch.Generator())
+    assert metrics["train/num_updates"] == 0 and largest_change(before, weights_of(engine)) == 0
+    assert engine.version == 1
+
+
+def halved_loss(*, logprobs: Tensor, advantages: Tensor, valid: Tensor, **settings: Any) -> LossOutput:
+    """A loss from outside the package."""
+    assert settings["kl_coef"] == 0 and settings["weights"] is None
+    live = valid.unsqueeze(-1)
+    loss = -(torch.where(live, logprobs * advantages.unsqueeze(-1), 0.0)).mean() / 2
+    return LossOutput(loss, {"approx_kl": torch.zeros(())})
+
+
+def lossy(logprobs: Tensor) -> Tensor:
+    return logprobs.mean()
+
+
+def test_a_loss_of_the_user_s_gets_what_it_names_and_is_checked() -> None:
+    engine = make_engine()
+    before = weights_of(engine)
+    metrics = train(engine, ALGORITHM.model_copy(update={"loss_type": "test_train_engine:halved_loss"}))
+    assert metrics["train/num_updates"] == 1 and largest_change(before, weights_of(engine)) > 0
+    assert torch.equal(weights_of(engine)["value.weight"], before["value.weight"]), "it asks for no values"
+    with pytest.raises(EmbodrlError, match="approx_kl"):
+        train(make_engine(), ALGORITHM.model_copy(update={"loss_type": "test_train_engine:lossy"}))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.sampling import log_distribution
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams, TrajectoryBatch
 
 BINS = 7
@@ -45,9 +46,9 @@ class ToyPolicy(VLAPolicy):
     ) -> EvalOutput:
         hidden = self._hidden(forward_inputs["features"])
         shape = (len(hidden), self.num_action_chunks, self.action_dim, BINS)
-        logprobs = (self.head(hidden).float().view(shape) / sampling.temperature).log_softmax(-1)
+        logprobs = log_distribution(self.head(hidden).view(shape), sampling, forward_inputs["tokens"])
         chosen = logprobs.gather(-1, forward_inputs["tokens"].unsqueeze(-1)).squeeze(-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1) if compute_entropy else None
+        entropy = -(logprobs.exp() * logprobs.clamp_min(-1e4)).sum(-1) if compute_entropy else None
         return EvalOutput(chosen, entropy, self.value(hidden).float() if compute_values else None)
 
     def parts(self) -> dict[str, nn.Module]:

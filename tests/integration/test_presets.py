@@ -1,0 +1,91 @@
+"""Every algorithm preset trains on the toy environment, and resumes to the bit with all that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import TINY, metrics
+from safetensors.torch import load_file
+
+from embodrl.config import load_config
+from embodrl.config.compose import presets
+from embodrl.runner import resume, train
+
+pytestmark = pytest.mark.slow
+SMALL = (
+    "env.tasks=[reach-red]",
+    "env.train.total_num_envs=8",
+    "runner.eval_interval=0",
+    "runner.eval_at_start=false",
+    "actor.optim.lr_scheduler=constant",
+)
+IN_GROUPS = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6", "algorithm.group_size=4")
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_torch() -> Iterator[None]:
+    """A run in this process leaves torch as it was."""
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode(mode)
+
+
+def run(tmp_path: Path, preset: str, iterations: int, *overrides: str) -> list[dict[str, Any]]:
+    config = tmp_path / "tiny.yaml"
+    config.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
+    groups = () if preset in ("ppo", "reinforce_pp") else IN_GROUPS
+    arguments = [f"algorithm={preset}", *SMALL, *groups, f"runner.max_iterations={iterations}", *overrides]
+    loaded = load_config([*arguments, f"runner.output_dir={tmp_path / 'run'}"], config)
+    assert train(loaded) == 0
+    return metrics(tmp_path / "run")  # pyright: ignore[reportReturnType]
+
+
+def test_all_presets_are_here() -> None:
+    assert presets("algorithm") == sorted(EXPECTED)
+
+
+EXPECTED = {
+    "ppo": {"train/value_loss"},
+    "grpo": set(),
+    "rloo": set(),
+    "reinforce_pp": set(),
+    "dapo": {"rollout/groups_kept", "rollout/groups_dropped", "rollout/resamples"},
+    "gspo": set(),
+    "cpgd": {"train/drift"},
+    "srpo": {"srpo/failure_reward"},
+}
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+def test_a_preset_trains(preset: str, tmp_path: Path) -> None:
+    rows = run(tmp_path, preset, 3)
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    for row in rows[1:]:
+        assert EXPECTED[preset] <= row.keys()
+        if row["train/num_updates"]:
+            assert 0 <= row["train/clip_fraction"] <= 1 and row["train/approx_kl"] >= 0
+            assert abs(row["train/policy_loss"]) < 1e3
+        assert 0 <= row["rollout/success_rate"] <= 1
+    assert preset == "ppo" or "train/value_loss" not in rows[-1]
+    assert preset == "dapo" or any(row["train/num_updates"] for row in rows)
+
+
+@pytest.mark.parametrize("preset", ["srpo", "dapo"])
+def test_memory_and_reference_survive_a_stop(preset: str, tmp_path: Path) -> None:
+    kl = ("algorithm.kl.coef=0.1", "env.max_episode_steps=12", "env.train.max_steps_per_rollout_epoch=12")
+    for name in ("whole", "halves"):
+        (tmp_path / name).mkdir()
+    whole = run(tmp_path / "whole", preset, 4, *kl)
+    run(tmp_path / "halves", preset, 2, *kl)
+    assert resume(tmp_path / "halves" / "run", ["runner.max_iterations=4"]) == 0
+    assert metrics(tmp_path / "halves" / "run") == whole
+    left, right = (load_file(tmp_path / n / "run" / "policy" / "model.safetensors") for n in ("whole", "halves"))
+    assert all(left[name].equal(right[name]) for name in left)
+    assert any(row.get("train/ref_kl") for row in whole)
+    saved = tmp_path / "whole" / "run" / "checkpoints" / "step_4"
+    assert (saved / "reference.safetensors").is_file()

@@ -1,0 +1,116 @@
+"""Functions named module:function: found, understood by their signature, and refused with a way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodrl.config import load_config
+from embodrl.errors import ConfigError, EmbodrlError
+from embodrl.registry import ADVANTAGES, LOSSES, MODELS, call_named, import_function
+from embodrl.run_files import run_directory
+
+ME = "test_user_functions"
+
+
+def with_values(rewards: Any, values: Any, gamma: float) -> None:
+    """An estimator with a critic."""
+
+
+def with_groups(*, rewards: Any, group_id: Any, flavour: str = "mild") -> None:
+    """An estimator without one."""
+
+
+def curious(rewards: Any, weather: Any) -> None:
+    """Asks for what nobody has."""
+
+
+def plain_loss(logprobs: Any, advantages: Any, valid: Any) -> None:
+    """A loss without a critic."""
+
+
+def test_facts_follow_from_the_signature() -> None:
+    entry = ADVANTAGES.entry(f"{ME}:with_values")
+    assert entry.facts["needs_values"] and not entry.facts["needs_groups"]
+    assert entry.description == "An estimator with a critic."
+    grouped = ADVANTAGES.entry(f"{ME}:with_groups").facts
+    assert grouped["needs_groups"] and not grouped["needs_values"]
+    assert f"{ME}:with_groups" in ADVANTAGES and f"{ME}:nobody" not in ADVANTAGES and "gae" in ADVANTAGES
+    assert ADVANTAGES.get(f"{ME}:with_groups") is with_groups
+    assert LOSSES.entry(f"{ME}:plain_loss").facts["needs_values"] is False
+    assert f"{ME}:with_values" not in MODELS, "models are registered"
+    assert list(ADVANTAGES) == ["gae", "grpo", "rloo", "reinforce_pp"]
+
+
+def test_a_function_gets_what_it_names() -> None:
+    assert call_named(lambda a, b=2: (a, b), {"a": 1, "c": 3}) == (1, 2)
+    assert call_named(lambda a, **rest: (a, rest), {"a": 1, "c": 3}) == (1, {"c": 3})
+
+
+def test_a_function_that_asks_for_what_nobody_has_is_refused() -> None:
+    with pytest.raises(EmbodrlError, match="weather") as caught:
+        ADVANTAGES.entry(f"{ME}:curious")
+    assert "rewards" in caught.value.remedy and "group_id" in caught.value.remedy
+
+
+def test_a_module_that_does_not_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module_of_mine.py").write_text("import no_such_package_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EmbodrlError, match="no_such_package_at_all"):
+        import_function("broken_module_of_mine:f")
+    with pytest.raises(EmbodrlError, match="no attribute 'absent'"):
+        import_function("json:absent")
+    with pytest.raises(EmbodrlError, match="not a function"):
+        import_function("string:digits")
+
+
+GROUPED = (
+    f"algorithm.adv_type='{ME}:with_groups'",
+    "algorithm.loss_type=actor",
+    "model.add_value_head=false",
+    "actor.optim.critic_warmup_iterations=0",
+    "env.train.ignore_terminations=true",
+)
+
+
+def test_rules_hold_for_functions_of_the_user_s() -> None:
+    loaded = load_config([*GROUPED, "algorithm.group_size=8", "algorithm.gamma=0.5"])
+    assert [note.key for note in loaded.notes] == ["algorithm.gamma"], "a parameter that it does not have"
+    assert run_directory(loaded.config).name.startswith(f"maniskill-openvla-{ME}-with_groups-")
+    with pytest.raises(ConfigError, match="can't be compared"):
+        load_config(list(GROUPED))
+    with pytest.raises(ConfigError, match="never trains them"):
+        load_config([f"algorithm.adv_type='{ME}:with_values'", *GROUPED[1:]])
+
+
+INERT = [
+    ("algorithm.kl.estimator=k1", "algorithm.kl.coef is 0"),
+    ("algorithm.filter.max_resamples=9", "algorithm.filter.enabled is false"),
+    ("algorithm.srpo.steepness=3", "algorithm.srpo.enabled is false"),
+    ("algorithm.srpo.encoder_path=x", "encoder is 'pixels'"),
+    ("algorithm.length_normalized_ratio=true", "a ratio per token"),
+    ("reward.retries=9", "reward.fn is null"),
+]
+
+
+@pytest.mark.parametrize(("setting", "reason"), INERT)
+def test_a_setting_without_effect_is_told(setting: str, reason: str) -> None:
+    key = setting.partition("=")[0]
+    assert [note for note in load_config([setting]).notes if note.key == key and reason in note.message]
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "key"),
+    [
+        ("grpo", ("algorithm.huber_delta=1",), "algorithm.huber_delta"),
+        ("grpo", ("algorithm.gae_lambda=0.5",), "algorithm.gae_lambda"),
+        ("grpo", ("algorithm.reward_type=action_level",), "algorithm.reward_type"),
+        ("rloo", ("algorithm.normalization_scope=group",), "algorithm.normalization_scope"),
+        ("ppo", ("algorithm.kl={coef: 0.1,estimator: k1}",), "algorithm.kl.estimator"),
+    ],
+)
+def test_presets_tell_what_has_no_effect_beside_them(preset: str, settings: tuple[str, ...], key: str) -> None:
+    assert not load_config([f"algorithm={preset}"]).notes
+    assert key in [note.key for note in load_config([f"algorithm={preset}", *settings]).notes]
