@@ -61,8 +61,9 @@ env:
 - **Unknown keys** are errors, and so is a key given twice in one mapping.
 - **References** `${section.key}` take the value of another key. Resolvers such as `${oc.env:HOME}` are refused, so
   that a configuration means the same on every machine.
-- **No code** is run from a configuration: YAML tags, `_target_` and its kin are errors. The one exception is
-  deliberate: `extensions` names modules of yours to import, which may register models and environments.
+- **No code** is run from a configuration: YAML tags, `_target_` and its kin are errors. The exceptions are deliberate:
+  `extensions` names modules of yours to import, which may register models and environments, and `algorithm.adv_type`,
+  `algorithm.loss_type`, `algorithm.srpo.encoder` and `reward.fn` may name functions of yours as `module:function`.
 - **Mappings** are merged key by key, lists are replaced; `cluster.component_placement` is replaced as a whole.
 - A run writes its whole configuration to `DIR/config.yaml`. That file can be given with `--config` again.
 

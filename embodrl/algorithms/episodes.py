@@ -6,6 +6,7 @@ Legend: T policy steps (chunks), B environments, C actions in a chunk, E episode
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,7 +40,13 @@ class Episodes:
     def groups(self, group_id: Tensor) -> Tensor:
         """Return ``int64[E]``, equal for the episodes of a group that began together; ``group_id int64[T,B]``."""
         first = group_id[self.start, self.column]
-        return torch.stack([first, self.start]).unique(dim=1, return_inverse=True)[1]
+        return unique_inverse(torch.stack([first, self.start]), dim=1)[1]
+
+
+def unique_inverse(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the different entries, sorted, and for each entry of ``x`` which of them it is."""
+    # torch does not say what Tensor.unique returns
+    return cast("Any", x).unique(return_inverse=True, dim=dim)
 
 
 def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Episodes:
@@ -56,7 +63,7 @@ def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Epis
     done = ((terminated | truncated) & valid).any(-1) | lost
     ordinal = torch.cat([torch.zeros(1, num_envs, dtype=torch.int64, device=valid.device), done.long().cumsum(0)[:-1]])
     key = ordinal * num_envs + torch.arange(num_envs, device=valid.device)
-    names, position = key[live].unique(return_inverse=True)
+    names, position = unique_inverse(key[live])
     index = torch.full_like(key, -1)
     index[live] = position
     steps = torch.arange(num_steps, device=valid.device).unsqueeze(1).expand_as(key)[live]

@@ -139,7 +139,7 @@ def actor_loss(
 ) -> LossOutput:
     """The clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with one clip range a side, and entropy.
 
-    Its variants: dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5); the length-normalised ratio of GSPO (Zheng et al.
+    Variants: dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5); the length-normalised ratio of GSPO (Zheng et al.
     2025, arXiv 2507.18071, eq. 7), the sequence being a chunk, that is what the policy answers to one observation; the
     log ratio in place of the ratio and the policy drift of CPGD (Liu et al. 2025, arXiv 2505.12504).
 
@@ -161,8 +161,7 @@ def actor_loss(
         entropy: ``float32[N,C,A]`` in nats, or None.
         entropy_type: level at which the entropy is averaged.
         entropy_bonus: weight of the entropy.
-        weights: ``float32[N]`` of the chunks, 1 on average over all ratios of the rollout; None for all the same. They
-            hold for the surrogate, the drift and the KL.
+        weights: ``float32[N]`` of the chunks in all but the entropy, 1 on average over the ratios; None for all 1.
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
@@ -172,56 +171,55 @@ def actor_loss(
     Raises:
         EmbodrlError: ``logprob_type`` is chunk level and the advantages are per action; or a KL without a reference.
     """
-    num_actions, action_dim = logprobs.shape[1:]
+    _check_levels(logprob_type, advantages)
+    if counts is None:
+        counts = count_elements(
+            valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type
+        )
+    token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - old_logprobs, 0.0)
+    log_ratio, mask = _importance(token_log_ratio, valid, logprob_type, length_normalized_ratio)
+    clips = (clip_ratio_low, clip_ratio_high, clip_ratio_dual)
+    objective, outside = _surrogate(log_ratio, advantages.unsqueeze(-1), surrogate, *clips)
+    policy_loss = -_total(torch.where(mask, objective, 0.0), weights) / counts.policy
+    extra: dict[str, Tensor] = {}
+    if drift_coef:
+        extra["drift"] = _total(torch.where(mask, policy_drift(log_ratio), 0.0), weights) / counts.policy
+        policy_loss = policy_loss + drift_coef * extra["drift"]
+    loss = policy_loss
+    if kl_coef:
+        extra["ref_kl"] = _total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
+        loss = loss + kl_coef * extra["ref_kl"]
+    if entropy is not None:
+        extra["entropy"] = reduce_to_level(entropy, valid, entropy_type)[0].sum() / counts.entropy
+        loss = loss - entropy_bonus * extra["entropy"]
+    metrics = {"policy_loss": policy_loss, **_ratio_metrics(token_log_ratio, log_ratio, mask, outside, counts), **extra}
+    return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
+
+
+def _check_levels(logprob_type: Level, advantages: Tensor) -> None:
     if logprob_type == "chunk_level" and advantages.shape[1] != 1:
         raise EmbodrlError(
             "a ratio per chunk can't be weighted by an advantage per action",
             "set algorithm.reward_type to chunk_level or algorithm.logprob_type to action_level",
         )
-    if counts is None:
-        counts = count_elements(
-            valid,
-            action_dim=action_dim,
-            logprob_type=logprob_type,
-            entropy_type=entropy_type,
-            num_values=1 if advantages.shape[1] == 1 else num_actions,
-        )
-    token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - old_logprobs, 0.0)
-    log_ratio, mask = _importance(token_log_ratio, valid, logprob_type, length_normalized_ratio)
-    objective, outside = _surrogate(
-        log_ratio, advantages.unsqueeze(-1), surrogate, clip_ratio_low, clip_ratio_high, clip_ratio_dual
-    )
-    share = None if weights is None else weights.view(-1, 1, 1)
 
-    def total(x: Tensor) -> Tensor:
-        return (x if share is None else x * share).sum()
 
-    policy_loss = -total(torch.where(mask, objective, 0.0)) / counts.policy
-    metrics: dict[str, Tensor] = {}
-    if drift_coef:
-        drift = total(torch.where(mask, policy_drift(log_ratio), 0.0)) / counts.policy
-        metrics["drift"] = drift.detach()
-        policy_loss = policy_loss + drift_coef * drift
+def _total(x: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum of ``[N,...,...]``, each chunk weighted if there are weights."""
+    return (x if weights is None else x * weights.view(-1, 1, 1)).sum()
+
+
+def _ratio_metrics(
+    token_log_ratio: Tensor, log_ratio: Tensor, mask: Tensor, outside: Tensor, counts: LossCounts
+) -> dict[str, Tensor]:
     with torch.no_grad():
         # expm1 keeps the estimator non-negative where the ratio is close to 1.
         kl = token_log_ratio.expm1() - token_log_ratio
-        metrics |= {
-            "policy_loss": policy_loss.detach(),
+        return {
             "approx_kl": kl.sum() / counts.tokens,
             "clip_fraction": (outside & mask).sum() / counts.policy,
             "ratio_mean": torch.where(mask, log_ratio.exp(), 0.0).sum() / counts.policy,
         }
-    loss = policy_loss
-    if kl_coef:
-        ref_kl = total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator)) / counts.tokens
-        metrics["ref_kl"] = ref_kl.detach()
-        loss = loss + kl_coef * ref_kl
-    if entropy is not None:
-        at_level, _ = reduce_to_level(entropy, valid, entropy_type)
-        mean_entropy = at_level.sum() / counts.entropy
-        metrics["entropy"] = mean_entropy.detach()
-        loss = loss - entropy_bonus * mean_entropy
-    return LossOutput(loss, metrics)
 
 
 def _reference_kl(logprobs: Tensor, ref_logprobs: Tensor | None, valid: Tensor, estimator: KlEstimator) -> Tensor:

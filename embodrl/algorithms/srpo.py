@@ -216,7 +216,7 @@ class SrpoRewards:
             )
         rewards = success.float()
         self.without_reference = 0
-        for task in task_id.unique().tolist():
+        for task in sorted(set(map(int, task_id))):
             here = task_id == task
             solved = embeddings[here & success].float()
             reference = solved if len(solved) else self.memory.get(task, solved)

@@ -45,6 +45,11 @@ def run(tmp_path: Path, preset: str, iterations: int, *overrides: str) -> list[d
     return metrics(tmp_path / "run")  # pyright: ignore[reportReturnType]
 
 
+def without_eval(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last iteration of a run is always evaluated, and the halves end in other places than the whole."""
+    return [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in rows]
+
+
 def test_all_presets_are_here() -> None:
     assert presets("algorithm") == sorted(EXPECTED)
 
@@ -83,7 +88,7 @@ def test_memory_and_reference_survive_a_stop(preset: str, tmp_path: Path) -> Non
     whole = run(tmp_path / "whole", preset, 4, *kl)
     run(tmp_path / "halves", preset, 2, *kl)
     assert resume(tmp_path / "halves" / "run", ["runner.max_iterations=4"]) == 0
-    assert metrics(tmp_path / "halves" / "run") == whole
+    assert without_eval(metrics(tmp_path / "halves" / "run")) == without_eval(whole)
     left, right = (load_file(tmp_path / n / "run" / "policy" / "model.safetensors") for n in ("whole", "halves"))
     assert all(left[name].equal(right[name]) for name in left)
     assert any(row.get("train/ref_kl") for row in whole)

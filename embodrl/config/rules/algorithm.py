@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from embodrl.config.rules.base import Context, Finding, divisors, multiples, note, rule
+from embodrl.config.schema import FilterConfig, KlConfig, SrpoConfig
 from embodrl.errors import EmbodrlError
 from embodrl.registry import ADVANTAGES, LOSSES, Registry, nearest
 
@@ -326,12 +327,12 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     level = algorithm.logprob_type == "token_level"
     yield "algorithm.length_normalized_ratio", level, "logprob_type is 'token_level', a ratio per token"
     yield "algorithm.normalization_scope", not algorithm.normalize_advantages, "normalize_advantages is false"
-    for section, switch, used in (
-        ("kl", "coef is 0", algorithm.kl.coef > 0),
-        ("filter", "enabled is false", algorithm.filter.enabled),
-        ("srpo", "enabled is false", algorithm.srpo.enabled),
+    for section, model, switch, used in (
+        ("kl", KlConfig, "coef is 0", algorithm.kl.coef > 0),
+        ("filter", FilterConfig, "enabled is false", algorithm.filter.enabled),
+        ("srpo", SrpoConfig, "enabled is false", algorithm.srpo.enabled),
     ):
-        for name in type(getattr(algorithm, section)).model_fields:
+        for name in model.model_fields:
             if name not in ("coef", "enabled"):
                 yield f"algorithm.{section}.{name}", not used, f"algorithm.{section}.{switch}"
     encoder = algorithm.srpo.encoder
