@@ -21,7 +21,7 @@ from embodrl.models.base import LoadReport
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 1024**3
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*"]
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt"]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -154,9 +154,10 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     staging.chmod(0o755)
     try:
         yield staging
-        for path in staging.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        for path in staging.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         old = staging.with_name(staging.name + ".old")
         if target.exists():
             target.rename(old)
