@@ -36,7 +36,9 @@ class SupportedModel(str):
         return super().__new__(cls, name)
 
     @classmethod
-    def register(cls, name: str, builder: Any, description: str = "", *, value_head: bool = True) -> SupportedModel:
+    def register(
+        cls, name: str, builder: Any, description: str = "", *, value_head: bool = True, **facts: Any
+    ) -> SupportedModel:
         """Add a model family.
 
         Args:
@@ -45,11 +47,12 @@ class SupportedModel(str):
                 ``builder(config, device=..., dtype=..., seed=...)``; returns a policy and a load report.
             description: one line for ``embodrl list models``.
             value_head: the family offers one, which actor-critic losses need.
+            facts: what else validation and ``embodrl list models`` should know, as in ``embodrl/registry.py``.
 
         Raises:
             EmbodrlError: the name is taken.
         """
-        MODELS.register(name, builder, description, value_head=value_head)
+        MODELS.register(name, builder, description, value_head=value_head, **facts)
         member = cls(name)
         setattr(cls, name.upper(), member)
         return member
