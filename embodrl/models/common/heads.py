@@ -1,4 +1,7 @@
-"""The heads that embodrl adds to a family's network: built, loaded and saved beside the family's own weights."""
+"""Heads that embodrl adds to a family's network: the critic and, with Flow-Noise, the noise of denoising steps.
+
+Each lives in a file of its own beside the weights, so that the rest stays a plain checkpoint of its family.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import CheckpointError
@@ -27,77 +29,92 @@ def build_value_head(
     input_dim: int,
     directory: Path | None,
     report: LoadReport,
-    device: torch.device,
+    *,
+    device: torch.device | str,
     generator: torch.Generator,
 ) -> ValueHead | None:
-    """Return the critic, from ``value_head.safetensors`` of a checkpoint or random, or None if none is wanted.
+    """Return the critic that a configuration asks for, from the checkpoint if that has one of the same shape.
 
     Args:
         config: section ``model``.
-        input_dim: width of what the value is read from.
+        input_dim: size of the hidden state that it reads.
         directory: of the checkpoint, or None.
         report: filled in.
-        device: of the head.
-        generator: of random weights.
+        device: of the head, which is always float32.
+        generator: source of new weights.
 
     Raises:
-        CheckpointError: the file is corrupt.
+        CheckpointError: its file is corrupt.
     """
     if not config.add_value_head:
-        _unused(directory, VALUE_HEAD_FILE, report, "model.add_value_head is false")
+        _ignore(directory, VALUE_HEAD_FILE, "model.add_value_head is false", report)
         return None
     outputs = config.num_action_chunks if config.value_head.output == "action" else 1
     head = ValueHead(input_dim, config.value_head.hidden_sizes, outputs).to(device)
-    return _filled(head, "value_head", directory, VALUE_HEAD_FILE, report, device, generator)
+    return _fill(head, "value_head", "model.value_head asks for another shape", directory, report, device, generator)
 
 
 def build_noise_head(
     config: ModelConfig,
     feature_dim: int,
-    padded_action_dim: int,
+    action_dim: int,
     directory: Path | None,
     report: LoadReport,
-    device: torch.device,
+    *,
+    device: torch.device | str,
     generator: torch.Generator,
 ) -> NoiseHead | None:
-    """Return Flow-Noise's head, from ``noise_head.safetensors`` or random, or None with Flow-SDE; see above."""
+    """Return Flow-Noise's head, from the checkpoint if that has one; None with Flow-SDE.
+
+    Args:
+        config: section ``model``.
+        feature_dim: size of an action's features.
+        action_dim: padded action dimensions.
+        directory: of the checkpoint, or None.
+        report: filled in.
+        device: of the head, which is always float32.
+        generator: source of new weights.
+
+    Raises:
+        CheckpointError: its file is corrupt.
+    """
     if config.flow.method != "flow_noise":
-        _unused(directory, NOISE_HEAD_FILE, report, "model.flow.method is flow_sde")
+        _ignore(directory, NOISE_HEAD_FILE, f"model.flow.method is {config.flow.method}", report)
         return None
-    head = NoiseHead(feature_dim, padded_action_dim, config.flow.noise_std_min, config.flow.noise_std_max).to(device)
-    return _filled(head, "noise_head", directory, NOISE_HEAD_FILE, report, device, generator)
+    head = NoiseHead(feature_dim, action_dim, config.flow.noise_std_min, config.flow.noise_std_max).to(device)
+    return _fill(head, "noise_head", "the network has another size", directory, report, device, generator)
 
 
-def save_heads(value_head: nn.Module | None, noise_head: nn.Module | None, directory: Path) -> None:
+def save_heads(directory: Path, value_head: ValueHead | None, noise_head: NoiseHead | None) -> None:
     """Write the heads that there are."""
     for head, name in ((value_head, VALUE_HEAD_FILE), (noise_head, NOISE_HEAD_FILE)):
         if head is not None:
             checkpoint.save_file(head.state_dict(), directory / name)
 
 
-def _unused(directory: Path | None, name: str, report: LoadReport, reason: str) -> None:
+def _ignore(directory: Path | None, name: str, reason: str, report: LoadReport) -> None:
     if directory is not None and (directory / name).is_file():
         report.ignored[name] = reason
 
 
-def _filled(
+def _fill(
     head: Head,
-    name: str,
+    role: str,
+    mismatch: str,
     directory: Path | None,
-    file_name: str,
     report: LoadReport,
-    device: torch.device,
+    device: torch.device | str,
     generator: torch.Generator,
 ) -> Head:
-    head.init_weights(generator)
-    path = None if directory is None else directory / file_name
+    head.init_weights(generator)  # drawn even if overwritten, so that later draws do not depend on the checkpoint
+    path = None if directory is None else directory / f"{role}.safetensors"
     if path is not None and path.is_file():
-        if _shapes(path) == {key: tuple(value.shape) for key, value in head.state_dict().items()}:
+        if _shapes(path) == {name: tuple(value.shape) for name, value in head.state_dict().items()}:
             checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)
             return head
-        report.ignored[file_name] = "the configuration asks for another shape"
-    for key in head.state_dict():
-        report.initialized[f"{name}.{key}"] = "not in the checkpoint"
+        report.ignored[path.name] = mismatch
+    for name in head.state_dict():
+        report.initialized[f"{role}.{name}"] = "not in the checkpoint"
     return head
 
 
