@@ -101,7 +101,8 @@ class Collector:
                 frames.append((observation.images[row].copy(), observation.state[row].copy(), expert[row]))
             noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]
             noise[:, -1] = 0  # a random gripper would drop the object
-            step = self.pool.step(np.clip(expert + noise, -1, 1)[:, None])
+            executed = np.clip(expert + noise, -1, 1).astype(np.float32)
+            step = self.pool.step(executed[:, None])
             observation, ended = step.observation, np.flatnonzero(step.done)
             for row in ended[step.valid[ended].any(axis=1)]:  # the others were lost to a fault
                 self._keep(int(row), bool(step.success[row]), observation.instruction[row])
@@ -117,8 +118,8 @@ class Collector:
         if not (success or self.settings.keep_failures) or self.kept[task] >= self.wanted[task]:
             return
         self.kept[task] += 1
-        arrays = [np.stack(part) for part in zip(*self.frames[row], strict=True)]
-        self.writer.add(Episode(*arrays, instruction, self.tasks[task], int(self.seeds[row]), success))
+        images, state, actions = (np.stack(part) for part in zip(*self.frames[row], strict=True))
+        self.writer.add(Episode(images, state, actions, instruction, self.tasks[task], int(self.seeds[row]), success))
 
     def _refuse_failing_experts(self) -> None:
         if self.settings.keep_failures:

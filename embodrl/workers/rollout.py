@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -207,7 +208,7 @@ class RolloutWorker:
         last = (
             self.engine.values(stage.observation) if self.needs_values else torch.zeros_like(stage.steps[0]["values"])
         )
-        columns = {name: torch.stack([step[name] for step in stage.steps]) for name in stage.steps[0]}
+        columns: dict[str, Any] = {name: torch.stack([step[name] for step in stage.steps]) for name in stage.steps[0]}
         inputs = {name: torch.stack([step[name] for step in stage.inputs]) for name in stage.inputs[0]}
         columns["values"] = torch.cat([columns["values"], last[None]])
         version = torch.full(columns["task_id"].shape, iteration, dtype=torch.int64)
@@ -225,6 +226,6 @@ def concat_batches(parts: list[TrajectoryBatch]) -> TrajectoryBatch:
     if len(parts) == 1:
         return parts[0]
     names = [name for name in vars(parts[0]) if name not in ("forward_inputs", "meta")]
-    columns = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
+    columns: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
     inputs = {name: torch.cat([part.forward_inputs[name] for part in parts], dim=1) for name in parts[0].forward_inputs}
-    return TrajectoryBatch(forward_inputs=inputs, **columns)
+    return TrajectoryBatch(inputs, **columns)
