@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -139,6 +140,25 @@ def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: 
         save_file(shard, directory / file_name, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file_name))
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file.
+
+    Raises:
+        CheckpointError: missing, unreadable, not JSON, or not a mapping.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} does not exist", "give the directory of a checkpoint in the public layout"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", "fetch the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no mapping", "fetch the checkpoint again")
+    return content
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
