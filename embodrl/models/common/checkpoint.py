@@ -54,6 +54,22 @@ def weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "give the directory of a checkpoint")
 
 
+def stored_names(files: list[Path]) -> set[str]:
+    """Return the names of all tensors in safetensors files.
+
+    Raises:
+        CheckpointError: a file is corrupt.
+    """
+    names: set[str] = set()
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as reader:
+                names.update(reader.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
+    return names
+
+
 def load_strict(
     module: nn.Module,
     files: list[Path],

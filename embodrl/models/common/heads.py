@@ -29,7 +29,6 @@ def build_value_head(
     input_dim: int,
     directory: Path | None,
     report: LoadReport,
-    *,
     device: torch.device | str,
     generator: torch.Generator,
 ) -> ValueHead | None:
@@ -60,7 +59,6 @@ def build_noise_head(
     action_dim: int,
     directory: Path | None,
     report: LoadReport,
-    *,
     device: torch.device | str,
     generator: torch.Generator,
 ) -> NoiseHead | None:

@@ -17,13 +17,32 @@ from embodrl.models.common.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
 
 Variant = Literal["pi0", "pi05"]
+Method = Literal["mean_std", "quantiles", "identity"]
+OPENPI_EPS = 1e-6
 PALIGEMMA_VOCAB_SIZE = 257152
 KNOWN_GEMMA = {"gemma_2b": GEMMA_2B, "gemma_300m": GEMMA_300M}
 EMBODRL_KEY = "embodrl"
 
+
+@dataclass(frozen=True)
+class Normalization:
+    """How statistics are used.
+
+    Attributes:
+        state, actions: by mean and standard deviation, by quantiles, or not at all.
+        eps: added to deviations and ranges.
+    """
+
+    state: Method
+    actions: Method
+    eps: float = OPENPI_EPS
+
+
+BY_DEVIATION = Normalization("mean_std", "mean_std")
+BY_QUANTILES = Normalization("quantiles", "quantiles")
 _UNSAID: dict[Variant, dict[str, Any]] = {
-    "pi0": {"max_prompt_tokens": 48, "num_images": 3, "discrete_state": False},
-    "pi05": {"max_prompt_tokens": 200, "num_images": 3, "discrete_state": True},
+    "pi0": {"max_prompt_tokens": 48, "num_images": 3, "discrete_state": False, "normalization": BY_DEVIATION},
+    "pi05": {"max_prompt_tokens": 200, "num_images": 3, "discrete_state": True, "normalization": BY_QUANTILES},
 }
 _BY_DATA_SET: dict[tuple[Variant, str], dict[str, Any]] = {
     ("pi0", "physical-intelligence/libero"): {"relative_dims": 6},
@@ -48,6 +67,7 @@ class PiConfig:
         discrete_state: the prompt tells the state (pi0.5 only).
         padded_state_in_prompt: it tells the padding as well, as lerobot does; openpi does not.
         relative_dims: this many leading action dimensions are relative to the state.
+        normalization: how statistics are used.
     """
 
     variant: Variant
@@ -62,6 +82,7 @@ class PiConfig:
     discrete_state: bool = False
     padded_state_in_prompt: bool = False
     relative_dims: int = 0
+    normalization: Normalization = BY_DEVIATION
 
     @property
     def adaptive_norm(self) -> bool:
@@ -92,6 +113,10 @@ class PiConfig:
         """
         known = {} if EMBODRL_KEY in raw else _BY_DATA_SET.get((self.variant, key), {})
         return replace(self, **known)
+
+    def with_normalization(self, normalization: Normalization) -> PiConfig:
+        """Return the configuration with another use of statistics."""
+        return replace(self, normalization=normalization)
 
     @staticmethod
     def from_dict(raw: dict[str, Any], variant: Variant, source: str = "config.json") -> PiConfig:
@@ -134,9 +159,7 @@ class PiConfig:
         heads = (arch.num_heads, arch.num_kv_heads, arch.head_dim)
         return PiConfig(
             variant,
-            SiglipSpec(
-                arch.image_size, arch.patch_size, siglip.width, siglip.depth, siglip.num_heads, siglip.mlp_dim
-            ),
+            SiglipSpec(arch.image_size, arch.patch_size, siglip.width, siglip.depth, siglip.num_heads, siglip.mlp_dim),
             GemmaSpec(arch.vlm_width, arch.depth, arch.vlm_mlp_dim, *heads),
             GemmaSpec(arch.expert_width, arch.depth, arch.expert_mlp_dim, *heads),
             vocab_size,
@@ -145,16 +168,18 @@ class PiConfig:
             arch.num_images,
             arch.max_prompt_tokens,
             discrete_state=arch.discrete_state and variant == "pi05",
+            normalization=_UNSAID[variant]["normalization"],
         )
 
 
 PI0_FULL = PiConfig("pi0")
-PI05_FULL = PiConfig("pi05", max_prompt_tokens=200, discrete_state=True)
+PI05_FULL = PiConfig("pi05", **_UNSAID["pi05"])
 
 
 def _from_embodrl(extra: dict[str, Any], source: str) -> PiConfig:
     try:
-        parts = {"siglip": SiglipSpec(**extra["siglip"])}
+        parts: dict[str, Any] = {"siglip": SiglipSpec(**extra["siglip"])}
+        parts["normalization"] = Normalization(**extra["normalization"])
         parts |= {name: GemmaSpec(**extra[name]) for name in ("vlm", "expert")}
         return PiConfig(**{**extra, **parts})
     except (KeyError, TypeError) as error:
@@ -183,6 +208,7 @@ def _from_lerobot(raw: dict[str, Any], variant: Variant, source: str) -> PiConfi
         num_images=max(len(cameras), unsaid["num_images"]),
         max_prompt_tokens=raw.get("tokenizer_max_length", unsaid["max_prompt_tokens"]),
         discrete_state=unsaid["discrete_state"],
+        normalization=unsaid["normalization"],
         padded_state_in_prompt=True,
     )
 

@@ -27,7 +27,7 @@ from embodrl.models.common.parity import (
 from embodrl.models.common.siglip import SiglipSpec
 from embodrl.models.pi.config import PiConfig
 from embodrl.models.pi.modeling import PiModel
-from embodrl.models.pi.weights import weight_names
+from embodrl.models.pi.weights import aliases_and_ignored
 
 WEIGHTS_FILE = "model.safetensors"
 _FIXTURE = {"siglip_heads": 2, "gemma_heads": 8, "steps": 10}
@@ -62,7 +62,7 @@ def load(directory: Path) -> PiModel:
     with torch.device("meta"):
         model = PiModel(config)
     files = [directory / WEIGHTS_FILE]
-    aliases, ignore = weight_names(files)
+    aliases, ignore = aliases_and_ignored(weights)
     load_strict(
         model,
         files,

@@ -6,14 +6,10 @@ level ``vision_model``, and that the tied embedding may be stored under the name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-
-from embodrl.errors import CheckpointError
 
 LEROBOT_PREFIX = "model."
 EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
@@ -23,13 +19,8 @@ _TOWER = "paligemma_with_expert.paligemma.model.vision_tower."
 _TOWER_LEVEL = "vision_model."
 
 
-def weight_names(files: list[Path]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return aliases (names in the files to names here) and names that are not used, with reasons.
-
-    Raises:
-        CheckpointError: a file is corrupt.
-    """
-    stored = [name for path in files for name in _names(path)]
+def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return, of the names in a checkpoint, what they are called here and which are not used, with reasons."""
     plain = {name: name.removeprefix(LEROBOT_PREFIX) for name in stored}
     aliases: dict[str, str] = {}
     ignore: dict[str, str] = {}
@@ -47,13 +38,9 @@ def weight_names(files: list[Path]) -> tuple[dict[str, str], dict[str, str]]:
     return aliases, ignore
 
 
-def variant_of(files: list[Path]) -> str | None:
-    """Return the model that weights are of, or None if they tell neither.
-
-    Raises:
-        CheckpointError: a file is corrupt.
-    """
-    names = {name.removeprefix(LEROBOT_PREFIX) for path in files for name in _names(path)}
+def variant_of(stored: Collection[str]) -> str | None:
+    """Return the model that weights of these names are of, or None if they tell neither."""
+    names = {name.removeprefix(LEROBOT_PREFIX) for name in stored}
     if "time_mlp_in.weight" in names:
         return "pi05"
     return "pi0" if "state_proj.weight" in names else None
@@ -63,11 +50,3 @@ def public_state(state: Mapping[str, Tensor], expert_width: int) -> dict[str, Te
     """Return weights with the one tensor that openpi's strict loading wants and nothing reads: zeros for it."""
     embedding = state[EMBEDDING]
     return {**state, EXPERT_HEAD: torch.zeros(len(embedding), expert_width, dtype=embedding.dtype)}
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as reader:
-            return list(reader.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
