@@ -27,11 +27,11 @@ EVALUATION_NOISE_SEED = 0
 class ActionNormalizer(Protocol):
     """From environment units to the model's and back."""
 
-    def normalize(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
+    def normalize(self, actions: NDArray[np.floating], /) -> NDArray[np.float64]:
         """``[...,A]`` in environment units to the model's."""
         ...
 
-    def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
+    def unnormalize(self, actions: NDArray[np.float64], /) -> NDArray[np.float64]:
         """``[...,A]`` in the model's units to the environment's."""
         ...
 

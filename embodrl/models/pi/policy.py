@@ -18,6 +18,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import NoiseHead, Velocity
 from embodrl.models.common.flow_policy import FlowPolicy
+from embodrl.models.common.gemma import GemmaLayer
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.value_head import ValueHead
@@ -137,6 +138,7 @@ class PiPolicy(FlowPolicy):
             return []
         language = self.model.paligemma.language_model
         last = language.layers[-1]
+        assert isinstance(last, GemmaLayer)
         read = (last.input_layernorm, last.self_attn.k_proj, last.self_attn.v_proj)
         kept = {id(parameter) for module in read for parameter in module.parameters()}
         return [p for p in (*last.parameters(), *language.norm.parameters()) if id(p) not in kept]
