@@ -75,5 +75,10 @@ def build_policy(
     Raises:
         UnknownNameError: no such model family.
         CheckpointError: see the family's builder.
+        EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have.
     """
-    return MODELS.get(SupportedModel(config.model_type))(config, device=device, dtype=dtype, seed=seed)
+    policy, report = MODELS.get(SupportedModel(config.model_type))(config, device=device, dtype=dtype, seed=seed)
+    from embodrl.models.common.trainable import apply_trainable
+
+    apply_trainable(policy, config, seed=seed)
+    return policy, report

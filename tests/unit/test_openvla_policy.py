@@ -11,9 +11,9 @@ import torch
 from embodrl.config.schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common.checkpoint import save_weights
-from embodrl.models.openvla.build import build_openvla
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.policy import OpenVLAPolicy
+from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 
 VIT = VitConfig(width=16, depth=3, num_heads=2, mlp_dim=24)
@@ -32,7 +32,7 @@ TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it ov
 
 def build(**changes) -> OpenVLAPolicy:
     options = {"warm_start": None, "architecture": ARCHITECTURE, "num_action_chunks": 2, **changes}
-    return build_openvla(ModelConfig(**options), device="cpu", dtype=torch.float32, seed=3)[0]
+    return build_policy(ModelConfig(**options), device="cpu", dtype=torch.float32, seed=3)[0]
 
 
 def observation(batch: int = 3, seed: int = 0, size: int = 16) -> Observation:
@@ -94,9 +94,9 @@ def test_decoder_equals_the_full_forward_pass(policy):
         tokens = torch.randint(policy.bins.first_id, policy.bins.first_id + 256, (3, 14), generator=generator())
         decoder = ActionDecoder(policy.model, 3, prefix.shape[1] + 14)
         _, logits, hidden = decoder.run(prefix, mask, 14, lambda _, place: tokens[:, place])
-        want, want_hidden = policy._teacher_forced({**inputs, "action_tokens": tokens.view(3, 2, 7)})
+        want, want_hidden = policy.action_logits({**inputs, "action_tokens": tokens.view(3, 2, 7)})
     torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(hidden, want_hidden, rtol=0, atol=1e-5)
+    torch.testing.assert_close(hidden[:, -1], want_hidden, rtol=0, atol=1e-5)
 
 
 def test_rows_do_not_depend_on_their_company(policy):
@@ -134,7 +134,7 @@ def test_seeds_decide(policy):
 def test_greedy_takes_the_most_probable(policy):
     rollout = policy.predict_action_batch(observation(), "eval", SamplingParams(1.0))
     with torch.no_grad():
-        logits, _ = policy._teacher_forced(rollout.forward_inputs)
+        logits, _ = policy.action_logits(rollout.forward_inputs)
     assert torch.equal(logits.argmax(-1), policy.bins.index(rollout.forward_inputs["action_tokens"].flatten(1)))
 
 
@@ -231,7 +231,7 @@ def test_save_and_load_to_the_bit(tmp_path):
     policy.save_pretrained(tmp_path / "saved")
     for target in ({"warm_start": str(tmp_path / "saved")}, {"model_path": str(tmp_path / "saved")}):
         config = ModelConfig(**{"architecture": ARCHITECTURE, "num_action_chunks": 2, **target})
-        again, report = build_openvla(config, device="cpu", dtype=torch.float32, seed=99)
+        again, report = build_policy(config, device="cpu", dtype=torch.float32, seed=99)
         assert report.ok and report.num_loaded == len(policy.state_dict())
         assert not report.initialized and not report.ignored
         for (name, a), (other, b) in zip(policy.state_dict().items(), again.state_dict().items(), strict=True):
@@ -283,7 +283,7 @@ def test_another_value_head_is_reported(tmp_path):
         num_action_chunks=4,
         value_head=ValueHeadConfig(output="action"),
     )
-    policy, report = build_openvla(config, device="cpu", dtype=torch.float32, seed=0)
+    policy, report = build_policy(config, device="cpu", dtype=torch.float32, seed=0)
     assert "value_head.safetensors" in report.ignored and "value_head.out.weight" in report.initialized
     assert policy.num_action_chunks == 4
 
@@ -312,10 +312,3 @@ def test_prompt_row(policy):
     assert kept[0] == 1 and kept[-1] == policy.model.config.prompt_end_id == ids[-1]
     text = policy.processor.tokenizer.decode(kept[:-1])
     assert text == "In: What action should the robot take to push the cube?\nOut:"
-
-
-def test_lora_targets_are_trained_linear_layers(policy):
-    names = policy.lora_target_modules()
-    assert "model.language_model.model.layers.0.self_attn.q_proj" in names and "model.projector.fc3" in names
-    assert "model.vision_backbone.featurizer.blocks.0.attn.qkv" in names
-    assert not any(name.startswith("value_head") or "attn_pool" in name or "blocks.2" in name for name in names)
