@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -142,6 +142,10 @@ def _build_model(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Gr00tModel:
+    files, aliases = [], {}
+    if directory is not None:
+        files = checkpoint.weight_files(directory)
+        config, aliases = fitted(config, stored_names(files))
     # Without memory first, so that a 3B model is never held twice.
     with torch.device("meta"):
         model = Gr00tModel(config)
@@ -150,28 +154,25 @@ def _build_model(
         model.init_weights(generator)
         report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
     else:
-        files = checkpoint.weight_files(directory)
-        aliases, ignore = aliases_and_ignored(stored_names(files))
-        checkpoint.load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore)
+        checkpoint.load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases)
     model.reset_buffers(device)
     return model
 
 
-def aliases_and_ignored(names: set[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what to rename and what to leave out of a checkpoint with these names.
+def fitted(config: Gr00tConfig, names: set[str]) -> tuple[Gr00tConfig, dict[str, str]]:
+    """Return the configuration with the optional parts that a checkpoint has, and what to rename in it.
 
-    Qwen's output layer is tied to its embedding, and writers differ in which of the two they store; GR00T needs the
-    embedding. SigLIP's pooling head is in some checkpoints and never run.
+    Qwen's output layer is its embedding where the two are tied, and writers then store one of them; GR00T needs the
+    embedding.
+
+    Args:
+        config: of the checkpoint.
+        names: of its tensors.
     """
-    aliases, ignore = {}, {}
-    if LM_HEAD in names and EMBEDDING not in names:
-        aliases[LM_HEAD] = EMBEDDING
-    elif LM_HEAD in names:
-        ignore[LM_HEAD] = "GR00T predicts no tokens"
-    ignore.update(
-        {name: "the patches are read, not their pooled sum" for name in names if name.startswith(POOLING_HEAD)}
-    )
-    return aliases, ignore
+    tied = LM_HEAD in names and EMBEDDING not in names
+    pooling = any(name.startswith(POOLING_HEAD) for name in names)
+    aliases = {LM_HEAD: EMBEDDING} if tied else {}
+    return replace(config, lm_head=LM_HEAD in names and not tied, pooling_head=pooling), aliases
 
 
 def stored_names(files: list[Path]) -> set[str]:

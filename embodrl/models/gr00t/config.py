@@ -2,7 +2,8 @@
 
 The public config.json describes the action head and names the vision-language model ("Eagle 2.5") without its
 dimensions. Those, the connector ("1mlp_nops": one linear layer, no pixel shuffle) and the embodiments' numbers are the
-constants below. They follow public descriptions of the checkpoint; its weights were not seen.
+constants below. They follow public descriptions of the checkpoint; its weights were not seen, but with them the model
+has the 2,724,163,520 parameters that users of the checkpoint report.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class Gr00tConfig:
         siglip, qwen, head: its parts.
         system_prompt: opens the chat; empty for none.
         embodiment_ids: names of robots to numbers of their encoders.
+        lm_head, pooling_head: keep Qwen's output layer and SigLIP's pooling head, which the public checkpoint has and
+            nothing runs.
         metadata: experiment_cfg/metadata.json, statistics by robot.
         raw: config.json, so that saving keeps the keys that embodrl does not use.
     """
@@ -97,6 +100,8 @@ class Gr00tConfig:
     head: ActionHeadSpec
     system_prompt: str = SYSTEM_PROMPT
     embodiment_ids: dict[str, int] = field(default_factory=lambda: dict(EMBODIMENT_IDS))
+    lm_head: bool = False
+    pooling_head: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
     raw: dict[str, Any] = field(default_factory=dict)
 
@@ -187,8 +192,10 @@ class Gr00tConfig:
             head,
             extra.get("system_prompt", SYSTEM_PROMPT),
             dict(extra.get("embodiment_ids", EMBODIMENT_IDS)),
-            metadata,
-            raw,
+            lm_head="qwen" not in extra,
+            pooling_head="qwen" not in extra,
+            metadata=metadata,
+            raw=raw,
         )
 
     @staticmethod

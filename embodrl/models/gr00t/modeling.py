@@ -12,18 +12,31 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from embodrl.models.common.attention import IMPLEMENTATION
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears
-from embodrl.models.common.siglip import SiglipVisionModel
+from embodrl.models.common.siglip import LAYER_NORM_EPS, SiglipMlp, SiglipSpec, SiglipVisionModel
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
 from embodrl.models.openvla.modeling import causal_mask, token_positions
 
 
 class LanguageModel(nn.Module):
-    """The level of names that checkpoints have around Qwen3; no token is ever predicted, so there is no lm_head."""
+    """The level of names that checkpoints have around Qwen3, and its output layer, which is stored and never run."""
 
-    def __init__(self, spec: QwenSpec) -> None:
+    def __init__(self, spec: QwenSpec, lm_head: bool) -> None:
         super().__init__()
         self.model = Qwen3Model(qwen_config(spec))
+        if lm_head:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+
+class PoolingHead(nn.Module):
+    """SigLIP's attention pooling. GR00T reads patch features, so it is stored and never run."""
+
+    def __init__(self, spec: SiglipSpec) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.zeros(1, 1, spec.width))
+        self.attention = nn.MultiheadAttention(spec.width, spec.num_heads, batch_first=True)
+        self.layernorm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.mlp = SiglipMlp(spec)
 
 
 class EagleModel(nn.Module):
@@ -34,7 +47,9 @@ class EagleModel(nn.Module):
         self.vision_model = SiglipVisionModel(config.siglip)
         # "1mlp_nops": one layer, no pixel shuffle.
         self.mlp1 = nn.Sequential(nn.Linear(config.siglip.width, config.qwen.hidden_size))
-        self.language_model = LanguageModel(config.qwen)
+        self.language_model = LanguageModel(config.qwen, config.lm_head)
+        if config.pooling_head:
+            self.vision_model.vision_model.head = PoolingHead(config.siglip)
 
     def forward(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
         """Return the hidden states ``[B,S,E]`` after the last kept layer and the final norm.
@@ -78,6 +93,15 @@ class Gr00tModel(nn.Module):
         """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
         qwen = self.backbone.eagle_model.language_model.model
         qwen.rotary_emb = Qwen3RotaryEmbedding(qwen.config).to(device)
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that no output depends on."""
+        eagle = self.backbone.eagle_model
+        unused = (
+            getattr(eagle.language_model, "lm_head", None),
+            getattr(eagle.vision_model.vision_model, "head", None),
+        )
+        return [parameter for part in unused if part is not None for parameter in part.parameters()]
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""

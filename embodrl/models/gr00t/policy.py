@@ -141,8 +141,8 @@ class Gr00tPolicy(FlowPolicy):
         return list(self.model.action_head.action_decoder.layer2.parameters())
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return none: what the checkpoint has and no output depends on is not kept."""
-        return []
+        """Return Qwen's output layer and SigLIP's pooling head, where the checkpoint has them."""
+        return self.model.unused_parameters()
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""
