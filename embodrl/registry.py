@@ -139,15 +139,15 @@ MODELS.register(
     actions="256 bins a dimension, the whole chunk at once",
     checkpoint="discrete OpenVLA-OFT fine-tunes in Hugging Face layout",
 )
-for _name, _title, _checkpoint in (
-    ("pi0", "pi0", "openpi's PyTorch conversion, or lerobot's pi0 layout"),
-    ("pi05", "pi0.5", "openpi's PyTorch conversion, or lerobot's pi05 layout"),
+for _name, _title, _uses_state, _checkpoint in (
+    ("pi0", "pi0", True, "openpi's PyTorch conversion, or lerobot's pi0 layout"),
+    ("pi05", "pi0.5", "model.pi.discrete_state", "openpi's PyTorch conversion, or lerobot's pi05 layout"),
 ):
     MODELS.register(
         _name,
         f"embodrl.models.pi.build:build_{_name}",
         f"{_title}: PaliGemma and a flow-matching action expert",
-        **_FLOW_FACTS,
+        **{**_FLOW_FACTS, "uses_state": _uses_state},
         max_cameras=3,
         dimensions="pi",
         parity="embodrl.models.pi.parity:run",

@@ -120,7 +120,7 @@ class PiPolicy(FlowPolicy):
     def parts(self) -> dict[str, nn.Module]:
         """See VLAPolicy."""
         paligemma = self.model.paligemma
-        layers = [layer for layer in self.model.children() if isinstance(layer, nn.Linear)]
+        layers = [layer for layer in self.model.children() if layer is not self.model.paligemma_with_expert]
         return {
             "vision": paligemma.vision_tower,
             "language": nn.ModuleList([paligemma.multi_modal_projector, paligemma.language_model]),

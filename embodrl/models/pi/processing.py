@@ -53,7 +53,8 @@ class PiProcessor:
                 f"configure 1 to {self.config.num_images} cameras in env.cameras",
             )
         size = self.config.siglip.image_size
-        images = torch.tensor(observation.images, device=device).flatten(0, 1)  # a copy: the source may be reused
+        copied = np.array(observation.images, order="C")  # the source may be a buffer that is used again
+        images = torch.from_numpy(copied).to(device).flatten(0, 1)
         state = self.normalized_state(observation.state)
         rows = [self._prompt(text, row) for text, row in zip(observation.instruction, state, strict=True)]
         ids = torch.full((batch, self.config.max_prompt_tokens), PAD_ID, dtype=torch.int64)
