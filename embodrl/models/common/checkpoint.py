@@ -22,7 +22,9 @@ from embodrl.models.base import LoadReport
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 1024**3
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt"]
+# Of OpenVLA-OFT, the projector of the robot's state, and the continuous action head, by which a checkpoint is refused.
+_OFT_PATTERNS = ["proprio_projector--*.pt", "action_head--*.pt"]
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt", *_OFT_PATTERNS]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -206,7 +208,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 def resolve(model_path: str) -> Path:
     """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
 
-    Only safetensors, JSON and tokenizer files are fetched; never code.
+    Only safetensors, JSON and tokenizer files are fetched, and two of OpenVLA-OFT's; never code.
 
     Raises:
         CheckpointError: no such directory, and the hub can't be reached or has no such model.
