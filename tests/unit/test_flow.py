@@ -206,7 +206,7 @@ def test_learned_noise_stays_within_its_bounds():
     for layer in head.layers:
         layer.weight.data.zero_()
     # tanh(0) is the middle of the log-variance, so the geometric mean of the deviations.
-    assert float(head(torch.zeros(1, 5))[0, 0]) == pytest.approx(math.sqrt(0.08 * 0.16), abs=1e-6)
+    assert float(head(torch.zeros(1, 5)).detach()[0, 0]) == pytest.approx(math.sqrt(0.08 * 0.16), abs=1e-6)
 
 
 def test_joint_log_prob_is_the_mean_over_the_start_and_the_steps():
