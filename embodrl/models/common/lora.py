@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from embodrl.config.model_schema import LoraConfig
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.init import new_generator
 
 ADAPTER = "default"
 MAX_DEFAULT_ALPHA = 16
@@ -23,7 +24,7 @@ OWN_HEADS = ("value_head", "noise_head")
 
 
 def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vision: bool = False) -> list[str]:
-    """Put adapters on linear layers; nothing but the adapters trains afterwards, and outputs do not change yet.
+    """Put float32 adapters on linear layers; nothing else trains afterwards, and outputs do not change yet.
 
     Args:
         policy: changed in place; its parameters of adapted layers are called ``NAME.base_layer.weight`` from then on.
@@ -44,9 +45,11 @@ def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vis
     settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=names)
     peft.inject_adapter_in_model(settings, policy, ADAPTER)
     device = policy.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = new_generator(device, seed)
     for name in names:
         layer: Any = policy.get_submodule(name)
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            factor.float()
         layer.lora_A[ADAPTER].weight.data.normal_(0.0, 1.0 / config.rank, generator=generator)
     return names
 
