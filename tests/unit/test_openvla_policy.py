@@ -10,7 +10,7 @@ import torch
 
 from embodrl.config.schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.models.common.checkpoint import save_weights
+from embodrl.models.common.checkpoint import read_json, save_weights, write_json
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.registry import build_policy
@@ -312,3 +312,76 @@ def test_prompt_row(policy):
     assert kept[0] == 1 and kept[-1] == policy.model.config.prompt_end_id == ids[-1]
     text = policy.processor.tokenizer.decode(kept[:-1])
     assert text == "In: What action should the robot take to push the cube?\nOut:"
+
+
+@pytest.mark.parametrize("source", ["prompt_end", "prompt_mean"])
+def test_values_are_read_from_the_prompt(source):
+    """The last hidden state, or the mean over BOS, patches and prompt, of each row alone and so without padding."""
+    policy = build(value_head=ValueHeadConfig(input=source))
+    values = policy.predict_values(observation())
+    rollout = policy.predict_action_batch(observation(), "train", SamplingParams(), generator())
+    torch.testing.assert_close(rollout.values, values, rtol=0, atol=1e-5)
+    again = policy.evaluate_actions(rollout.forward_inputs, SamplingParams())
+    torch.testing.assert_close(again.values, values, rtol=0, atol=1e-5)
+    for row in range(3):
+        inputs = {name: value[row : row + 1] for name, value in rollout.forward_inputs.items()}
+        ids = inputs["input_ids"][:, inputs["attention_mask"][0].bool()]
+        with torch.no_grad():
+            prefix = policy.model.embed_prefix(policy._pixels(inputs["images"]), ids)
+            hidden = policy.model.language_model.model(inputs_embeds=prefix).last_hidden_state[0]
+            want = policy.value_head(hidden[-1:] if source == "prompt_end" else hidden.mean(dim=0, keepdim=True))
+        torch.testing.assert_close(values[row : row + 1], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_detached_value_trains_the_value_head_only(detach):
+    policy = build(value_head=ValueHeadConfig(detach=detach))
+    inputs = policy.predict_action_batch(observation(), "train", SamplingParams(), generator()).forward_inputs
+    policy.evaluate_actions(inputs, SamplingParams()).values.sum().backward()
+    reached = {name.partition(".")[0] for name, p in policy.named_parameters() if p.grad is not None}
+    assert reached == ({"value_head"} if detach else {"value_head", "model"})
+
+
+def test_gripper_convention():
+    """LIBERO: the model's 0 (closed) to 1 (open) becomes +1 (closed) or -1 (open), and back for imitation."""
+    plain, libero = build(), build(gripper="libero")
+    acted = [
+        p.predict_action_batch(observation(), "train", SamplingParams(), generator()).actions for p in (plain, libero)
+    ]
+    np.testing.assert_array_equal(acted[0][..., :6], acted[1][..., :6])
+    np.testing.assert_array_equal(acted[1][..., 6], np.where(acted[0][..., 6] > 0.5, -1.0, 1.0))
+    actions = torch.zeros(3, 2, 7)
+    actions[:, 0, 6], actions[:, 1, 6] = -1.0, 1.0
+    tokens = libero.sft_inputs(observation(), actions)["action_tokens"].numpy()
+    np.testing.assert_allclose(libero.bins.decode(tokens)[:, :, 6], [[1.0, 0.0]] * 3, atol=1 / 255 + 1e-6)
+
+
+def test_bfloat16_weights(tmp_path):
+    config = ModelConfig(warm_start=None, architecture=ARCHITECTURE, num_action_chunks=2)
+    policy, _ = build_policy(config, device="cpu", dtype=torch.bfloat16, seed=3)
+    policy.save_pretrained(tmp_path)
+    for dtype in (torch.bfloat16, torch.float32):
+        config = ModelConfig(warm_start=str(tmp_path), architecture=ARCHITECTURE, num_action_chunks=2)
+        again, report = build_policy(config, device="cpu", dtype=dtype, seed=4)
+        assert report.ok and report.num_loaded == len(policy.state_dict()) and not report.initialized
+        assert {value.dtype for value in again.model.state_dict().values()} == {dtype}
+        assert {value.dtype for value in again.value_head.state_dict().values()} == {torch.float32}
+        weights = again.state_dict()
+        assert all(
+            torch.equal(value.to(weights[name].dtype), weights[name]) for name, value in policy.state_dict().items()
+        )
+
+
+def test_an_unknown_unnorm_key_lists_the_keys(tmp_path):
+    build().save_pretrained(tmp_path)
+    statistics = read_json(tmp_path / "dataset_statistics.json")["maniskill"]
+    write_json(tmp_path / "dataset_statistics.json", {"libero_goal_no_noops": statistics, "bridge_orig": statistics})
+    config = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", {**config, "norm_stats": {}})
+    with pytest.raises(CheckpointError, match=r"2 sets .*bridge_orig, libero_goal_no_noops(.|\n)*model\.unnorm_key"):
+        build(model_path=str(tmp_path))
+    with pytest.raises(
+        CheckpointError, match=r"'bridge'; it has: bridge_orig, libero(.|\n)*model\.unnorm_key=bridge_orig"
+    ):
+        build(model_path=str(tmp_path), unnorm_key="bridge")
+    assert build(model_path=str(tmp_path), unnorm_key="libero_goal").stats.key == "libero_goal_no_noops"
