@@ -88,7 +88,7 @@ def load_strict(
         module: takes the tensors as its parameters and buffers.
         files: safetensors files.
         report: filled in.
-        device: of the loaded tensors.
+        device: of the loaded tensors; with ``meta`` names and shapes are checked, and no tensor is read.
         dtype: of the loaded floating-point tensors.
         aliases: names in the file to names in the module.
         ignore: names in the file that are not used, with the reason.
@@ -101,11 +101,12 @@ def load_strict(
             must not be used after that.
     """
     aliases, ignore = aliases or {}, ignore or {}
+    on_meta = torch.device(device).type == "meta"
     expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     state: dict[str, Tensor] = {}
     for path in files:
         try:
-            with safe_open(path, framework="pt", device=str(device)) as reader:
+            with safe_open(path, framework="pt", device="cpu" if on_meta else str(device)) as reader:
                 for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     name = aliases.get(stored, stored)
                     if stored in ignore:
@@ -120,6 +121,9 @@ def load_strict(
                         continue
                     if name != stored:
                         report.aliased[stored] = name
+                    if on_meta:
+                        state[name] = torch.empty(shape, dtype=dtype, device="meta")
+                        continue
                     tensor = reader.get_tensor(stored)
                     # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
                     state[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)

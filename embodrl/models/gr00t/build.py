@@ -13,6 +13,7 @@ from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.init import new_generator
 from embodrl.models.gr00t.config import NEW_EMBODIMENT, Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.policy import Gr00tPolicy
@@ -63,7 +64,7 @@ def build_gr00t(
             _check_architecture(found, model_config, directory)
         model_config, tokenizer = found, _tokenizer(directory, found)
     robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, source)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = new_generator(device, seed)
     report = LoadReport(source)
     model = _build_model(model_config, directory, report, device, dtype, generator)
     processor = Gr00tProcessor(

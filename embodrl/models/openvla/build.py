@@ -12,6 +12,7 @@ from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_value_head
+from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import ActionStats, choose_stats, identity_stats
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
 from embodrl.models.common.value_head import ValueHead
@@ -106,7 +107,7 @@ def build_parts(
             _check_architecture(model_config, tiny, directory)
     report = LoadReport(RANDOM_SOURCE if directory is None else str(directory))
     stats = choose_stats(model_config.norm_stats, config.unnorm_key, config.action_dim, report.source)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = new_generator(device, seed)
     model = _build_model(model_config, causal, directory, report, device, dtype, generator)
     head = build_value_head(
         config, model_config.llama.hidden_size, directory, report, device=device, generator=generator

@@ -12,6 +12,7 @@ from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.init import new_generator
 from embodrl.models.pi.config import EMBODRL_KEY, PiConfig, Variant
 from embodrl.models.pi.modeling import PiModel, init_weights
 from embodrl.models.pi.policy import PiPolicy, default_value_input
@@ -71,7 +72,7 @@ def build_pi(
         if config.model_path is None:
             _check_architecture(model_config, tiny, directory)
         tokenizer = load_tokenizer(directory, model_config.vocab_size)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = new_generator(device, seed)
     model = _build_model(model_config, directory, report, device, dtype, generator)
     feature_dim = model_config.expert.width
     chosen = config.value_head.input
