@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from embodrl.models.common.attention import attention
-from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears
+from embodrl.models.common.init import init_linears
 
 LAYER_NORM_EPS = 1e-5
 OUTPUT_NORM_EPS = 1e-6
@@ -196,11 +196,10 @@ class DiffusionTransformer(nn.Module):
         return self.proj_out_2(F.layer_norm(x, x.shape[-1:], eps=OUTPUT_NORM_EPS) * (1.0 + scale) + shift)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch; the time starts without effect on norms, which begin as plain ones."""
+        """Draw weights for training from scratch; norms begin as plain ones, whatever the time."""
         init_linears(self, generator, residual=("to_out.0", "net.2"), blocks=self.spec.num_layers)
         for block in self.transformer_blocks:
             nn.init.zeros_(block.norm1.linear.weight)
-            raise_queries_and_keys(block.attn1)
         nn.init.zeros_(self.proj_out_1.weight)
 
 
@@ -243,13 +242,6 @@ class SelfAttentionTransformer(nn.Module):
         """Draw weights for training from scratch."""
         init_linears(self, generator, residual=("to_out.0", "net.2"), blocks=self.spec.num_layers)
         for block in self.transformer_blocks:
-            raise_queries_and_keys(block.attn1)
             for norm in (block.norm1, block.norm3):
                 nn.init.ones_(norm.weight)
                 nn.init.zeros_(norm.bias)
-
-
-def raise_queries_and_keys(module: CrossAttention) -> None:
-    """Let attention tell unlike tokens apart from the start; see ``common/init.py``."""
-    module.to_q.weight.data *= QUERY_KEY_GAIN
-    module.to_k.weight.data *= QUERY_KEY_GAIN

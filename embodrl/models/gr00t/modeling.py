@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from embodrl.models.common.attention import IMPLEMENTATION
-from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears
+from embodrl.models.common.init import init_linears
 from embodrl.models.common.siglip import LAYER_NORM_EPS, SiglipMlp, SiglipSpec, SiglipVisionModel
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
@@ -112,18 +112,19 @@ class Gr00tModel(nn.Module):
         self.action_head.vl_self_attention.gradient_checkpointing = True
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``."""
+        """Draw weights for training from scratch, by the rules of ``common/init.py``.
+
+        Only SigLIP has larger queries and keys: with them in the other parts, too, the image is found later.
+        """
         eagle = self.backbone.eagle_model
         eagle.vision_model.init_weights(generator)
         init_linears(eagle.mlp1, generator)
         qwen = eagle.language_model.model
         init_linears(qwen, generator, residual=("o_proj", "down_proj"), blocks=len(qwen.layers))
         qwen.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
-        for name, module in qwen.named_modules():
+        for module in qwen.modules():
             if isinstance(module, Qwen3RMSNorm):
-                # Queries and keys are normalised, so that only these weights can make them larger.
-                gain = QUERY_KEY_GAIN if name.endswith(("q_norm", "k_norm")) else 1.0
-                nn.init.constant_(module.weight, gain)
+                nn.init.ones_(module.weight)
         self.action_head.init_weights(generator)
 
 
