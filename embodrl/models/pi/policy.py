@@ -81,7 +81,7 @@ class PiPolicy(FlowPolicy):
         Args:
             inputs: from ``preprocess``; ``image_mask bool[B,V]``, if there is one, leaves cameras of rows out.
         """
-        pixels = inputs["images"].to(self.model.dtype).permute(0, 1, 4, 2, 3) / 127.5 - 1.0
+        pixels = inputs["images"].float().permute(0, 1, 4, 2, 3) / 127.5 - 1.0
         return self.model.encode(
             pixels, inputs["input_ids"], inputs["attention_mask"], inputs.get("state"), inputs.get("image_mask")
         )
