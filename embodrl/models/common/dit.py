@@ -9,7 +9,9 @@ Legend: B batch, L sequence, S context, D width, C context width, O output width
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -174,7 +176,8 @@ class DiffusionTransformer(nn.Module):
 
     def key_values(self, context: Tensor) -> list[KeyValue | None]:
         """Return, for each block, the keys and values of a context ``[B,S,C]``: they serve every denoising step."""
-        return [None if i % 2 else block.attn1.key_value(context) for i, block in enumerate(self.transformer_blocks)]
+        blocks = cast("Iterable[DitBlock]", self.transformer_blocks)
+        return [None if i % 2 else block.attn1.key_value(context) for i, block in enumerate(blocks)]
 
     def forward(self, x: Tensor, bucket: Tensor, known: list[KeyValue | None], mask: Tensor | None) -> Tensor:
         """Return ``[B,L,O]``.
@@ -198,7 +201,7 @@ class DiffusionTransformer(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights for training from scratch; norms begin as plain ones, whatever the time."""
         init_linears(self, generator, residual=("to_out.0", "net.2"), blocks=self.spec.num_layers)
-        for block in self.transformer_blocks:
+        for block in cast("Iterable[DitBlock]", self.transformer_blocks):
             nn.init.zeros_(block.norm1.linear.weight)
         nn.init.zeros_(self.proj_out_1.weight)
 
@@ -241,7 +244,7 @@ class SelfAttentionTransformer(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights for training from scratch."""
         init_linears(self, generator, residual=("to_out.0", "net.2"), blocks=self.spec.num_layers)
-        for block in self.transformer_blocks:
+        for block in cast("Iterable[SelfAttentionBlock]", self.transformer_blocks):
             for norm in (block.norm1, block.norm3):
                 nn.init.ones_(norm.weight)
                 nn.init.zeros_(norm.bias)

@@ -59,13 +59,14 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
+        image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
         missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
-        if missing:
+        if image_token_id is None or missing:
             raise CheckpointError(
                 f"the tokenizer of {source} has no {', '.join(missing)}", "use the tokenizer of Eagle 2.5"
             )
         self._tokenizer = tokenizer
-        self.image_token_id: int = tokenizer.token_to_id(IMAGE_TOKEN)
+        self.image_token_id = image_token_id
 
     @property
     def vocab_size(self) -> int:
