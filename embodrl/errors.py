@@ -73,6 +73,10 @@ class UnknownNameError(EmbodrlError):
     """A registry has no entry of that name."""
 
 
+class UsageError(EmbodrlError):
+    """The command line asks for something that there is not; nothing was started."""
+
+
 class MissingDependencyError(EmbodrlError):
     """An optional package or a system library is not installed."""
 

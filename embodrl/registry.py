@@ -199,6 +199,7 @@ MODELS.register(
     max_cameras=1,
     dimensions="architecture",
     builtin_warm_start=True,
+    parity="embodrl.models.openvla.parity:run",
     sizes="2.3 M (tiny), 7.54 B",
     actions="256 bins a dimension, decoded one after the other",
     checkpoint="openvla/openvla-7b and fine-tunes of it",
@@ -211,21 +212,23 @@ MODELS.register(
     uses_state="model.use_proprio",
     max_cameras=4,
     dimensions="architecture",
+    parity="embodrl.models.openvla_oft.parity:run",
     sizes="2.3 M (tiny), 7.54 B",
     actions="256 bins a dimension, the whole chunk at once",
     checkpoint="discrete OpenVLA-OFT fine-tunes in Hugging Face layout",
 )
-for _name, _title, _checkpoint in (
-    ("pi0", "pi0", "openpi's PyTorch conversion, or lerobot's pi0 layout"),
-    ("pi05", "pi0.5", "openpi's PyTorch conversion, or lerobot's pi05 layout"),
+for _name, _title, _uses_state, _checkpoint in (
+    ("pi0", "pi0", True, "openpi's PyTorch conversion, or lerobot's pi0 layout"),
+    ("pi05", "pi0.5", "model.pi.discrete_state", "openpi's PyTorch conversion, or lerobot's pi05 layout"),
 ):
     MODELS.register(
         _name,
         f"embodrl.models.pi.build:build_{_name}",
         f"{_title}: PaliGemma and a flow-matching action expert",
-        **_FLOW_FACTS,
+        **{**_FLOW_FACTS, "uses_state": _uses_state},
         max_cameras=3,
         dimensions="pi",
+        parity="embodrl.models.pi.parity:run",
         sizes="tiny, about 3.3 B",
         actions="continuous chunk by flow matching",
         checkpoint=_checkpoint,
@@ -237,6 +240,7 @@ MODELS.register(
     **_FLOW_FACTS,
     max_cameras=3,
     dimensions="gr00t",
+    parity="embodrl.models.gr00t.parity:run",
     sizes="tiny, about 2.7 B",
     actions="continuous chunk by flow matching, encoders a robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",

@@ -8,7 +8,6 @@ policy sees, with decimated meshes.
 from __future__ import annotations
 
 import os
-import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.algorithms.advantages import compute_advantages
+from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
@@ -127,7 +127,7 @@ def run(overrides: list[str] | None = None, iterations: int = ITERATIONS) -> dic
         "ratio": round(ours["env_steps_per_s"] / baseline["env_steps_per_s"], 2),
         "embodrl": ours,
         "baseline": baseline,
-        "hardware": {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine()},
+        "hardware": describe_hardware(),
     }
 
 

@@ -7,7 +7,6 @@ turns block by block within the same run, and move the same arrays: 16 environme
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from embodrl.bench.hardware import describe_hardware
 from embodrl.envs.manager import EnvManager
 from embodrl.metrics.json_file import write_json_file
 
@@ -62,17 +62,6 @@ def _summary(times: list[float]) -> dict[str, float]:
         "p95_us": round(float(np.percentile(times, 95)), 1),
         "samples": len(times),
     }
-
-
-def _hardware() -> dict[str, Any]:
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [
-            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = lines[0] if lines else model
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "kernel": platform.release()}
 
 
 def run() -> dict[str, Any]:
@@ -130,7 +119,7 @@ def run() -> dict[str, Any]:
         "baseline": figures["queue"],
         "embodrl": figures["env_manager"],
         "embodrl_copy": figures["env_manager_copy"],
-        "hardware": _hardware(),
+        "hardware": describe_hardware(),
     }
 
 

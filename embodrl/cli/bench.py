@@ -17,6 +17,7 @@ class Benchmark(StrEnum):
     transport = "transport"
     render = "render"
     e2e = "e2e"
+    inference = "inference"
 
 
 def bench(
@@ -30,6 +31,7 @@ def bench(
     transport  observations through shared memory, against pickled arrays in a queue
     render     camera pictures on this machine, against stock ManiSkill
     e2e        environment steps a second of a whole training iteration, and where the time goes
+    inference  actions a second of every model family, against the plain way of their reference implementations
 
     \b
     Examples:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, UsageError
 
 if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
@@ -67,7 +67,7 @@ def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
         debug: show tracebacks.
 
     Raises:
-        typer.Exit: always; 0 ok, 2 configuration, 1 any other error, 130 SIGINT, 143 SIGTERM.
+        typer.Exit: always; 0 ok, 2 configuration or usage, 1 any other error, 130 SIGINT, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
@@ -79,7 +79,7 @@ def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
         if debug:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        code = EXIT_ERROR
+        code = EXIT_CONFIG if isinstance(error, UsageError) else EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_SIGINT

@@ -10,6 +10,15 @@ import typer
 from embodrl.cli.common import Debug, execute
 from embodrl.registry import ADVANTAGES, ENVS, LOSSES, MODELS, Registry
 
+MODEL_FACTS = {
+    "sizes": "parameters",
+    "actions": "actions",
+    "rl": "RL",
+    "trainable": "trainable",
+    "checkpoint": "checkpoint",
+}
+"""Facts of the registry that are listed, with their labels."""
+
 
 class Kind(StrEnum):
     """What is listed."""
@@ -52,8 +61,18 @@ def entries(registry: Registry) -> list[tuple[str, str]]:
 
 
 def models() -> str:
-    """Return the registered models."""
-    return rows(entries(MODELS))
+    """Return the registered models, each with what is known about it."""
+    table: list[tuple[str, str]] = []
+    for name in MODELS:
+        entry = MODELS.entry(name)
+        facts = {label: entry.facts[key] for key, label in MODEL_FACTS.items() if key in entry.facts}
+        width = max(map(len, MODEL_FACTS.values()))
+        table.append((name, entry.description))
+        table += [
+            ("", f"{label:<{width}}  {fact if isinstance(fact, str) else ', '.join(fact)}")
+            for label, fact in facts.items()
+        ]
+    return rows(table)
 
 
 def envs() -> str:

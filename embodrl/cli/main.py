@@ -12,6 +12,7 @@ from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.list import list_names
+from embodrl.cli.parity import parity
 from embodrl.cli.resume import resume
 from embodrl.cli.sft import sft
 from embodrl.cli.train import train
@@ -64,6 +65,7 @@ app.add_typer(config.app, name="config")
 app.command("list")(list_names)
 app.command()(doctor)
 app.command()(bench)
+app.command()(parity)
 
 
 def main() -> None:

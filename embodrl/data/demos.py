@@ -1,6 +1,6 @@
 """Demonstrations on disk: one safetensors file a shard, and a JSON index.
 
-Legend: N frames, V cameras, H x W image, A action dimensions.
+Legend: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Episode:
 
     Attributes:
         images: ``uint8[N,V,H,W,3]``, what was seen before each action.
+        state: ``float32[N,S]``, proprioception before each action; S = 0 without.
         actions: ``float32[N,A]``, what the expert would do there (not the perturbed action that was executed).
         instruction: in words.
         task: name.
@@ -36,6 +37,7 @@ class Episode:
     """
 
     images: NDArray[np.uint8]
+    state: NDArray[np.float32]
     actions: NDArray[np.float32]
     instruction: str
     task: str
@@ -89,6 +91,7 @@ class DemoWriter:
         partial = self.directory / f".{name}.partial"
         tensors = {
             "images": np.concatenate([e.images for e in self._pending]),
+            "state": np.concatenate([e.state for e in self._pending]),
             "actions": np.concatenate([e.actions for e in self._pending]),
         }
         try:
@@ -141,6 +144,7 @@ class Demos:
 
     Attributes:
         images: ``uint8[N,V,H,W,3]``.
+        state: ``float32[N,S]``; S = 0 where none was recorded.
         actions: ``float32[N,A]``.
         episode: ``int64[N]``, number of the episode.
         last: ``int64[N]``, index of the last frame of that episode.
@@ -149,6 +153,7 @@ class Demos:
     """
 
     images: NDArray[np.uint8]
+    state: NDArray[np.float32]
     actions: NDArray[np.float32]
     episode: NDArray[np.int64]
     last: NDArray[np.int64]
@@ -208,6 +213,7 @@ def _load_episodes(directory: Path, episodes: list[dict[str, Any]]) -> Demos:
     episode = np.repeat(np.arange(len(episodes)), lengths)
     return Demos(
         images=np.concatenate([shard["images"][span] for shard, span in spans]),
+        state=np.concatenate([shard["state"][span] for shard, span in spans]),
         actions=np.concatenate([shard["actions"][span] for shard, span in spans]),
         episode=episode,
         last=(np.cumsum(lengths) - 1)[episode],
@@ -225,6 +231,9 @@ def _load_shard(path: Path) -> dict[str, NDArray[Any]]:
         raise _damaged(path, error) from error
     if not {"images", "actions"} <= shard.keys() or len(shard["images"]) != len(shard["actions"]):
         raise _damaged(path, "it lacks the pictures or actions of some frames")
+    shard.setdefault("state", np.zeros((len(shard["actions"]), 0), np.float32))  # collected before there were states
+    if len(shard["state"]) != len(shard["actions"]):
+        raise _damaged(path, "it lacks the states of some frames")
     return shard
 
 

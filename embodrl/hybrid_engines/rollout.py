@@ -11,7 +11,7 @@ from torch import Tensor
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.hybrid_engines.parallel import on_threads
-from embodrl.hybrid_engines.precision import autocast, resolve_precision
+from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 
@@ -34,7 +34,7 @@ class NativeRolloutEngine:
     ) -> None:
         self.policy = policy
         self.device = policy.device
-        self.precision = resolve_precision(config.precision, self.device)
+        self.precision: Precision = resolve_precision(config.precision, self.device)
         self.sampling = SamplingParams(sampling.temperature, sampling.top_k)
         self.num_threads = num_threads if self.device.type == "cpu" else 1
         seeds = np.random.SeedSequence(seed).generate_state(self.num_threads)

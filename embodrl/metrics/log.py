@@ -59,7 +59,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:  # the command line shows it on the screen
-            record = logging.LogRecord(__name__, logging.ERROR, "", 0, repr(error), None, (kind, error, trace))
+            record = logging.LogRecord(__name__, logging.ERROR, "", 0, repr(error), None, (type(error), error, trace))
             self._file.handle(record)
         for handler in (self._file, self._screen):
             logging.getLogger().removeHandler(handler)

@@ -36,7 +36,9 @@ class SupportedModel(str):
         return super().__new__(cls, name)
 
     @classmethod
-    def register(cls, name: str, builder: Any, description: str = "", *, value_head: bool = True) -> SupportedModel:
+    def register(
+        cls, name: str, builder: Any, description: str = "", *, value_head: bool = True, **facts: Any
+    ) -> SupportedModel:
         """Add a model family.
 
         Args:
@@ -45,11 +47,12 @@ class SupportedModel(str):
                 ``builder(config, device=..., dtype=..., seed=...)``; returns a policy and a load report.
             description: one line for ``embodrl list models``.
             value_head: the family offers one, which actor-critic losses need.
+            facts: what else validation and ``embodrl list models`` should know, as in ``embodrl/registry.py``.
 
         Raises:
             EmbodrlError: the name is taken.
         """
-        MODELS.register(name, builder, description, value_head=value_head)
+        MODELS.register(name, builder, description, value_head=value_head, **facts)
         member = cls(name)
         setattr(cls, name.upper(), member)
         return member
@@ -72,5 +75,10 @@ def build_policy(
     Raises:
         UnknownNameError: no such model family.
         CheckpointError: see the family's builder.
+        EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have.
     """
-    return MODELS.get(SupportedModel(config.model_type))(config, device=device, dtype=dtype, seed=seed)
+    policy, report = MODELS.get(SupportedModel(config.model_type))(config, device=device, dtype=dtype, seed=seed)
+    from embodrl.models.common.trainable import apply_trainable
+
+    apply_trainable(policy, config, seed=seed)
+    return policy, report

@@ -52,7 +52,9 @@ class Collector:
             [len(part) for part in np.array_split(np.arange(self.settings.num_episodes), len(self.tasks))]
         )
         num_envs = pool.spec.num_envs
-        self.frames: list[list[tuple[NDArray[np.uint8], NDArray[np.float32]]]] = [[] for _ in range(num_envs)]
+        self.frames: list[list[tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]]] = [
+            [] for _ in range(num_envs)
+        ]
         self.seeds = np.zeros(num_envs, np.int64)
         self.task_ids = np.zeros(num_envs, np.int32)
         self.noise_std = np.zeros(num_envs, np.float32)
@@ -96,10 +98,11 @@ class Collector:
         while not (self.finished or self.should_stop()):
             expert = np.concatenate(self.pool.call("expert_actions")).astype(np.float32)
             for row, frames in enumerate(self.frames):
-                frames.append((observation.images[row].copy(), expert[row]))
+                frames.append((observation.images[row].copy(), observation.state[row].copy(), expert[row]))
             noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]
             noise[:, -1] = 0  # a random gripper would drop the object
-            step = self.pool.step(np.clip(expert + noise, -1, 1)[:, None])
+            executed = np.clip(expert + noise, -1, 1).astype(np.float32)
+            step = self.pool.step(executed[:, None])
             observation, ended = step.observation, np.flatnonzero(step.done)
             for row in ended[step.valid[ended].any(axis=1)]:  # the others were lost to a fault
                 self._keep(int(row), bool(step.success[row]), observation.instruction[row])
@@ -115,9 +118,8 @@ class Collector:
         if not (success or self.settings.keep_failures) or self.kept[task] >= self.wanted[task]:
             return
         self.kept[task] += 1
-        images, actions = zip(*self.frames[row], strict=True)
-        seed = int(self.seeds[row])
-        self.writer.add(Episode(np.stack(images), np.stack(actions), instruction, self.tasks[task], seed, success))
+        images, state, actions = (np.stack(part) for part in zip(*self.frames[row], strict=True))
+        self.writer.add(Episode(images, state, actions, instruction, self.tasks[task], int(self.seeds[row]), success))
 
     def _refuse_failing_experts(self) -> None:
         if self.settings.keep_failures:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -267,7 +268,7 @@ class RolloutWorker:
         last = (
             self.engine.values(stage.observation) if self.needs_values else torch.zeros_like(stage.steps[0]["values"])
         )
-        columns = {name: torch.stack([step[name] for step in stage.steps]) for name in stage.steps[0]}
+        columns: dict[str, Any] = {name: torch.stack([step[name] for step in stage.steps]) for name in stage.steps[0]}
         inputs = {name: torch.stack([step[name] for step in stage.inputs]) for name in stage.inputs[0]}
         columns["values"] = torch.cat([columns["values"], last[None]])
         version = torch.full(columns["task_id"].shape, iteration, dtype=torch.int64)
@@ -296,14 +297,14 @@ def concat_batches(parts: list[TrajectoryBatch]) -> TrajectoryBatch:
         return torch.cat(tensors, dim=1)
 
     inputs = {name: join([part.forward_inputs[name] for part in parts]) for name in parts[0].forward_inputs}
-    columns = {name: join([getattr(part, name) for part in parts]) for name in _columns(parts[0])}
+    columns: dict[str, Any] = {name: join([getattr(part, name) for part in parts]) for name in _columns(parts[0])}
     return TrajectoryBatch(forward_inputs=inputs, **columns)
 
 
 def select_columns(batch: TrajectoryBatch, columns: Tensor) -> TrajectoryBatch:
     """Return some of the environments of a rollout; ``columns int64[N]``."""
     inputs = {name: tensor.index_select(1, columns) for name, tensor in batch.forward_inputs.items()}
-    chosen = {name: getattr(batch, name).index_select(1, columns) for name in _columns(batch)}
+    chosen: dict[str, Any] = {name: getattr(batch, name).index_select(1, columns) for name in _columns(batch)}
     return TrajectoryBatch(forward_inputs=inputs, **chosen)
 
 

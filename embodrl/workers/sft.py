@@ -52,18 +52,54 @@ def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generat
     return np.stack([padded[i, :, y : y + height, x : x + width] for i, (y, x) in enumerate(shifts)])
 
 
-def batches(demos: Demos, settings: SftConfig, chunk: int, seed: int) -> Iterator[tuple[Observation, Tensor, Tensor]]:
-    """Yield observations, ``float32[N,C,A]`` actions and ``bool[N,C]`` mask without end, shuffled by the epoch."""
+def check_demos(demos: Demos, config: Config) -> None:
+    """Refuse demonstrations of another robot or view than the configured one.
+
+    Raises:
+        EmbodrlError: other action dimensions or cameras, or the robot's state is wanted and was not recorded.
+    """
+    source = config.sft.data_dir
+    action_dim, cameras = demos.actions.shape[1], demos.images.shape[1]
+    if action_dim != config.model.action_dim:
+        raise EmbodrlError(
+            f"actions in {source} have {action_dim} dimensions, model.action_dim is {config.model.action_dim}",
+            f"set model.action_dim={action_dim}, or use demonstrations of the robot that the policy is for",
+        )
+    if cameras != len(config.env.cameras):
+        raise EmbodrlError(
+            f"{source} has pictures of {cameras} cameras, env.cameras has {len(config.env.cameras)}",
+            "configure the cameras that the demonstrations were collected with, or collect them anew",
+        )
+    if config.env.include_state and demos.state.shape[1] == 0:
+        raise EmbodrlError(
+            f"env.include_state is true, and {source} holds no robot states",
+            "collect the demonstrations anew with env.include_state=true, or set env.include_state=false",
+        )
+
+
+def batches(
+    demos: Demos, settings: SftConfig, horizon: int, seed: int, include_state: bool = False
+) -> Iterator[tuple[Observation, Tensor, Tensor]]:
+    """Yield observations, ``float32[N,H,A]`` actions and ``bool[N,H]`` mask without end, shuffled by the epoch.
+
+    Args:
+        demos: where they come from.
+        settings: section ``sft``.
+        horizon: H, actions that the policy learns at once.
+        seed: of the order and the shifts.
+        include_state: give the robot's state; else ``float32[N,0]``.
+    """
     rng = np.random.default_rng(seed)
+    state = demos.state if include_state else demos.state[:, :0]
     order = np.zeros(0, np.int64)
     while True:
         while len(order) < settings.batch_size:
             order = np.concatenate([order, rng.permutation(len(demos.actions))])
         frames, order = order[: settings.batch_size], order[settings.batch_size :]
-        actions, inside = demos.action_chunks(frames, chunk)
+        actions, inside = demos.action_chunks(frames, horizon)
         observation = Observation(
             images=shift_images(demos.images[frames], settings.random_shift_px, rng),
-            state=np.zeros((len(frames), 0), np.float32),
+            state=state[frames],
             instruction=[demos.instructions[i] for i in demos.episode[frames]],
             task_id=np.zeros(len(frames), np.int32),
         )
@@ -125,6 +161,7 @@ def sft(config: Config) -> int:
         Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
     ):
         demos = load_demos(Path(settings.data_dir), settings.max_episodes)
+        check_demos(demos, config)
         policy = build_policy(config)
         progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
         stop.graceful = True
@@ -142,7 +179,7 @@ def _train(config: Config, policy: VLAPolicy, demos: Demos, progress: Progress, 
     optimizer = make_optimizer(policy, settings)
     precision = resolve_precision(config.actor.precision, device)
     cores = num_threads(config) if device.type == "cpu" else 1
-    stream = batches(demos, settings, policy.num_action_chunks, config.runner.seed)
+    stream = batches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     start_s = time.monotonic()
     done = 0

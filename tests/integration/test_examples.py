@@ -1,10 +1,13 @@
 """The examples run as their comments say, at the smallest size."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
-from runs import TINY_POLICY, embodrl, metrics
+from runs import TINY_POLICY, Outcome, embodrl, metrics
+from safetensors.numpy import load_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -69,3 +72,58 @@ def test_an_environment_from_outside_the_package(tmp_path: Path, monkeypatch: py
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert rows[2]["env_steps"] <= 2 * 4 * 12
     assert rows[2]["eval/episodes"] == 6
+
+
+def small_vla(*args: object) -> Outcome:
+    config = EXAMPLES / "new_model" / "config.yaml"
+    return embodrl(*args[:1], "--config", config, *args[1:], search_path=EXAMPLES / "new_model")
+
+
+SIZES = [
+    "env.max_episode_steps=10",
+    "env.pin_cpus=false",
+    "env.cameras=[{height: 16, width: 16}]",
+    "env.train.total_num_envs=4",
+    "env.train.max_steps_per_rollout_epoch=20",
+    "env.eval.total_num_envs=4",
+    "env.eval.num_episodes=8",
+    "actor.global_batch_size=8",
+    "actor.micro_batch_size=8",
+    "cluster.num_threads=1",
+    "runner.max_iterations=2",
+    "runner.eval_interval=1",
+]
+
+
+@pytest.mark.slow
+def test_a_model_from_outside_the_package(tmp_path: Path) -> None:
+    outcome = small_vla("collect", "collect.num_episodes=12", f"collect.output_dir={tmp_path / 'demos'}", *SIZES[1:])
+    assert outcome.code == 0, outcome.stderr
+    imitation = ["sft.max_steps=60", "sft.batch_size=32", "sft.lr_warmup_steps=5", "sft.log_interval=10"]
+    paths = [f"sft.data_dir={tmp_path / 'demos'}", f"sft.output_dir={tmp_path / 'sft'}"]
+    outcome = small_vla("sft", *imitation, *paths, *SIZES)
+    assert outcome.code == 0, outcome.stderr
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "sft" / "sft_metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0] / 2
+    warm = f"model.warm_start={tmp_path / 'sft' / 'policy'}"
+    outcome = small_vla("train", warm, f"runner.output_dir={tmp_path / 'run'}", *SIZES)
+    assert outcome.code == 0, outcome.stderr
+    rows = metrics(tmp_path / "run")
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert all(row["eval/episodes"] == 8 for row in rows)
+    before, after = (load_file(tmp_path / run / "policy" / "model.safetensors") for run in ("sft", "run"))
+    assert before.keys() == after.keys()
+    moved = {name for name, value in after.items() if np.isfinite(value).all() and (value != before[name]).any()}
+    assert moved == after.keys()
+
+
+def test_the_new_model_is_short() -> None:
+    assert len((EXAMPLES / "new_model" / "small_vla.py").read_text().splitlines()) < 120
+
+
+def test_a_misspelt_model_of_an_extension_is_told_with_the_nearest() -> None:
+    outcome = small_vla("train", "model.model_type=smal_vla")
+    assert outcome.code == 2
+    assert "there is no model 'smal_vla'" in outcome.stderr
+    assert "nearest:  small_vla" in outcome.stderr
+    assert "openvla, openvla_oft, pi0, pi05, gr00t, small_vla" in outcome.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.config.schema import Config
-from embodrl.data.demos import DemoWriter
+from embodrl.data.demos import DemoWriter, load_demos
 from embodrl.envs.pool import FaultCounts
 from embodrl.envs.toy import ToyVectorEnv
 from embodrl.errors import EmbodrlError
@@ -37,8 +37,10 @@ def config(directory: Path, *overrides: str) -> Config:
 class LocalPool:
     """Experts do nothing in environments whose reset seed is odd, and so fail there."""
 
-    def __init__(self, tasks=("reach-red",)):
-        self.env = ToyVectorEnv(NUM_ENVS, tasks, image_size=8, max_episode_steps=MAX_STEPS, auto_reset=False)
+    def __init__(self, tasks=("reach-red",), include_state=False):
+        self.env = ToyVectorEnv(
+            NUM_ENVS, tasks, image_size=8, max_episode_steps=MAX_STEPS, include_state=include_state, auto_reset=False
+        )
         self.spec, self.managers, self.faults = self.env.spec, [self], FaultCounts()
         self.num_steps, self.num_resets = 0, 0
 
@@ -132,3 +134,14 @@ def test_an_expert_that_always_fails_is_refused(tmp_path: Path) -> None:
     settings = config(tmp_path, "collect.num_episodes=1000")
     with pytest.raises(EmbodrlError, match="the expert fails more than 9 times in 10 on reach-red"):
         collect(settings, pool)
+
+
+@pytest.mark.parametrize("include_state", [False, True])
+def test_the_state_before_each_action_is_kept(tmp_path: Path, include_state: bool) -> None:
+    collect(config(tmp_path, "collect.num_episodes=4"), LocalPool(include_state=include_state))
+    demos = load_demos(tmp_path)
+    assert demos.state.shape == (len(demos.actions), 2 if include_state else 0)
+    if include_state:  # without noise each state is the one before, moved by the expert's action
+        within = demos.episode[1:] == demos.episode[:-1]
+        moved = np.clip(demos.state[:-1] + 0.15 * demos.actions[:-1, :2], -1, 1)
+        np.testing.assert_allclose(demos.state[1:][within], moved[within], atol=1e-6)

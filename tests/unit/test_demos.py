@@ -12,7 +12,8 @@ def episode(number: int, length: int, success: bool = True) -> Episode:
     images = np.full((length, 1, 4, 4, 3), number, np.uint8)
     images[:, 0, 0, 0, 0] = np.arange(length)
     actions = (np.arange(length * 2, dtype=np.float32) + 100 * number).reshape(length, 2)
-    return Episode(images, actions, f"do {number}", f"task-{number % 2}", 10 + number, success)
+    state = np.stack([np.arange(length), np.full(length, number), np.ones(length)], axis=1).astype(np.float32)
+    return Episode(images, state, actions, f"do {number}", f"task-{number % 2}", 10 + number, success)
 
 
 def write(directory, lengths=(3, 1, 4), shard_episodes=2):
@@ -31,6 +32,9 @@ def test_what_is_written_comes_back(tmp_path):
         demos.actions, np.concatenate([episode(i, n).actions for i, n in ((0, 3), (1, 1), (2, 4))])
     )
     np.testing.assert_array_equal(demos.images[:, 0, 1, 1, 0], [0, 0, 0, 1, 2, 2, 2, 2])
+    np.testing.assert_array_equal(demos.state[:, 0], [0, 1, 2, 0, 0, 1, 2, 3])
+    np.testing.assert_array_equal(demos.state[:, 1], [0, 0, 0, 1, 2, 2, 2, 2])
+    assert demos.state.shape == (8, 3) and demos.state.dtype == np.float32
     np.testing.assert_array_equal(demos.episode, [0, 0, 0, 1, 2, 2, 2, 2])
     np.testing.assert_array_equal(demos.last, [2, 2, 2, 3, 7, 7, 7, 7])
     assert demos.instructions == ["do 0", "do 1", "do 2"] and demos.tasks == ["task-0", "task-1", "task-0"]
@@ -42,6 +46,14 @@ def test_what_is_written_comes_back(tmp_path):
 def test_only_the_first_episodes_if_asked(tmp_path):
     write(tmp_path)
     assert load_demos(tmp_path, 2).actions.shape == (4, 2)
+
+
+def test_demonstrations_from_before_there_were_states_load(tmp_path):
+    write(tmp_path)
+    for shard in tmp_path.glob("shard_*.safetensors"):
+        save_file({name: array for name, array in load_file(shard).items() if name != "state"}, shard)
+    demos = load_demos(tmp_path)
+    assert demos.state.shape == (8, 0) and demos.state.dtype == np.float32 and demos.actions.shape == (8, 2)
 
 
 def test_chunks_end_with_their_episode(tmp_path):
@@ -85,6 +97,8 @@ def damage(directory, kind):
         save_file({name: array[:2] for name, array in load_file(shard).items()}, shard)
     elif kind == "shard without actions":
         save_file({"images": load_file(shard)["images"]}, shard)
+    elif kind == "shard without some states":
+        save_file({name: array[:2] if name == "state" else array for name, array in load_file(shard).items()}, shard)
     elif kind == "torn index":
         index.write_text(index.read_text()[:50])
     elif kind == "index of another kind":
@@ -106,6 +120,7 @@ def damage(directory, kind):
         ("missing shard", "shard_0001"),
         ("shard of another collection", "shard_0001"),
         ("shard without actions", "shard_0001"),
+        ("shard without some states", "shard_0001"),
         ("torn index", "index"),
         ("index of another kind", "index"),
         ("no episodes", "index"),

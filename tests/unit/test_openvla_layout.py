@@ -29,11 +29,40 @@ PUBLIC = {
 }
 
 
-@pytest.fixture(scope="module")
-def shapes() -> dict[str, tuple[int, ...]]:
+PARAMETERS_7B = 7_541_237_184
+
+
+@pytest.fixture(scope="module", params=["openvla", "openvla_oft"])
+def shapes(request) -> dict[str, tuple[int, ...]]:
+    """OpenVLA-OFT has the same weights; only its attention is not causal."""
     with torch.device("meta"):
-        model = OpenVLAModel(OpenVLAConfig.from_dict(PUBLIC))
+        model = OpenVLAModel(OpenVLAConfig.from_dict(PUBLIC), causal=request.param == "openvla")
+    assert all(value.is_meta for value in model.state_dict().values())  # nothing is allocated
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def public_names() -> set[str]:
+    """The names in the index of openvla-7b's shards, spelt out by their rule."""
+
+    def both(*modules: str) -> list[str]:
+        return [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
+
+    block = both("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    tower = ["pos_embed", *both("patch_embed.proj", "norm")]
+    dino = [*tower, "cls_token", "reg_token"]
+    dino += [f"blocks.{i}.{n}" for i in range(24) for n in (*block, "ls1.scale_factor", "ls2.scale_factor")]
+    pool = ["latent", *both("q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")]
+    siglip = [*tower, *(f"attn_pool.{n}" for n in pool), *(f"blocks.{i}.{n}" for i in range(27) for n in block)]
+    layer = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    layer += ["input_layernorm", "post_attention_layernorm"]
+    llama = [f"model.layers.{i}.{n}.weight" for i in range(32) for n in layer]
+    llama += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    return {
+        *(f"vision_backbone.featurizer.{n}" for n in dino),
+        *(f"vision_backbone.fused_featurizer.{n}" for n in siglip),
+        *(f"projector.{n}" for n in both("fc1", "fc2", "fc3")),
+        *(f"language_model.{n}" for n in llama),
+    }
 
 
 @pytest.mark.parametrize(
@@ -67,9 +96,8 @@ def test_public_names_and_shapes(shapes, name, shape):
 def test_public_size(shapes):
     """Tensors: DINOv2 14 a block and 7, SigLIP 12 a block, 5 and 13 in the pool, projector 6, Llama 9 a layer and 3."""
     assert len(shapes) == (24 * 14 + 7) + (27 * 12 + 5 + 13) + 6 + (32 * 9 + 3)
-    total = sum(torch.Size(shape).numel() for shape in shapes.values())
-    assert 7.5e9 < total < 7.6e9
-    assert not any("rotary" in name or "position_ids" in name for name in shapes)
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == PARAMETERS_7B
+    assert shapes.keys() == public_names()
 
 
 def test_public_ids():

@@ -10,10 +10,10 @@ import torch
 
 from embodrl.config.schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.models.common.checkpoint import save_weights
-from embodrl.models.openvla.build import build_openvla
+from embodrl.models.common.checkpoint import read_json, save_weights, write_json
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.policy import OpenVLAPolicy
+from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 
 VIT = VitConfig(width=16, depth=3, num_heads=2, mlp_dim=24)
@@ -32,7 +32,7 @@ TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it ov
 
 def build(**changes) -> OpenVLAPolicy:
     options = {"warm_start": None, "architecture": ARCHITECTURE, "num_action_chunks": 2, **changes}
-    return build_openvla(ModelConfig(**options), device="cpu", dtype=torch.float32, seed=3)[0]
+    return build_policy(ModelConfig(**options), device="cpu", dtype=torch.float32, seed=3)[0]
 
 
 def observation(batch: int = 3, seed: int = 0, size: int = 16) -> Observation:
@@ -94,9 +94,9 @@ def test_decoder_equals_the_full_forward_pass(policy):
         tokens = torch.randint(policy.bins.first_id, policy.bins.first_id + 256, (3, 14), generator=generator())
         decoder = ActionDecoder(policy.model, 3, prefix.shape[1] + 14)
         _, logits, hidden = decoder.run(prefix, mask, 14, lambda _, place: tokens[:, place])
-        want, want_hidden = policy._teacher_forced({**inputs, "action_tokens": tokens.view(3, 2, 7)})
+        want, want_hidden = policy.action_logits({**inputs, "action_tokens": tokens.view(3, 2, 7)})
     torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(hidden, want_hidden, rtol=0, atol=1e-5)
+    torch.testing.assert_close(hidden[:, -1], want_hidden, rtol=0, atol=1e-5)
 
 
 def test_rows_do_not_depend_on_their_company(policy):
@@ -134,7 +134,7 @@ def test_seeds_decide(policy):
 def test_greedy_takes_the_most_probable(policy):
     rollout = policy.predict_action_batch(observation(), "eval", SamplingParams(1.0))
     with torch.no_grad():
-        logits, _ = policy._teacher_forced(rollout.forward_inputs)
+        logits, _ = policy.action_logits(rollout.forward_inputs)
     assert torch.equal(logits.argmax(-1), policy.bins.index(rollout.forward_inputs["action_tokens"].flatten(1)))
 
 
@@ -231,7 +231,7 @@ def test_save_and_load_to_the_bit(tmp_path):
     policy.save_pretrained(tmp_path / "saved")
     for target in ({"warm_start": str(tmp_path / "saved")}, {"model_path": str(tmp_path / "saved")}):
         config = ModelConfig(**{"architecture": ARCHITECTURE, "num_action_chunks": 2, **target})
-        again, report = build_openvla(config, device="cpu", dtype=torch.float32, seed=99)
+        again, report = build_policy(config, device="cpu", dtype=torch.float32, seed=99)
         assert report.ok and report.num_loaded == len(policy.state_dict())
         assert not report.initialized and not report.ignored
         for (name, a), (other, b) in zip(policy.state_dict().items(), again.state_dict().items(), strict=True):
@@ -283,7 +283,7 @@ def test_another_value_head_is_reported(tmp_path):
         num_action_chunks=4,
         value_head=ValueHeadConfig(output="action"),
     )
-    policy, report = build_openvla(config, device="cpu", dtype=torch.float32, seed=0)
+    policy, report = build_policy(config, device="cpu", dtype=torch.float32, seed=0)
     assert "value_head.safetensors" in report.ignored and "value_head.out.weight" in report.initialized
     assert policy.num_action_chunks == 4
 
@@ -314,8 +314,74 @@ def test_prompt_row(policy):
     assert text == "In: What action should the robot take to push the cube?\nOut:"
 
 
-def test_lora_targets_are_trained_linear_layers(policy):
-    names = policy.lora_target_modules()
-    assert "model.language_model.model.layers.0.self_attn.q_proj" in names and "model.projector.fc3" in names
-    assert "model.vision_backbone.featurizer.blocks.0.attn.qkv" in names
-    assert not any(name.startswith("value_head") or "attn_pool" in name or "blocks.2" in name for name in names)
+@pytest.mark.parametrize("source", ["prompt_end", "prompt_mean"])
+def test_values_are_read_from_the_prompt(source):
+    """The last hidden state, or the mean over BOS, patches and prompt, of each row alone and so without padding."""
+    policy = build(value_head=ValueHeadConfig(input=source))
+    values = policy.predict_values(observation())
+    rollout = policy.predict_action_batch(observation(), "train", SamplingParams(), generator())
+    torch.testing.assert_close(rollout.values, values, rtol=0, atol=1e-5)
+    again = policy.evaluate_actions(rollout.forward_inputs, SamplingParams())
+    torch.testing.assert_close(again.values, values, rtol=0, atol=1e-5)
+    for row in range(3):
+        inputs = {name: value[row : row + 1] for name, value in rollout.forward_inputs.items()}
+        ids = inputs["input_ids"][:, inputs["attention_mask"][0].bool()]
+        with torch.no_grad():
+            prefix = policy.model.embed_prefix(policy._pixels(inputs["images"]), ids)
+            hidden = policy.model.language_model.model(inputs_embeds=prefix).last_hidden_state[0]
+            want = policy.value_head(hidden[-1:] if source == "prompt_end" else hidden.mean(dim=0, keepdim=True))
+        torch.testing.assert_close(values[row : row + 1], want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_detached_value_trains_the_value_head_only(detach):
+    policy = build(value_head=ValueHeadConfig(detach=detach))
+    inputs = policy.predict_action_batch(observation(), "train", SamplingParams(), generator()).forward_inputs
+    policy.evaluate_actions(inputs, SamplingParams()).values.sum().backward()
+    reached = {name.partition(".")[0] for name, p in policy.named_parameters() if p.grad is not None}
+    assert reached == ({"value_head"} if detach else {"value_head", "model"})
+
+
+def test_gripper_convention():
+    """LIBERO: the model's 0 (closed) to 1 (open) becomes +1 (closed) or -1 (open), and back for imitation."""
+    plain, libero = build(), build(gripper="libero")
+    acted = [
+        p.predict_action_batch(observation(), "train", SamplingParams(), generator()).actions for p in (plain, libero)
+    ]
+    np.testing.assert_array_equal(acted[0][..., :6], acted[1][..., :6])
+    np.testing.assert_array_equal(acted[1][..., 6], np.where(acted[0][..., 6] > 0.5, -1.0, 1.0))
+    actions = torch.zeros(3, 2, 7)
+    actions[:, 0, 6], actions[:, 1, 6] = -1.0, 1.0
+    tokens = libero.sft_inputs(observation(), actions)["action_tokens"].numpy()
+    np.testing.assert_allclose(libero.bins.decode(tokens)[:, :, 6], [[1.0, 0.0]] * 3, atol=1 / 255 + 1e-6)
+
+
+def test_bfloat16_weights(tmp_path):
+    config = ModelConfig(warm_start=None, architecture=ARCHITECTURE, num_action_chunks=2)
+    policy, _ = build_policy(config, device="cpu", dtype=torch.bfloat16, seed=3)
+    policy.save_pretrained(tmp_path)
+    for dtype in (torch.bfloat16, torch.float32):
+        config = ModelConfig(warm_start=str(tmp_path), architecture=ARCHITECTURE, num_action_chunks=2)
+        again, report = build_policy(config, device="cpu", dtype=dtype, seed=4)
+        assert report.ok and report.num_loaded == len(policy.state_dict()) and not report.initialized
+        assert {value.dtype for value in again.model.state_dict().values()} == {dtype}
+        assert {value.dtype for value in again.value_head.state_dict().values()} == {torch.float32}
+        weights = again.state_dict()
+        assert all(
+            torch.equal(value.to(weights[name].dtype), weights[name]) for name, value in policy.state_dict().items()
+        )
+
+
+def test_an_unknown_unnorm_key_lists_the_keys(tmp_path):
+    build().save_pretrained(tmp_path)
+    statistics = read_json(tmp_path / "dataset_statistics.json")["maniskill"]
+    write_json(tmp_path / "dataset_statistics.json", {"libero_goal_no_noops": statistics, "bridge_orig": statistics})
+    config = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", {**config, "norm_stats": {}})
+    with pytest.raises(CheckpointError, match=r"2 sets .*bridge_orig, libero_goal_no_noops(.|\n)*model\.unnorm_key"):
+        build(model_path=str(tmp_path))
+    with pytest.raises(
+        CheckpointError, match=r"'bridge'; it has: bridge_orig, libero(.|\n)*model\.unnorm_key=bridge_orig"
+    ):
+        build(model_path=str(tmp_path), unnorm_key="bridge")
+    assert build(model_path=str(tmp_path), unnorm_key="libero_goal").stats.key == "libero_goal_no_noops"

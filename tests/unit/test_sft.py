@@ -2,10 +2,12 @@ import math
 
 import numpy as np
 import pytest
+from toy_policy import ToyPolicy
 
-from embodrl.config.schema import SftConfig
+from embodrl.config.schema import CameraConfig, Config, EnvConfig, ModelConfig, SftConfig
 from embodrl.data.demos import Demos
-from embodrl.workers.sft import batches, learning_rate, shift_images
+from embodrl.errors import EmbodrlError
+from embodrl.workers.sft import batches, check_demos, learning_rate, make_optimizer, shift_images
 
 
 def demos(num_frames: int) -> Demos:
@@ -15,7 +17,7 @@ def demos(num_frames: int) -> Demos:
     episode = (np.arange(num_frames) >= half).astype(np.int64)
     last = np.where(episode == 0, half - 1, num_frames - 1)
     actions = np.arange(num_frames, dtype=np.float32)[:, None]
-    return Demos(images, actions, episode, last, ["first", "second"], ["a", "b"])
+    return Demos(images, 10 * actions, actions, episode, last, ["first", "second"], ["a", "b"])
 
 
 def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine():
@@ -70,3 +72,47 @@ def test_a_batch_may_be_larger_than_the_data_and_the_seed_decides():
     np.testing.assert_array_equal(first, next(batches(demos(4), settings, 1, seed=3))[1].numpy())
     assert not np.array_equal(first, next(batches(demos(4), settings, 1, seed=4))[1].numpy())
     assert np.bincount(first[:, 0, 0].astype(int)).tolist().count(0) == 0
+
+
+@pytest.mark.parametrize("include_state", [False, True])
+def test_the_state_is_that_of_the_frame_and_only_given_if_wanted(include_state):
+    stream = batches(demos(12), SftConfig(batch_size=12), 1, seed=0, include_state=include_state)
+    observation, actions, _ = next(stream)
+    assert observation.state.dtype == np.float32
+    np.testing.assert_array_equal(observation.state, 10 * actions[:, 0].numpy() if include_state else np.zeros((12, 0)))
+
+
+def config(action_dim: int = 1, include_state: bool = False, cameras: int = 1) -> Config:
+    views = tuple(CameraConfig(name=f"camera {i}") for i in range(cameras))
+    env = EnvConfig(include_state=include_state, cameras=views)
+    return Config(env=env, model=ModelConfig(action_dim=action_dim))
+
+
+def test_demonstrations_of_this_robot_pass():
+    check_demos(demos(4), config())
+    check_demos(demos(4), config(include_state=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "remedy"),
+    [
+        ({"action_dim": 7}, "have 1 dimensions, model.action_dim is 7", "model.action_dim=1"),
+        ({"cameras": 2}, "pictures of 1 cameras, env.cameras has 2", "cameras that the demonstrations"),
+        ({"include_state": True}, "holds no robot states", "collect the demonstrations anew"),
+    ],
+)
+def test_demonstrations_of_another_robot_are_refused(changes, message, remedy):
+    found = demos(4)
+    found.state = found.state[:, :0]
+    with pytest.raises(EmbodrlError, match=message) as refused:
+        check_demos(found, config(**changes))
+    assert remedy in refused.value.remedy
+
+
+def test_imitation_leaves_the_value_head_alone():
+    policy = ToyPolicy()
+    trained = {id(p) for group in make_optimizer(policy, SftConfig()).param_groups for p in group["params"]}
+    assert trained == {
+        id(p) for name, part in policy.parts().items() if name != "value_head" for p in part.parameters()
+    }
+    assert not trained & {id(p) for p in policy.value.parameters()}

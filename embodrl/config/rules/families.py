@@ -174,7 +174,7 @@ def keys_of_other_families(context: Context) -> Iterator[Finding]:
     if "kind" not in known:  # somebody's own family may read what it likes
         return
     of_flow = ("model.flow",)
-    of_tokens = ("algorithm.sampling", "sft.label_smoothing_bins")
+    of_tokens = ("algorithm.sampling.temperature", "algorithm.sampling.top_k", "sft.label_smoothing_bins")
     of_oft = ("model.use_proprio", "model.keep_stop_token")
     foreign = [f"model.{name}" for name in DIMENSIONS if name != known.get("dimensions") and model.model_path is None]
     foreign += of_tokens if known["kind"] == "flow" else of_flow

@@ -32,21 +32,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1]
         )
-    if k.shape[1] != q.shape[1]:
-        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
+    batch, heads, length, width = q.shape
+    groups = k.shape[1]
+    # Heads that share keys become rows of one product, so that the keys need not be repeated.
+    rows = (q * width**-0.5).reshape(batch, groups, heads // groups * length, width)
+    scores = torch.matmul(rows, k.transpose(-1, -2)).view(batch, heads, length, -1)
     if causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = torch.ones(length, k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores + torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -torch.inf)
-    return torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype), v)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype).view(*rows.shape[:3], -1)
+    return torch.matmul(weights, v).view(batch, heads, length, -1)
 
 
 def _transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **unused: Any
 ) -> tuple[Tensor, None]:
-    """Adapt ``attention`` to transformers; without a mask the model is causal."""
-    out = attention(query, key, value, attention_mask, causal=attention_mask is None)
+    """Adapt ``attention`` to transformers; without a mask the model is causal, unless its configuration denies it."""
+    causal = attention_mask is None and getattr(module.config, "is_causal", True)
+    out = attention(query, key, value, attention_mask, causal=causal)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +22,9 @@ from embodrl.models.base import LoadReport
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 1024**3
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*"]
+# Of OpenVLA-OFT, the projector of the robot's state, and the continuous action head, by which a checkpoint is refused.
+_OFT_PATTERNS = ["proprio_projector--*.pt", "action_head--*.pt"]
+HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt", *_OFT_PATTERNS]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -53,6 +56,22 @@ def weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "give the directory of a checkpoint")
 
 
+def stored_names(files: list[Path]) -> set[str]:
+    """Return the names of all tensors in safetensors files.
+
+    Raises:
+        CheckpointError: a file is corrupt.
+    """
+    names: set[str] = set()
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as reader:
+                names.update(reader.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
+    return names
+
+
 def load_strict(
     module: nn.Module,
     files: list[Path],
@@ -69,7 +88,7 @@ def load_strict(
         module: takes the tensors as its parameters and buffers.
         files: safetensors files.
         report: filled in.
-        device: of the loaded tensors.
+        device: of the loaded tensors; with ``meta`` names and shapes are checked, and no tensor is read.
         dtype: of the loaded floating-point tensors.
         aliases: names in the file to names in the module.
         ignore: names in the file that are not used, with the reason.
@@ -82,11 +101,12 @@ def load_strict(
             must not be used after that.
     """
     aliases, ignore = aliases or {}, ignore or {}
+    on_meta = torch.device(device).type == "meta"
     expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     state: dict[str, Tensor] = {}
     for path in files:
         try:
-            with safe_open(path, framework="pt", device=str(device)) as reader:
+            with safe_open(path, framework="pt", device="cpu" if on_meta else str(device)) as reader:
                 for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     name = aliases.get(stored, stored)
                     if stored in ignore:
@@ -101,6 +121,9 @@ def load_strict(
                         continue
                     if name != stored:
                         report.aliased[stored] = name
+                    if on_meta:
+                        state[name] = torch.empty(shape, dtype=dtype, device="meta")
+                        continue
                     tensor = reader.get_tensor(stored)
                     # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
                     state[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
@@ -141,6 +164,25 @@ def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: 
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file.
+
+    Raises:
+        CheckpointError: missing, unreadable, not JSON, or not a mapping.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} does not exist", "give the directory of a checkpoint in the public layout"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", "fetch the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no mapping", "fetch the checkpoint again")
+    return content
+
+
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a mapping as readable JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -154,9 +196,10 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     staging.chmod(0o755)
     try:
         yield staging
-        for path in staging.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        for path in staging.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
         old = staging.with_name(staging.name + ".old")
         if target.exists():
             target.rename(old)
@@ -169,7 +212,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 def resolve(model_path: str) -> Path:
     """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
 
-    Only safetensors, JSON and tokenizer files are fetched; never code.
+    Only safetensors, JSON and tokenizer files are fetched, and two of OpenVLA-OFT's; never code.
 
     Raises:
         CheckpointError: no such directory, and the hub can't be reached or has no such model.

@@ -17,7 +17,7 @@ from embodrl.config.model_schema import FlowConfig, ModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.flow import NoiseHead, Sampler, Velocity, integrate, standard_normal
-from embodrl.models.common.gripper import to_environment, to_model
+from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.value_head import ValueHead
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
@@ -27,11 +27,11 @@ EVALUATION_NOISE_SEED = 0
 class ActionNormalizer(Protocol):
     """From environment units to the model's and back."""
 
-    def normalize(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
+    def normalize(self, actions: NDArray[np.floating], /) -> NDArray[np.float64]:
         """``[...,A]`` in environment units to the model's."""
         ...
 
-    def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
+    def unnormalize(self, actions: NDArray[np.float64], /) -> NDArray[np.float64]:
         """``[...,A]`` in the model's units to the environment's."""
         ...
 
@@ -80,7 +80,7 @@ class FlowPolicy(VLAPolicy):
         self.horizon = horizon
         self.padded_action_dim = padded_action_dim
         self.flow: FlowConfig = config.flow
-        self.gripper = config.gripper
+        self.gripper: Convention = config.gripper
         self.value_input = value_input if config.value_head.input == "auto" else config.value_head.input
         self.detach_value = config.value_head.detach
         self.value_head = value_head

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from torch.nn import functional as F
 
 _PRECISION_BITS = 22
 _BICUBIC_A = -0.5
-_BICUBIC_SUPPORT = 2.0
 
 
 def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
@@ -27,13 +28,24 @@ def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
     begin with the height where that shrinks more; on such upright images results may differ by rounding.) Images that
     have the size already are returned as they are.
     """
-    if images.dtype != torch.uint8:
-        raise TypeError(f"images are {images.dtype}, not uint8")
-    if images.shape[2] != width:
-        images = _filter(images.transpose(2, 3), _matrix(images.shape[2], width)).transpose(2, 3)
-    if images.shape[1] != height:
-        images = _filter(images.permute(0, 2, 3, 1), _matrix(images.shape[1], height)).permute(0, 3, 1, 2)
-    return images.contiguous()
+    return _resize(images, height, width, _BICUBIC)
+
+
+def resize_with_pad(images: Tensor, height: int, width: int) -> Tensor:
+    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]``, keeping proportions, with black bars.
+
+    As openpi prepares images: Pillow's bilinear filter, sides rounded down, the picture in the middle and, where the
+    bars can't be equal, the thinner one above or left.
+    """
+    ratio = max(images.shape[2] / width, images.shape[1] / height)
+    inner_height, inner_width = int(images.shape[1] / ratio), int(images.shape[2] / ratio)
+    resized = _resize(images, inner_height, inner_width, _BILINEAR)
+    if (inner_height, inner_width) == (height, width):
+        return resized
+    top, left = (height - inner_height) // 2, (width - inner_width) // 2
+    padded = images.new_zeros(len(images), height, width, 3)
+    padded[:, top : top + inner_height, left : left + inner_width] = resized
+    return padded
 
 
 def center_crop_area(images: Tensor, area: float = 0.9) -> Tensor:
@@ -56,6 +68,16 @@ def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return ((images.float() / 255.0 - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 
+def _resize(images: Tensor, height: int, width: int, kernel: Kernel) -> Tensor:
+    if images.dtype != torch.uint8:
+        raise TypeError(f"images are {images.dtype}, not uint8")
+    if images.shape[2] != width:
+        images = _filter(images.transpose(2, 3), _matrix(images.shape[2], width, kernel)).transpose(2, 3)
+    if images.shape[1] != height:
+        images = _filter(images.permute(0, 2, 3, 1), _matrix(images.shape[1], height, kernel)).permute(0, 3, 1, 2)
+    return images.contiguous()
+
+
 def _filter(images: Tensor, matrix: Tensor) -> Tensor:
     """Apply the integer matrix to the last axis, in fixed point."""
     total = images.to(torch.float64) @ matrix.to(images.device).T
@@ -64,17 +86,17 @@ def _filter(images: Tensor, matrix: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _matrix(size: int, target: int) -> Tensor:
+def _matrix(size: int, target: int, kernel: Kernel) -> Tensor:
     """Return the filter ``float64[target,size]`` of whole numbers, in units of 2**-22."""
     scale = size / target
     stretch = max(scale, 1.0)
-    support = _BICUBIC_SUPPORT * stretch
+    support = kernel.support * stretch
     matrix = np.zeros((target, size))
     for row in range(target):
         center = (row + 0.5) * scale
         first = max(int(center - support + 0.5), 0)
         last = min(int(center + support + 0.5), size)
-        weights = _bicubic((np.arange(first, last) - center + 0.5) / stretch)
+        weights = kernel.weight((np.arange(first, last, dtype=np.float64) - center + 0.5) / stretch)
         scaled = weights / weights.sum() * (1 << _PRECISION_BITS)
         matrix[row, first:last] = np.trunc(scaled + np.copysign(0.5, scaled))
     return torch.from_numpy(matrix)
@@ -86,3 +108,20 @@ def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
     inner = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
     outer = (((x - 5.0) * x + 8.0) * x - 4.0) * a
     return np.where(x < 1.0, inner, np.where(x < 2.0, outer, 0.0))
+
+
+def _bilinear(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A triangle of unit half-width."""
+    return np.maximum(1.0 - np.abs(x), 0.0)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A filter in units of input pixels: its weight at a distance and the distance where it ends."""
+
+    weight: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+    support: float
+
+
+_BICUBIC = Kernel(_bicubic, 2.0)
+_BILINEAR = Kernel(_bilinear, 1.0)

@@ -16,6 +16,12 @@ from torch import Tensor, nn
 QUERY_KEY_GAIN = 2.0
 
 
+def new_generator(device: torch.device | str, seed: int) -> torch.Generator:
+    """Return a random generator of weights on a device; on the CPU for the meta device, which has none."""
+    device = torch.device(device)
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
+
+
 def init_matrix(weight: Tensor, generator: torch.Generator, gain: float = 1.0) -> None:
     """Draw ``[out,...]`` with a standard deviation of ``gain / sqrt(fan_in)``."""
     fan_in = weight[0].numel()

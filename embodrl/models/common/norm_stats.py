@@ -1,7 +1,12 @@
-"""Action statistics of a data set: from quantile-normalised actions in [-1, 1] to environment units and back."""
+"""Statistics of a data set: from environment units to what a model learns, and back.
+
+``ActionStats`` is OpenVLA's (a mask, and clipping to [-1, 1]); ``MeanStd`` and ``Quantiles`` are openpi's, of actions
+and states alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +54,80 @@ def identity_stats(action_dim: int) -> dict[str, Any]:
     return {"action": {"q01": [-1.0] * action_dim, "q99": [1.0] * action_dim, "mask": [True] * action_dim}}
 
 
+@dataclass(frozen=True)
+class MeanStd:
+    """Normalisation to mean 0 and standard deviation 1.
+
+    Attributes:
+        mean, std: ``float64[A]``, in environment units.
+        eps: added to ``std``.
+    """
+
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+    eps: float = 1e-6
+
+    def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return ``(values - mean) / (std + eps)``; shape ``[...,A]``."""
+        return (np.asarray(values, dtype=np.float64) - self.mean) / (self.std + self.eps)
+
+    def unnormalize(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``values * (std + eps) + mean``; shape ``[...,A]``."""
+        return values * (self.std + self.eps) + self.mean
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Normalisation of the range between two quantiles to [-1, 1], without clipping.
+
+    Attributes:
+        q01, q99: ``float64[A]``, in environment units.
+        eps: added to the range.
+    """
+
+    q01: NDArray[np.float64]
+    q99: NDArray[np.float64]
+    eps: float = 1e-6
+
+    def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return ``2 (values - q01) / (q99 - q01 + eps) - 1``; shape ``[...,A]``."""
+        span = self.q99 - self.q01 + self.eps
+        return (np.asarray(values, dtype=np.float64) - self.q01) / span * 2.0 - 1.0
+
+    def unnormalize(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``(values + 1) (q99 - q01 + eps) / 2 + q01``; shape ``[...,A]``."""
+        return (values + 1.0) / 2.0 * (self.q99 - self.q01 + self.eps) + self.q01
+
+
+def choose_key(keys: Collection[str], key: str | None, source: str) -> str:
+    """Return which of the sets of statistics to use.
+
+    Args:
+        keys: the sets that there are.
+        key: which; ``key + "_no_noops"`` is tried second; None takes the only one.
+        source: named in errors.
+
+    Raises:
+        CheckpointError: no such key, or several and none chosen.
+    """
+    listed = ", ".join(sorted(keys)) or "none"
+    if key is None:
+        if len(keys) != 1:
+            raise CheckpointError(
+                f"{source} has {len(keys)} sets of action statistics ({listed})", "choose one with model.unnorm_key"
+            )
+        return next(iter(keys))
+    if key not in keys and f"{key}_no_noops" in keys:
+        return f"{key}_no_noops"
+    if key not in keys:
+        hint = nearest(key, list(keys))
+        raise CheckpointError(
+            f"{source} has no action statistics '{key}'; it has: {listed}",
+            f"set model.unnorm_key={hint}" if hint else "set model.unnorm_key to one of these",
+        )
+    return key
+
+
 def choose_stats(norm_stats: dict[str, Any], key: str | None, action_dim: int, source: str) -> ActionStats:
     """Return the statistics of that key.
 
@@ -61,22 +140,7 @@ def choose_stats(norm_stats: dict[str, Any], key: str | None, action_dim: int, s
     Raises:
         CheckpointError: no such key, several keys and none chosen, or another number of dimensions.
     """
-    keys = list(norm_stats)
-    listed = ", ".join(sorted(keys)) or "none"
-    if key is None:
-        if len(keys) != 1:
-            raise CheckpointError(
-                f"{source} has {len(keys)} sets of action statistics ({listed})", "choose one with model.unnorm_key"
-            )
-        key = keys[0]
-    elif key not in norm_stats and f"{key}_no_noops" in norm_stats:
-        key = f"{key}_no_noops"
-    if key not in norm_stats:
-        hint = nearest(key, keys)
-        raise CheckpointError(
-            f"{source} has no action statistics '{key}'; it has: {listed}",
-            f"set model.unnorm_key={hint}" if hint else "set model.unnorm_key to one of these",
-        )
+    key = choose_key(norm_stats, key, source)
     entry = norm_stats[key]["action"]
     q01 = np.asarray(entry["q01"], dtype=np.float64)
     q99 = np.asarray(entry["q99"], dtype=np.float64)

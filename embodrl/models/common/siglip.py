@@ -170,7 +170,9 @@ class SiglipVisionModel(nn.Module):
         vision = self.vision_model
         init_linears(vision, generator, residual=("out_proj", "fc2"), blocks=self.spec.depth)
         init_matrix(vision.embeddings.patch_embedding.weight, generator)
-        nn.init.zeros_(vision.embeddings.patch_embedding.bias)
+        bias = vision.embeddings.patch_embedding.bias
+        assert bias is not None
+        nn.init.zeros_(bias)
         vision.embeddings.position_embedding.weight.data.copy_(sincos_2d(self.spec.grid, self.spec.width)[0])
         for module in vision.modules():
             if isinstance(module, nn.LayerNorm):

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
-from embodrl.models.common.norm_stats import choose_stats, identity_stats
+from embodrl.models.common.heads import build_value_head
+from embodrl.models.common.init import new_generator
+from embodrl.models.common.norm_stats import ActionStats, choose_stats, identity_stats
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel, init_weights
-from embodrl.models.openvla.policy import VALUE_HEAD_FILE, OpenVLAPolicy
+from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.processing import OpenVLAProcessor
 
 BUILTIN_WARM_START = Path(__file__).parents[2] / "assets" / "openvla_tiny"
 TINY_STATS_KEY = "maniskill"
 RANDOM_SOURCE = "random weights"
+
+
+@dataclass
+class Parts:
+    """What policies on the OpenVLA network are put together from.
+
+    Attributes:
+        directory: of the checkpoint or the warm start; None with random weights.
+        model: the network, filled.
+        tokenizer: of its prompts.
+        stats: action statistics of the robot.
+        value_head: the critic, or None.
+        report: what became of the checkpoint.
+        generator: for further random weights.
+    """
+
+    directory: Path | None
+    model: OpenVLAModel
+    tokenizer: PromptTokenizer
+    stats: ActionStats
+    value_head: ValueHead | None
+    report: LoadReport
+    generator: torch.Generator
 
 
 def build_openvla(
@@ -43,8 +67,31 @@ def build_openvla(
     Raises:
         CheckpointError: no such checkpoint, or it does not fit.
     """
-    device = torch.device(device)
-    directory = _source(config)
+    parts = build_parts(config, BUILTIN_WARM_START, True, torch.device(device), dtype, seed)
+    model = parts.model.config
+    processor = OpenVLAProcessor(
+        parts.tokenizer, model.image_size, config.architecture.max_prompt_tokens, model.pad_token_id, config.center_crop
+    )
+    return OpenVLAPolicy(parts.model, processor, parts.stats, config, parts.value_head), parts.report
+
+
+def build_parts(
+    config: ModelConfig, builtin: Path | None, causal: bool, device: torch.device, dtype: torch.dtype, seed: int
+) -> Parts:
+    """Build the network and what goes with it.
+
+    Args:
+        config: the section ``model``.
+        builtin: what ``warm_start: builtin`` means; None if no weights ship.
+        causal: see OpenVLAModel.
+        device: where the network lives.
+        dtype: of its weights.
+        seed: of weights that come from no checkpoint.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it does not fit.
+    """
+    directory = _source(config, builtin)
     tokenizer = tiny_tokenizer()
     tiny = OpenVLAConfig.from_architecture(
         config.architecture,
@@ -58,35 +105,33 @@ def build_openvla(
         tokenizer = PromptTokenizer(directory / "tokenizer.json", model_config.bos_id, model_config.prompt_end_id)
         if config.model_path is None:
             _check_architecture(model_config, tiny, directory)
-    source = RANDOM_SOURCE if directory is None else str(directory)
-    stats = choose_stats(model_config.norm_stats, config.unnorm_key, config.action_dim, source)
-    generator = torch.Generator(device).manual_seed(seed)
-    report = LoadReport(source)
-    model = _build_model(model_config, directory, report, device, dtype, generator)
-    processor = OpenVLAProcessor(
-        tokenizer,
-        model_config.image_size,
-        config.architecture.max_prompt_tokens,
-        model_config.pad_token_id,
-        config.center_crop,
+    report = LoadReport(RANDOM_SOURCE if directory is None else str(directory))
+    stats = choose_stats(model_config.norm_stats, config.unnorm_key, config.action_dim, report.source)
+    generator = new_generator(device, seed)
+    model = _build_model(model_config, causal, directory, report, device, dtype, generator)
+    head = build_value_head(
+        config, model_config.llama.hidden_size, directory, report, device=device, generator=generator
     )
-    head = _value_head(config, model_config, directory, report, device, generator)
-    policy = OpenVLAPolicy(model, processor, stats, config.num_action_chunks, head, config.freeze_vision)
-    return policy, report
+    return Parts(directory, model, tokenizer, stats, head, report, generator)
 
 
-def _source(config: ModelConfig) -> Path | None:
+def _source(config: ModelConfig, builtin: Path | None) -> Path | None:
     if config.model_path is not None:
         return checkpoint.resolve(config.model_path)
     if config.warm_start is None:
         return None
     if config.warm_start == "builtin":
-        if not (BUILTIN_WARM_START / "config.json").is_file():
+        if builtin is None:
+            raise CheckpointError(
+                f"no weights ship for {config.model_type}",
+                "start from random weights with model.warm_start=null, or give a directory that `embodrl sft` wrote",
+            )
+        if not (builtin / "config.json").is_file():
             raise CheckpointError(
                 "this installation of embodrl has no built-in warm start",
                 "make one with `make warm-start`, or start from random weights with model.warm_start=null",
             )
-        return BUILTIN_WARM_START
+        return builtin
     directory = Path(config.warm_start).expanduser()
     if not (directory / "config.json").is_file():
         raise CheckpointError(
@@ -112,6 +157,7 @@ def _check_architecture(found: OpenVLAConfig, wanted: OpenVLAConfig, directory: 
 
 def _build_model(
     config: OpenVLAConfig,
+    causal: bool,
     directory: Path | None,
     report: LoadReport,
     device: torch.device,
@@ -120,7 +166,7 @@ def _build_model(
 ) -> OpenVLAModel:
     # Without memory first, so that a 7B model is never held twice.
     with torch.device("meta"):
-        model = OpenVLAModel(config)
+        model = OpenVLAModel(config, causal)
     if directory is None:
         model.to(dtype).to_empty(device=device)
         init_weights(model, generator)
@@ -129,37 +175,3 @@ def _build_model(
         checkpoint.load_strict(model, checkpoint.weight_files(directory), report, device=device, dtype=dtype)
     model.reset_buffers(device)
     return model
-
-
-def _value_head(
-    config: ModelConfig,
-    model_config: OpenVLAConfig,
-    directory: Path | None,
-    report: LoadReport,
-    device: torch.device,
-    generator: torch.Generator,
-) -> ValueHead | None:
-    path = None if directory is None else directory / VALUE_HEAD_FILE
-    if not config.add_value_head:
-        if path is not None and path.is_file():
-            report.ignored[VALUE_HEAD_FILE] = "model.add_value_head is false"
-        return None
-    outputs = config.num_action_chunks if config.value_head.output == "action" else 1
-    head = ValueHead(model_config.llama.hidden_size, config.value_head.hidden_sizes, outputs).to(device)
-    head.init_weights(generator)
-    if path is not None and path.is_file():
-        if _shapes(path) == {name: tuple(value.shape) for name, value in head.state_dict().items()}:
-            checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)
-            return head
-        report.ignored[VALUE_HEAD_FILE] = "model.value_head asks for another shape"
-    for name in head.state_dict():
-        report.initialized[f"value_head.{name}"] = "not in the checkpoint"
-    return head
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path, framework="pt") as reader:
-            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from embodrl.config.schema import ArchitectureConfig, VitConfig
 from embodrl.errors import CheckpointError
+from embodrl.models.common.checkpoint import read_json
 from embodrl.models.common.vit import VitSpec
 
 PAD_TO_MULTIPLE_OF = 64
@@ -214,25 +214,6 @@ class OpenVLAConfig:
             prompt_end_id=prompt_end_id,
             norm_stats=norm_stats,
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file.
-
-    Raises:
-        CheckpointError: missing, unreadable, not JSON, or not a mapping.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} does not exist", "give the directory of a checkpoint in the public layout"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch the checkpoint again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no mapping", "fetch the checkpoint again")
-    return content
 
 
 def _reject_other_families(raw: dict[str, Any], source: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.attention import attention
+from embodrl.models.common.lora import adapter_factors, linear_weight
 from embodrl.models.openvla.modeling import OpenVLAModel, causal_mask, token_positions
 
 FUSE_BELOW_HIDDEN = 1024
@@ -73,7 +74,7 @@ class ActionDecoder:
             choose: picks each token.
 
         Returns:
-            ``tokens int64[B,N]``, ``logits float32[B,N,256]`` and the last prompt token's hidden state ``[B,D]``.
+            ``tokens int64[B,N]``, ``logits float32[B,N,256]`` and the hidden states ``[B,P,D]`` of images and prompt.
         """
         length = prefix.shape[1]
         cos, sin = self._rotary(prefix, attention_mask, num_tokens)
@@ -82,8 +83,8 @@ class ActionDecoder:
         if attention_mask is not None:
             visible = F.pad(attention_mask.bool(), (0, num_tokens), value=True)[:, None, None]
         with torch.autocast(prefix.device.type, enabled=False):
-            hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias)[:, -1]
-            first_hidden = hidden
+            hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias)
+            prefix_hidden, hidden = hidden, hidden[:, -1]
             tokens, logits = [], []
             for place in range(num_tokens):
                 if place > 0:
@@ -93,7 +94,7 @@ class ActionDecoder:
                     hidden = self._forward(embedded, cos[:, :, at : at + 1], sin[:, :, at : at + 1], at, seen)[:, -1]
                 logits.append(self.model.action_logits(hidden))
                 tokens.append(choose(logits[-1], place))
-        return torch.stack(tokens, dim=1), torch.stack(logits, dim=1), first_hidden
+        return torch.stack(tokens, dim=1), torch.stack(logits, dim=1), prefix_hidden
 
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, start: int, mask: Tensor | None) -> Tensor:
         batch, length, width = x.shape
@@ -151,19 +152,21 @@ class ActionDecoder:
         )
 
     def _one(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        if type(module) is not nn.Linear:
-            return lambda x: module(x).to(self.dtype)
-        weight = module.weight.to(self.dtype)
         bias = None if module.bias is None else module.bias.to(self.dtype)
-        return lambda x: F.linear(x, weight, bias)
+        factors = adapter_factors(module)
+        if factors is None or self._fuse:
+            merged = linear_weight(module).to(self.dtype)
+            return lambda x: F.linear(x, merged, bias)
+        # Merging copies the weights, which costs more than two thin products where they are large.
+        weight, down, up = (part.to(self.dtype) for part in (module.weight, *factors))
+        return lambda x: F.linear(x, weight, bias) + F.linear(F.linear(x, down), up)
 
     def _several(self, *modules: nn.Module) -> Callable[[Tensor], Tensor]:
         """Outputs side by side; one product where the copy of the weights is cheap."""
-        plain = all(type(module) is nn.Linear and module.bias is None for module in modules)
-        if not (plain and self._fuse):
+        if not self._fuse or any(module.bias is not None for module in modules):
             functions = [self._one(module) for module in modules]
             return lambda x: torch.cat([function(x) for function in functions], dim=-1)
-        weight = torch.cat([module.weight.to(self.dtype) for module in modules])
+        weight = torch.cat([linear_weight(module).to(self.dtype) for module in modules])
         return lambda x: F.linear(x, weight)
 
 

@@ -1,6 +1,6 @@
 """The OpenVLA network with the parameter names of its public checkpoints (Kim et al., "OpenVLA", 2024).
 
-Legend: B batch, N image patches, L prompt tokens, D hidden size, V vocabulary.
+Legend: B batch, V cameras, N image patches of a camera, L prompt tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from embodrl.models.common.attention import IMPLEMENTATION
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
+from embodrl.models.common.lora import linear_weight
 from embodrl.models.common.vit import LayerScale, VisionTransformer
 from embodrl.models.openvla.config import LlamaSpec, OpenVLAConfig
 
@@ -30,9 +31,10 @@ class VisionBackbone(nn.Module):
         self.fused_featurizer = VisionTransformer(config.siglip)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """``[B,6,H,W]``, three channels normalised for DINOv2 and three for SigLIP, to ``[B,N,D1+D2]``."""
-        dino, siglip = pixels.split(3, dim=1)
-        return torch.cat([self.featurizer(dino), self.fused_featurizer(siglip)], dim=-1)
+        """``[B,6V,H,W]``, three channels normalised for DINOv2 and three for SigLIP, to ``[B,V*N,D1+D2]``."""
+        dino, siglip = pixels.unflatten(1, (-1, 2, 3)).flatten(0, 1).unbind(1)
+        features = torch.cat([self.featurizer(dino), self.fused_featurizer(siglip)], dim=-1)
+        return features.unflatten(0, (len(pixels), -1)).flatten(1, 2)
 
 
 class Projector(nn.Module):
@@ -50,25 +52,35 @@ class Projector(nn.Module):
 
 
 class OpenVLAModel(nn.Module):
-    """Vision backbone, projector and Llama."""
+    """Vision backbone, projector and Llama.
 
-    def __init__(self, config: OpenVLAConfig) -> None:
+    Args:
+        config: dimensions.
+        causal: a token sees no later one. Without, as in OpenVLA-OFT, every token sees every other (Kim et al.,
+            "Fine-Tuning Vision-Language-Action Models: Optimizing Speed and Success", 2025).
+    """
+
+    def __init__(self, config: OpenVLAConfig, causal: bool = True) -> None:
         super().__init__()
         self.config = config
+        self.causal = causal
         self.vision_backbone = VisionBackbone(config)
         self.projector = Projector(config.dino.width + config.siglip.width, config.llama.hidden_size)
-        self.language_model = LlamaForCausalLM(llama_config(config.llama, config.pad_token_id))
+        self.language_model = LlamaForCausalLM(llama_config(config.llama, config.pad_token_id, causal))
 
-    def embed_prefix(self, pixels: Tensor, input_ids: Tensor) -> Tensor:
-        """Return the embeddings ``[B,N+L,D]`` of BOS, image patches and the rest of the prompt.
+    def embed_prefix(self, pixels: Tensor, input_ids: Tensor, state: Tensor | None = None) -> Tensor:
+        """Return the embeddings ``[B,V*N+L,D]`` of BOS, image patches and the rest of the prompt.
 
         Args:
-            pixels: ``[B,6,H,W]``.
+            pixels: ``[B,6V,H,W]``.
             input_ids: ``int64[B,L]``, BOS first.
+            state: further embeddings ``[B,E,D]`` after the patches.
         """
-        patches = self.projector(self.vision_backbone(pixels))
+        middle = [self.projector(self.vision_backbone(pixels))]
+        if state is not None:
+            middle.append(state)
         text = self.language_model.model.embed_tokens(input_ids)
-        return torch.cat([text[:, :1], patches.to(text.dtype), text[:, 1:]], dim=1)
+        return torch.cat([text[:, :1], *(part.to(text.dtype) for part in middle), text[:, 1:]], dim=1)
 
     def hidden_states(self, embeddings: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return the hidden states ``[B,S,D]`` after Llama's final norm.
@@ -80,7 +92,7 @@ class OpenVLAModel(nn.Module):
         positions, bias = None, None
         if attention_mask is not None:
             positions = token_positions(attention_mask)
-            bias = causal_mask(attention_mask)
+            bias = causal_mask(attention_mask) if self.causal else attention_mask.bool()[:, None, None]
         output = self.language_model.model(
             inputs_embeds=embeddings, attention_mask=bias, position_ids=positions, use_cache=False
         )
@@ -89,8 +101,8 @@ class OpenVLAModel(nn.Module):
     def action_logits(self, hidden: Tensor) -> Tensor:
         """Return the ``float32[...,256]`` logits of the action ids, in order; no other row of lm_head is computed."""
         first = self.config.first_action_id
-        weight = self.language_model.lm_head.weight[first : first + self.config.n_action_bins]
         with torch.autocast(hidden.device.type, enabled=False):
+            weight = linear_weight(self.language_model.lm_head, slice(first, first + self.config.n_action_bins))
             return F.linear(hidden.float(), weight.float())
 
     def reset_buffers(self, device: torch.device) -> None:
@@ -99,7 +111,7 @@ class OpenVLAModel(nn.Module):
         model.rotary_emb = LlamaRotaryEmbedding(self.language_model.config).to(device)
 
 
-def llama_config(spec: LlamaSpec, pad_token_id: int) -> LlamaConfig:
+def llama_config(spec: LlamaSpec, pad_token_id: int, causal: bool = True) -> LlamaConfig:
     """Return the transformers configuration of the language model."""
     return LlamaConfig(
         vocab_size=spec.vocab_size,
@@ -116,6 +128,7 @@ def llama_config(spec: LlamaSpec, pad_token_id: int) -> LlamaConfig:
         eos_token_id=2,
         tie_word_embeddings=False,
         attn_implementation=IMPLEMENTATION,
+        is_causal=causal,
     )
 
 

@@ -5,7 +5,9 @@ Legend: B batch, V cameras, H x W pixels, L prompt tokens.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.errors import EmbodrlError
@@ -59,6 +61,20 @@ class OpenVLAProcessor:
             self._rows[instruction] = (row, [1, *([0] * space), *([1] * (len(ids) - 1))])
         return self._rows[instruction]
 
+    def resize(self, images: NDArray[np.uint8], device: torch.device) -> Tensor:
+        """Return ``uint8[N,H,W,3]`` at the model's size, cropped if the policy does that."""
+        pixels = torch.tensor(images, device=device)  # a copy: the source may be a reused buffer
+        pixels = resize_bicubic(pixels, self.image_size, self.image_size)
+        return center_crop_area(pixels) if self.center_crop else pixels
+
+    def prompts(self, instructions: list[str], device: torch.device) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``attention_mask`` ``int64[B,L]``; raises as ``prompt_row``."""
+        rows = [self.prompt_row(text) for text in instructions]
+        return {
+            "input_ids": torch.tensor([ids for ids, _ in rows], device=device),
+            "attention_mask": torch.tensor([mask for _, mask in rows], device=device),
+        }
+
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
         """Return ``images uint8[B,H,W,3]`` at the model's size, ``input_ids`` and ``attention_mask`` ``int64[B,L]``.
 
@@ -70,13 +86,5 @@ class OpenVLAProcessor:
                 f"OpenVLA sees one camera, the observation has {observation.images.shape[1]}",
                 "configure one camera in env.cameras",
             )
-        images = torch.tensor(observation.images[:, 0], device=device)  # a copy: the source may be a reused buffer
-        images = resize_bicubic(images, self.image_size, self.image_size)
-        if self.center_crop:
-            images = center_crop_area(images)
-        rows = [self.prompt_row(text) for text in observation.instruction]
-        return {
-            "images": images,
-            "input_ids": torch.tensor([ids for ids, _ in rows], device=device),
-            "attention_mask": torch.tensor([mask for _, mask in rows], device=device),
-        }
+        images = self.resize(observation.images[:, 0], device)
+        return {"images": images, **self.prompts(observation.instruction, device)}

@@ -1,0 +1,124 @@
+"""Heads that embodrl adds to a family's network: the critic and, with Flow-Noise, the noise of denoising steps.
+
+Each lives in a file of its own beside the weights, so that the rest stays a plain checkpoint of its family.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from embodrl.config.model_schema import ModelConfig
+from embodrl.errors import CheckpointError
+from embodrl.models.base import LoadReport
+from embodrl.models.common import checkpoint
+from embodrl.models.common.flow import NoiseHead
+from embodrl.models.common.value_head import ValueHead
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+NOISE_HEAD_FILE = "noise_head.safetensors"
+
+Head = TypeVar("Head", ValueHead, NoiseHead)
+
+
+def build_value_head(
+    config: ModelConfig,
+    input_dim: int,
+    directory: Path | None,
+    report: LoadReport,
+    device: torch.device | str,
+    generator: torch.Generator,
+) -> ValueHead | None:
+    """Return the critic that a configuration asks for, from the checkpoint if that has one of the same shape.
+
+    Args:
+        config: section ``model``.
+        input_dim: size of the hidden state that it reads.
+        directory: of the checkpoint, or None.
+        report: filled in.
+        device: of the head, which is always float32.
+        generator: source of new weights.
+
+    Raises:
+        CheckpointError: its file is corrupt.
+    """
+    if not config.add_value_head:
+        _ignore(directory, VALUE_HEAD_FILE, "model.add_value_head is false", report)
+        return None
+    outputs = config.num_action_chunks if config.value_head.output == "action" else 1
+    head = ValueHead(input_dim, config.value_head.hidden_sizes, outputs).to(device)
+    return _fill(head, "value_head", "model.value_head asks for another shape", directory, report, device, generator)
+
+
+def build_noise_head(
+    config: ModelConfig,
+    feature_dim: int,
+    action_dim: int,
+    directory: Path | None,
+    report: LoadReport,
+    device: torch.device | str,
+    generator: torch.Generator,
+) -> NoiseHead | None:
+    """Return Flow-Noise's head, from the checkpoint if that has one; None with Flow-SDE.
+
+    Args:
+        config: section ``model``.
+        feature_dim: size of an action's features.
+        action_dim: padded action dimensions.
+        directory: of the checkpoint, or None.
+        report: filled in.
+        device: of the head, which is always float32.
+        generator: source of new weights.
+
+    Raises:
+        CheckpointError: its file is corrupt.
+    """
+    if config.flow.method != "flow_noise":
+        _ignore(directory, NOISE_HEAD_FILE, f"model.flow.method is {config.flow.method}", report)
+        return None
+    head = NoiseHead(feature_dim, action_dim, config.flow.noise_std_min, config.flow.noise_std_max).to(device)
+    return _fill(head, "noise_head", "the network has another size", directory, report, device, generator)
+
+
+def save_heads(directory: Path, value_head: ValueHead | None, noise_head: NoiseHead | None) -> None:
+    """Write the heads that there are."""
+    for head, name in ((value_head, VALUE_HEAD_FILE), (noise_head, NOISE_HEAD_FILE)):
+        if head is not None:
+            checkpoint.save_file(head.state_dict(), directory / name)
+
+
+def _ignore(directory: Path | None, name: str, reason: str, report: LoadReport) -> None:
+    if directory is not None and (directory / name).is_file():
+        report.ignored[name] = reason
+
+
+def _fill(
+    head: Head,
+    role: str,
+    mismatch: str,
+    directory: Path | None,
+    report: LoadReport,
+    device: torch.device | str,
+    generator: torch.Generator,
+) -> Head:
+    head.init_weights(generator)  # drawn even if overwritten, so that later draws do not depend on the checkpoint
+    path = None if directory is None else directory / f"{role}.safetensors"
+    if path is not None and path.is_file():
+        if _shapes(path) == {name: tuple(value.shape) for name, value in head.state_dict().items()}:
+            checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)
+            return head
+        report.ignored[path.name] = mismatch
+    for name in head.state_dict():
+        report.initialized[f"{role}.{name}"] = "not in the checkpoint"
+    return head
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(path, framework="pt") as reader:
+            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error

@@ -1,0 +1,143 @@
+"""Low-rank adapters (Hu et al., "LoRA", 2021) on the linear layers of a policy, by way of peft.
+
+A layer with weight ``W [out,in]`` then computes ``W x + scale * up (down x)`` with ``scale = alpha / rank``. Code that
+reads weights instead of calling layers takes them from ``linear_weight``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.config.model_schema import LoraConfig
+from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.init import new_generator
+
+ADAPTER = "default"
+MAX_DEFAULT_ALPHA = 16
+OWN_HEADS = ("value_head", "noise_head")
+
+
+def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vision: bool = False) -> list[str]:
+    """Put float32 adapters on linear layers; nothing else trains afterwards, and outputs do not change yet.
+
+    Args:
+        policy: changed in place; its parameters of adapted layers are called ``NAME.base_layer.weight`` from then on.
+        config: rank, alpha, targets.
+        seed: of the adapters' first factor, normal with a standard deviation of 1/rank; the second one is 0.
+        freeze_vision: leave the vision backbone without adapters.
+
+    Returns:
+        Names of the adapted layers.
+
+    Raises:
+        MissingDependencyError: peft is not installed.
+        EmbodrlError: a target is not the name of a linear layer that an output depends on.
+    """
+    peft = _peft()
+    names = target_names(policy, config.target_modules, freeze_vision)
+    alpha = min(config.rank, MAX_DEFAULT_ALPHA) if config.alpha is None else config.alpha
+    settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=names)
+    peft.inject_adapter_in_model(settings, policy, ADAPTER)
+    device = policy.device
+    generator = new_generator(device, seed)
+    for name in names:
+        layer: Any = policy.get_submodule(name)
+        for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
+            factor.float()
+        layer.lora_A[ADAPTER].weight.data.normal_(0.0, 1.0 / config.rank, generator=generator)
+    return names
+
+
+def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision: bool = False) -> list[str]:
+    """Return the full names of linear layers that adapters can go on.
+
+    Args:
+        policy: without adapters.
+        targets: last parts of names to choose; empty for all but the value head and the noise head.
+        freeze_vision: leave the vision backbone out.
+
+    Raises:
+        EmbodrlError: a target is not the name of such a layer; lists the nearest.
+    """
+    parts = policy.parts()
+    left_out = [parts[name] for name in OWN_HEADS if name in parts]
+    if freeze_vision and "vision" in parts:
+        left_out.append(parts["vision"])
+    excluded = {id(parameter) for module in left_out for parameter in module.parameters()}
+    excluded |= {id(parameter) for parameter in policy.unused_parameters()}
+    names = [
+        name
+        for name, module in policy.named_modules()
+        if isinstance(module, nn.Linear) and id(module.weight) not in excluded
+    ]
+    known = sorted({_last(name) for name in names})
+    for target in targets:
+        if target not in known:
+            near = difflib.get_close_matches(target, known, n=3, cutoff=0.3)
+            raise EmbodrlError(
+                f"model.lora.target_modules: no linear layer that trains is called '{target}'; there are "
+                + ", ".join(known),
+                f"did you mean {' or '.join(near)}?" if near else "choose from these, or leave it empty for all",
+            )
+    return [name for name in names if not targets or _last(name) in targets]
+
+
+def adapter_factors(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Return the factors ``down [rank,in]`` and ``up [out,rank]``, the scale in the second; None without an adapter."""
+    if not hasattr(layer, "lora_A"):
+        return None
+    adapted: Any = layer
+    return adapted.lora_A[ADAPTER].weight, adapted.lora_B[ADAPTER].weight * adapted.scaling[ADAPTER]
+
+
+def linear_weight(layer: nn.Module, rows: slice = slice(None)) -> Tensor:
+    """Return rows of the weight that a linear layer multiplies with, its adapter included, with gradients.
+
+    The result ``[rows,in]`` has the precision of the more precise of weight and adapter.
+    """
+    weight = cast(Tensor, layer.weight)[rows]
+    factors = adapter_factors(layer)
+    return weight if factors is None else weight + factors[1][rows] @ factors[0]
+
+
+def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Return ``state_dict()`` with the names of plain layers and the adapters added to their weights.
+
+    The module itself stays as it is. Merged weights are new tensors, on the CPU.
+    """
+    adapted = {name: part for name, part in module.named_modules() if adapter_factors(part) is not None}
+    inside = {f"{name}.{key}" for name, part in adapted.items() for key in part.state_dict()}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in module.state_dict().items():
+        owner, inner, leaf = name.rpartition(".base_layer.")
+        if inner and owner in adapted:
+            plain[f"{owner}.{leaf}"] = _merged(adapted[owner], tensor.dtype) if leaf == "weight" else tensor
+        elif name not in inside:
+            plain[name] = tensor
+    return plain
+
+
+@torch.no_grad()
+def _merged(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    return linear_weight(layer).to("cpu", dtype)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _peft() -> ModuleType:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"model.trainable=lora needs peft, which can't be imported: {error}",
+            "pip install 'embodrl[lora]', or choose another model.trainable",
+        ) from error
+    return peft

@@ -1,0 +1,192 @@
+"""From a ModelConfig to a GR00T N1.5 policy: a public checkpoint, or the tiny size."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from embodrl.config.model_schema import ModelConfig
+from embodrl.errors import CheckpointError
+from embodrl.models.base import LoadReport
+from embodrl.models.common import checkpoint
+from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.init import new_generator
+from embodrl.models.gr00t.config import NEW_EMBODIMENT, Gr00tConfig
+from embodrl.models.gr00t.modeling import Gr00tModel
+from embodrl.models.gr00t.policy import Gr00tPolicy
+from embodrl.models.gr00t.processing import (
+    ChatTokenizer,
+    Gr00tProcessor,
+    choose_robot,
+    has_tokenizer,
+    identity_metadata,
+    load_chat_tokenizer,
+    tiny_chat_tokenizer,
+)
+
+RANDOM_SOURCE = "random weights"
+EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
+EAGLE = "backbone.eagle_model"
+EMBEDDING, LM_HEAD = f"{EAGLE}.language_model.model.embed_tokens.weight", f"{EAGLE}.language_model.lm_head.weight"
+POOLING_HEAD = f"{EAGLE}.vision_model.vision_model.head."
+
+
+def build_gr00t(
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[Gr00tPolicy, LoadReport]:
+    """Build the policy that a configuration asks for.
+
+    With ``model_path`` it is a checkpoint in NVIDIA's layout, from a directory or the Hugging Face hub. Without, it
+    has the dimensions of ``gr00t`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
+    ``device``.
+
+    Args:
+        config: the section ``model``.
+        device: where the policy lives.
+        dtype: of its weights; value and noise heads are always float32.
+        seed: of weights that come from no checkpoint.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it does not fit.
+    """
+    device = torch.device(device)
+    directory = _source(config)
+    source = RANDOM_SOURCE if directory is None else str(directory)
+    tokenizer = tiny_chat_tokenizer()
+    metadata = identity_metadata(NEW_EMBODIMENT, config.action_dim)
+    model_config = Gr00tConfig.from_architecture(config.gr00t, tokenizer.vocab_size, metadata)
+    if directory is not None:
+        found = Gr00tConfig.from_directory(directory)
+        if config.model_path is None:
+            _check_architecture(found, model_config, directory)
+        model_config, tokenizer = found, _tokenizer(directory, found)
+    robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, source)
+    generator = new_generator(device, seed)
+    report = LoadReport(source)
+    model = _build_model(model_config, directory, report, device, dtype, generator)
+    processor = Gr00tProcessor(
+        tokenizer,
+        model_config.siglip.image_size,
+        model_config.siglip.num_patches,
+        config.gr00t.max_prompt_tokens,
+        model_config.system_prompt,
+        config.center_crop,
+        robot.state,
+        model_config.head.max_state_dim,
+    )
+    head = model_config.head
+    value_input = head.hidden_size if config.value_head.input == "suffix" else head.backbone_dim + head.dit.width
+    value_head = build_value_head(config, value_input, directory, report, device=device, generator=generator)
+    noise_head = build_noise_head(
+        config, head.hidden_size, head.action_dim, directory, report, device=device, generator=generator
+    )
+    return Gr00tPolicy(model, processor, robot, config, value_head, noise_head), report
+
+
+def _source(config: ModelConfig) -> Path | None:
+    if config.model_path is not None:
+        return checkpoint.resolve(config.model_path)
+    if config.warm_start is None:
+        return None
+    directory = Path(config.warm_start).expanduser()
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"model.warm_start: {directory} holds no policy",
+            "give a directory that `embodrl sft` wrote, or null; no weights of GR00T ship with embodrl",
+        )
+    return directory
+
+
+def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
+    """Return the checkpoint's tokenizer, or Eagle's from the hub: NVIDIA's checkpoints come without one."""
+    place = directory
+    if not has_tokenizer(directory):
+        try:
+            place = checkpoint.resolve(EAGLE_TOKENIZER)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{directory} has no tokenizer, and {EAGLE_TOKENIZER} could not be fetched from the hub",
+                f"put vocab.json, merges.txt, added_tokens.json and tokenizer_config.json of {EAGLE_TOKENIZER} beside"
+                " the weights",
+            ) from error
+    tokenizer = load_chat_tokenizer(place)
+    if tokenizer.vocab_size > config.qwen.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {place} has {tokenizer.vocab_size} tokens, the model {config.qwen.vocab_size}",
+            "use the model's own tokenizer",
+        )
+    return tokenizer
+
+
+def _check_architecture(found: Gr00tConfig, wanted: Gr00tConfig, directory: Path) -> None:
+    differences: list[str] = []
+    for part in ("siglip", "qwen", "head"):
+        have, want = asdict(getattr(found, part)), asdict(getattr(wanted, part))
+        differences += [
+            f"{part}.{name} {have[name]} instead of {want[name]}" for name in want if have[name] != want[name]
+        ]
+    if differences:
+        raise CheckpointError(
+            f"the warm start {directory} has another size than model.gr00t: {'; '.join(differences)}",
+            "set model.gr00t to the size of the warm start, or model.warm_start=null for random weights",
+        )
+
+
+def _build_model(
+    config: Gr00tConfig,
+    directory: Path | None,
+    report: LoadReport,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Gr00tModel:
+    files, aliases = [], {}
+    if directory is not None:
+        files = checkpoint.weight_files(directory)
+        config, aliases = fitted(config, stored_names(files))
+    # Without memory first, so that a 3B model is never held twice.
+    with torch.device("meta"):
+        model = Gr00tModel(config)
+    if directory is None:
+        model.to(dtype).to_empty(device=device)
+        model.init_weights(generator)
+        report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
+    else:
+        checkpoint.load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases)
+    model.reset_buffers(device)
+    return model
+
+
+def fitted(config: Gr00tConfig, names: set[str]) -> tuple[Gr00tConfig, dict[str, str]]:
+    """Return the configuration with the optional parts that a checkpoint has, and what to rename in it.
+
+    Qwen's output layer is its embedding where the two are tied, and writers then store one of them; GR00T needs the
+    embedding.
+
+    Args:
+        config: of the checkpoint.
+        names: of its tensors.
+    """
+    tied = LM_HEAD in names and EMBEDDING not in names
+    pooling = any(name.startswith(POOLING_HEAD) for name in names)
+    aliases = {LM_HEAD: EMBEDDING} if tied else {}
+    return replace(config, lm_head=LM_HEAD in names and not tied, pooling_head=pooling), aliases
+
+
+def stored_names(files: list[Path]) -> set[str]:
+    """Return the names of all tensors in safetensors files.
+
+    Raises:
+        CheckpointError: a file is corrupt.
+    """
+    names: set[str] = set()
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as reader:
+                names.update(reader.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
+    return names

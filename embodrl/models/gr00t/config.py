@@ -1,0 +1,321 @@
+"""What config.json of a GR00T N1.5 checkpoint says, plus what it leaves to the code that it was trained with.
+
+The public config.json describes the action head and names the vision-language model ("Eagle 2.5") without its
+dimensions. Those, the connector ("1mlp_nops": one linear layer, no pixel shuffle) and the embodiments' numbers are the
+constants below. They follow public descriptions of the checkpoint; its weights were not seen, but with them the model
+has the 2,724,163,520 parameters that users of the checkpoint report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embodrl.config.model_schema import Gr00tArchitectureConfig
+from embodrl.errors import CheckpointError
+from embodrl.models.common.checkpoint import read_json
+from embodrl.models.common.dit import TransformerSpec
+from embodrl.models.common.siglip import SO400M_224, SiglipSpec
+
+MODEL_TYPE = "gr00t_n1_5"
+EAGLE_PATH = "NVEagle/eagle_er-qwen3_1_7B-Siglip2_400M_stage1_5_128gpu_er_v7_1mlp_nops"
+METADATA_FILE = Path("experiment_cfg") / "metadata.json"
+NEW_EMBODIMENT = "new_embodiment"
+EMBODIMENT_IDS = {NEW_EMBODIMENT: 31, "oxe_droid": 17, "agibot_genie1": 26, "genie1_gripper": 26, "gr1": 24}
+SYSTEM_PROMPT = "You are a helpful assistant."
+
+
+@dataclass(frozen=True)
+class QwenSpec:
+    """Dimensions of the language model; ``num_hidden_layers`` are those that are kept."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 40960
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+
+
+def qwen3_1_7b(num_layers: int) -> QwenSpec:
+    """Return the first layers of Qwen3-1.7B with the vocabulary of Eagle 2.5."""
+    return QwenSpec(151680, 2048, 6144, num_layers, 16, 8, 128)
+
+
+@dataclass(frozen=True)
+class ActionHeadSpec:
+    """Dimensions of the action head.
+
+    Attributes:
+        dit: the diffusion transformer.
+        vl: self-attention over the features of images and prompt.
+        backbone_dim: width of those features.
+        hidden_size: output width of the diffusion transformer, and hidden units of state encoder and decoder.
+        action_dim, max_state_dim: padded dimensions.
+        action_horizon: H.
+        num_embodiments: robots with encoders and decoders of their own.
+        num_future_tokens: learned tokens between state and actions.
+        max_seq_len: rows of the position embedding; the first H are used.
+        num_timestep_buckets: times are whole numbers up to this.
+        noise_beta_alpha, noise_beta_beta, noise_s: distribution of training times.
+    """
+
+    dit: TransformerSpec
+    vl: TransformerSpec
+    backbone_dim: int
+    hidden_size: int
+    action_dim: int
+    max_state_dim: int
+    action_horizon: int
+    num_embodiments: int = 32
+    num_future_tokens: int = 32
+    max_seq_len: int = 1024
+    num_timestep_buckets: int = 1000
+    noise_beta_alpha: float = 1.5
+    noise_beta_beta: float = 1.0
+    noise_s: float = 0.999
+
+
+@dataclass(frozen=True)
+class Gr00tConfig:
+    """A GR00T N1.5 model.
+
+    Attributes:
+        siglip, qwen, head: its parts.
+        system_prompt: opens the chat; empty for none.
+        embodiment_ids: names of robots to numbers of their encoders.
+        lm_head, pooling_head: keep Qwen's output layer and SigLIP's pooling head, which the public checkpoint has and
+            nothing runs.
+        metadata: experiment_cfg/metadata.json, statistics by robot.
+        raw: config.json, so that saving keeps the keys that embodrl does not use.
+    """
+
+    siglip: SiglipSpec
+    qwen: QwenSpec
+    head: ActionHeadSpec
+    system_prompt: str = SYSTEM_PROMPT
+    embodiment_ids: dict[str, int] = field(default_factory=lambda: dict(EMBODIMENT_IDS))
+    lm_head: bool = False
+    pooling_head: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
+        head, raw_head = self.head, self.raw.get("action_head_cfg", {})
+        action_head = {
+            **raw_head,
+            "action_dim": head.action_dim,
+            "action_horizon": head.action_horizon,
+            "add_pos_embed": True,
+            "backbone_embedding_dim": head.backbone_dim,
+            "diffusion_model_cfg": {
+                **{"dropout": 0.2, "final_dropout": True, "positional_embeddings": None},
+                **raw_head.get("diffusion_model_cfg", {}),
+                **_transformer_dict(head.dit),
+                "cross_attention_dim": head.backbone_dim,
+                "interleave_self_attention": True,
+                "norm_type": "ada_norm",
+                "output_dim": head.hidden_size,
+            },
+            "hidden_size": head.hidden_size,
+            "input_embedding_dim": head.dit.width,
+            "max_action_dim": head.action_dim,
+            "max_num_embodiments": head.num_embodiments,
+            "max_seq_len": head.max_seq_len,
+            "max_state_dim": head.max_state_dim,
+            "noise_beta_alpha": head.noise_beta_alpha,
+            "noise_beta_beta": head.noise_beta_beta,
+            "noise_s": head.noise_s,
+            "num_inference_timesteps": raw_head.get("num_inference_timesteps", 4),
+            "num_target_vision_tokens": head.num_future_tokens,
+            "num_timestep_buckets": head.num_timestep_buckets,
+            "use_vlln": True,
+            "vl_self_attention_cfg": {
+                **{"dropout": 0.2, "final_dropout": True, "positional_embeddings": None},
+                **raw_head.get("vl_self_attention_cfg", {}),
+                **_transformer_dict(head.vl),
+            },
+        }
+        return {
+            **self.raw,
+            "model_type": MODEL_TYPE,
+            "architectures": ["GR00T_N1_5"],
+            "action_dim": head.action_dim,
+            "action_horizon": head.action_horizon,
+            "hidden_size": head.backbone_dim,
+            "action_head_cfg": action_head,
+            "backbone_cfg": {
+                "eagle_path": EAGLE_PATH,
+                "project_to_dim": None,
+                "reproject_vision": False,
+                **self.raw.get("backbone_cfg", {}),
+                "select_layer": self.qwen.num_hidden_layers,
+            },
+            "embodrl": {
+                "siglip": asdict(self.siglip),
+                "qwen": asdict(self.qwen),
+                "system_prompt": self.system_prompt,
+                "embodiment_ids": self.embodiment_ids,
+            },
+        }
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any], metadata: dict[str, Any], source: str = "config.json") -> Gr00tConfig:
+        """Read config.json.
+
+        Args:
+            raw: the parsed file.
+            metadata: experiment_cfg/metadata.json.
+            source: named in errors.
+
+        Raises:
+            CheckpointError: another model, another version of GR00T, or a variant that is not supported.
+        """
+        _reject_other_models(raw, source)
+        extra = raw.get("embodrl", {})
+        head = _head_spec(raw, source)
+        qwen = qwen3_1_7b(int(_required(raw["backbone_cfg"], "select_layer", source)))
+        siglip = SO400M_224
+        if "qwen" in extra:
+            qwen, siglip = QwenSpec(**extra["qwen"]), SiglipSpec(**extra["siglip"])
+        if head.backbone_dim != qwen.hidden_size:
+            _refuse(source, "backbone_embedding_dim", head.backbone_dim, f"it is {qwen.hidden_size} in GR00T N1.5")
+        return Gr00tConfig(
+            siglip,
+            qwen,
+            head,
+            extra.get("system_prompt", SYSTEM_PROMPT),
+            dict(extra.get("embodiment_ids", EMBODIMENT_IDS)),
+            lm_head="qwen" not in extra,
+            pooling_head="qwen" not in extra,
+            metadata=metadata,
+            raw=raw,
+        )
+
+    @staticmethod
+    def from_directory(directory: Path) -> Gr00tConfig:
+        """Read config.json and experiment_cfg/metadata.json.
+
+        Raises:
+            CheckpointError: a file is missing, not JSON, or of another model.
+        """
+        path = directory / "config.json"
+        raw = read_json(path)
+        _reject_other_models(raw, str(path))
+        return Gr00tConfig.from_dict(raw, read_json(directory / METADATA_FILE), str(path))
+
+    @staticmethod
+    def from_architecture(arch: Gr00tArchitectureConfig, vocab_size: int, metadata: dict[str, Any]) -> Gr00tConfig:
+        """Return the configuration of a model built without a checkpoint; its chat has no system message."""
+        siglip = arch.siglip
+        return Gr00tConfig(
+            SiglipSpec(arch.image_size, arch.patch_size, siglip.width, siglip.depth, siglip.num_heads, siglip.mlp_dim),
+            QwenSpec(
+                vocab_size,
+                arch.hidden_size,
+                arch.intermediate_size,
+                arch.num_hidden_layers,
+                arch.num_attention_heads,
+                arch.num_key_value_heads,
+                arch.head_dim,
+                max_position_embeddings=4096,
+                rope_theta=10000.0,
+            ),
+            ActionHeadSpec(
+                TransformerSpec(arch.dit_num_layers, arch.dit_num_heads, arch.dit_head_dim),
+                TransformerSpec(arch.vl_num_layers, arch.vl_num_heads, arch.vl_head_dim),
+                arch.hidden_size,
+                arch.dit_output_dim,
+                arch.max_action_dim,
+                arch.max_state_dim,
+                arch.action_horizon,
+                num_embodiments=arch.num_embodiments,
+                num_future_tokens=arch.num_future_tokens,
+                max_seq_len=arch.action_horizon,
+            ),
+            system_prompt="",
+            embodiment_ids={NEW_EMBODIMENT: arch.num_embodiments - 1},
+            metadata=metadata,
+        )
+
+
+def _transformer_dict(spec: TransformerSpec) -> dict[str, int]:
+    return {
+        "num_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "attention_head_dim": spec.head_dim,
+    }
+
+
+def _transformer_spec(raw: dict[str, Any], source: str) -> TransformerSpec:
+    if raw.get("positional_embeddings") is not None:
+        _refuse(source, "positional_embeddings", raw["positional_embeddings"], "GR00T N1.5 has null")
+    return TransformerSpec(*(_required(raw, name, source) for name in _transformer_dict(TransformerSpec(0, 0, 0))))
+
+
+def _head_spec(raw: dict[str, Any], source: str) -> ActionHeadSpec:
+    head = _required(raw, "action_head_cfg", source)
+    model = _required(head, "diffusion_model_cfg", source)
+    for holder, name, wanted in (
+        (model, "interleave_self_attention", True),
+        (model, "norm_type", "ada_norm"),
+        (head, "add_pos_embed", True),
+        (head, "use_vlln", True),
+    ):
+        if holder.get(name, wanted) != wanted:
+            _refuse(source, name, holder[name], f"GR00T N1.5 has {wanted}")
+    dit = _transformer_spec(model, source)
+    hidden_size = head.get("hidden_size", 1024)
+    for name, found, wanted in (
+        ("input_embedding_dim", head.get("input_embedding_dim", dit.width), dit.width),
+        ("output_dim", model.get("output_dim", hidden_size), hidden_size),
+    ):
+        if found != wanted:
+            _refuse(source, name, found, f"the other dimensions ask for {wanted}")
+    defaults = {
+        name: head[key]
+        for name, key in (
+            ("num_embodiments", "max_num_embodiments"),
+            ("num_future_tokens", "num_target_vision_tokens"),
+            *((same, same) for same in ("max_seq_len", "num_timestep_buckets")),
+            *((same, same) for same in ("noise_beta_alpha", "noise_beta_beta", "noise_s")),
+        )
+        if head.get(key) is not None
+    }
+    return ActionHeadSpec(
+        dit,
+        _transformer_spec(_required(head, "vl_self_attention_cfg", source), source),
+        _required(head, "backbone_embedding_dim", source),
+        hidden_size,
+        _required(head, "action_dim", source),
+        _required(head, "max_state_dim", source),
+        _required(head, "action_horizon", source),
+        **defaults,
+    )
+
+
+def _reject_other_models(raw: dict[str, Any], source: str) -> None:
+    found = raw.get("model_type", raw.get("type"))
+    if found != MODEL_TYPE:
+        remedy = "use a checkpoint of GR00T N1.5 in NVIDIA's layout, or choose the matching model.model_type"
+        raise CheckpointError(f"{source}: model_type is '{found}', not '{MODEL_TYPE}'", remedy)
+    backbone = _required(raw, "backbone_cfg", source)
+    for name in ("project_to_dim", "reproject_vision"):
+        if backbone.get(name):
+            _refuse(source, name, backbone[name], "GR00T N1.5 goes without")
+
+
+def _required(raw: dict[str, Any], name: str, source: str) -> Any:
+    if raw.get(name) is None:
+        raise CheckpointError(f"{source} has no {name}", "fetch the checkpoint again")
+    return raw[name]
+
+
+def _refuse(source: str, name: str, found: object, reason: str) -> None:
+    raise CheckpointError(f"{source}: {name} {found} is not supported; {reason}", "use a checkpoint of GR00T N1.5")

@@ -1,0 +1,145 @@
+"""The GR00T N1.5 network with the parameter names of its public checkpoints (NVIDIA, "GR00T N1.5", 2025).
+
+Legend: B batch, V cameras, N image patches, S tokens of images and prompt, E hidden size of the language model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from embodrl.models.common.attention import IMPLEMENTATION
+from embodrl.models.common.init import init_linears
+from embodrl.models.common.siglip import LAYER_NORM_EPS, SiglipMlp, SiglipSpec, SiglipVisionModel
+from embodrl.models.gr00t.action_head import ActionHead
+from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
+from embodrl.models.openvla.modeling import causal_mask, token_positions
+
+
+class LanguageModel(nn.Module):
+    """The level of names that checkpoints have around Qwen3, and its output layer, which is stored and never run."""
+
+    def __init__(self, spec: QwenSpec, lm_head: bool) -> None:
+        super().__init__()
+        self.model = Qwen3Model(qwen_config(spec))
+        if lm_head:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+
+
+class PoolingHead(nn.Module):
+    """SigLIP's attention pooling. GR00T reads patch features, so it is stored and never run."""
+
+    def __init__(self, spec: SiglipSpec) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.zeros(1, 1, spec.width))
+        self.attention = nn.MultiheadAttention(spec.width, spec.num_heads, batch_first=True)
+        self.layernorm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.mlp = SiglipMlp(spec)
+
+
+class EagleModel(nn.Module):
+    """SigLIP 2, a linear connector, and the first layers of Qwen3."""
+
+    def __init__(self, config: Gr00tConfig) -> None:
+        super().__init__()
+        self.vision_model = SiglipVisionModel(config.siglip)
+        # "1mlp_nops": one layer, no pixel shuffle.
+        self.mlp1 = nn.Sequential(nn.Linear(config.siglip.width, config.qwen.hidden_size))
+        self.language_model = LanguageModel(config.qwen, config.lm_head)
+        if config.pooling_head:
+            self.vision_model.vision_model.head = PoolingHead(config.siglip)
+
+    def forward(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
+        """Return the hidden states ``[B,S,E]`` after the last kept layer and the final norm.
+
+        Args:
+            pixels: ``[B,V,3,H,W]``.
+            input_ids: ``int64[B,S]``, with N ids ``image_token_id`` for each camera, in their order.
+            image_token_id: stands where an image patch goes.
+            mask: ``bool[B,S]``, False at padding, which may be anywhere; None if there is none.
+        """
+        qwen = self.language_model.model
+        embeddings = qwen.embed_tokens(input_ids)
+        patches = self.mlp1(self.vision_model(pixels.flatten(0, 1))).to(embeddings.dtype)
+        at_images = (input_ids == image_token_id)[..., None]
+        embeddings = embeddings.masked_scatter(at_images, patches)
+        positions, bias = None, None
+        if mask is not None:
+            positions, bias = token_positions(mask.long()), causal_mask(mask.long())
+        output = qwen(inputs_embeds=embeddings, attention_mask=bias, position_ids=positions, use_cache=False)
+        return output.last_hidden_state
+
+
+class Backbone(nn.Module):
+    """The level of names that checkpoints have around the vision-language model."""
+
+    def __init__(self, config: Gr00tConfig) -> None:
+        super().__init__()
+        self.eagle_model = EagleModel(config)
+
+
+class Gr00tModel(nn.Module):
+    """Vision-language model and action head."""
+
+    def __init__(self, config: Gr00tConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone = Backbone(config)
+        self.action_head = ActionHead(config.head)
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
+        qwen = self.backbone.eagle_model.language_model.model
+        qwen.rotary_emb = Qwen3RotaryEmbedding(qwen.config).to(device)
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that no output depends on."""
+        eagle = self.backbone.eagle_model
+        unused = (
+            getattr(eagle.language_model, "lm_head", None),
+            getattr(eagle.vision_model.vision_model, "head", None),
+        )
+        return [parameter for part in unused if part is not None for parameter in part.parameters()]
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the activations of every block in the backward pass."""
+        eagle = self.backbone.eagle_model
+        eagle.vision_model.enable_gradient_checkpointing()
+        eagle.language_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.action_head.model.gradient_checkpointing = True
+        self.action_head.vl_self_attention.gradient_checkpointing = True
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw weights for training from scratch, by the rules of ``common/init.py``.
+
+        Only SigLIP has larger queries and keys: with them in the other parts, too, the image is found later.
+        """
+        eagle = self.backbone.eagle_model
+        eagle.vision_model.init_weights(generator)
+        init_linears(eagle.mlp1, generator)
+        qwen = eagle.language_model.model
+        init_linears(qwen, generator, residual=("o_proj", "down_proj"), blocks=len(qwen.layers))
+        qwen.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
+        for module in qwen.modules():
+            if isinstance(module, Qwen3RMSNorm):
+                nn.init.ones_(module.weight)
+        self.action_head.init_weights(generator)
+
+
+def qwen_config(spec: QwenSpec) -> Qwen3Config:
+    """Return the transformers configuration of the language model."""
+    return Qwen3Config(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_hidden_layers=spec.num_hidden_layers,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        max_position_embeddings=spec.max_position_embeddings,
+        rms_norm_eps=spec.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        attn_implementation=IMPLEMENTATION,
+    )

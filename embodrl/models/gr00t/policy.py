@@ -1,0 +1,198 @@
+"""GR00T N1.5 as a reinforcement-learning policy.
+
+Legend: B batch, V cameras, H predicted actions, D padded action dimensions, S tokens of images and prompt, E hidden
+size of the language model, W width of the diffusion transformer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.config.model_schema import ModelConfig
+from embodrl.errors import CheckpointError
+from embodrl.models.common import checkpoint
+from embodrl.models.common.dit import KeyValue
+from embodrl.models.common.flow import NoiseHead, Velocity, reversed_velocity
+from embodrl.models.common.flow_policy import FlowPolicy
+from embodrl.models.common.heads import save_heads
+from embodrl.models.common.images import normalize
+from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.value_head import ValueHead
+from embodrl.models.gr00t.config import METADATA_FILE
+from embodrl.models.gr00t.modeling import Gr00tModel
+from embodrl.models.gr00t.processing import Gr00tProcessor, RobotStats
+from embodrl.types import Observation
+
+SIGLIP_MEAN_AND_STD = 0.5
+
+
+@dataclass(frozen=True)
+class Gr00tContext:
+    """What serves every denoising step of a chunk.
+
+    Attributes:
+        features: ``[B,S,E]`` of images and prompt, as actions see them.
+        mask: ``bool[B,S]``, False at padding; None if there is none.
+        known: keys and values of the features for each block.
+        state: ``[B,1,W]``.
+    """
+
+    features: Tensor
+    mask: Tensor | None
+    known: list[KeyValue | None]
+    state: Tensor
+
+
+class Gr00tPolicy(FlowPolicy):
+    """A chunk of actions denoised by a diffusion transformer that attends to images and prompt.
+
+    Args:
+        model: the network.
+        processor: makes its inputs.
+        robot: statistics of the robot, whose encoders and decoder are used.
+        config: section ``model``.
+        value_head: the critic, or None.
+        noise_head: for Flow-Noise.
+
+    Raises:
+        CheckpointError: the model has no encoders for the robot.
+    """
+
+    def __init__(
+        self,
+        model: Gr00tModel,
+        processor: Gr00tProcessor,
+        robot: RobotStats,
+        config: ModelConfig,
+        value_head: ValueHead | None = None,
+        noise_head: NoiseHead | None = None,
+    ) -> None:
+        head = model.config.head
+        super().__init__(robot.action, config, head.action_horizon, head.action_dim, "prefix", value_head, noise_head)
+        self.model = model
+        self.processor = processor
+        self.embodiment = embodiment_id(robot.name, model.config.embodiment_ids, head.num_embodiments)
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Return ``images uint8[B,V,H,W,3]``, ``input_ids``, ``attention_mask`` and ``state``; see Gr00tProcessor."""
+        return self.processor(observation, self.device)
+
+    def encode(self, inputs: dict[str, Tensor]) -> Gr00tContext:
+        """Run images, prompt and state, and the part of the action head that no denoising step changes."""
+        head, dtype = self.model.action_head, self.model.action_head.vlln.weight.dtype
+        input_ids, mask = trimmed(inputs["input_ids"], inputs["attention_mask"])
+        images = inputs["images"]
+        half = torch.tensor(SIGLIP_MEAN_AND_STD, device=images.device)
+        pixels = normalize(images.flatten(0, 1), half, half).to(dtype).unflatten(0, images.shape[:2])
+        eagle = self.model.backbone.eagle_model
+        features = eagle(pixels, input_ids, self.processor.tokenizer.image_token_id, mask)
+        seen = None if mask is None else mask[:, None, None]
+        features = head.process_features(features, seen)
+        state = head.encode_state(inputs["state"][:, None].to(dtype), self.embodiment)
+        return Gr00tContext(features, mask, head.model.key_values(features), state)
+
+    def velocity(self, context: Gr00tContext) -> Velocity:
+        """Return the network, whose time runs from noise to data, turned round."""
+        head = self.model.action_head
+        mask = None if context.mask is None else context.mask[:, None, None]
+
+        def towards_data(x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+            actions = x.to(head.action_encoder.W1.W.dtype)
+            return head(actions, head.buckets(time), context.state, context.known, mask, self.embodiment)
+
+        return reversed_velocity(towards_data)
+
+    def prefix_features(self, context: Gr00tContext) -> Tensor:
+        """Return ``float32[B,E+W]``: the mean over images and prompt, and the state's token."""
+        features = context.features.float()
+        if context.mask is None:
+            mean = features.mean(dim=1)
+        else:
+            weight = context.mask[..., None].to(features.dtype)
+            mean = (features * weight).sum(dim=1) / weight.sum(dim=1)
+        return torch.cat([mean, context.state[:, 0].float()], dim=-1)
+
+    def training_times(self, batch: int) -> Tensor:
+        """Draw ``float32[B]``: the network's time is ``(s - b) / s`` with b from Beta(1.5, 1), so tau is ``b / s``."""
+        head = self.model.config.head
+        beta = torch.distributions.Beta(head.noise_beta_alpha, head.noise_beta_beta)
+        return beta.sample((batch,)) / head.noise_s
+
+    def loss_action_dims(self) -> int:
+        """Return A: the public loss leaves padded dimensions out."""
+        return self.action_dim
+
+    def parts(self) -> dict[str, nn.Module]:
+        """See VLAPolicy; the connector belongs to ``vision``."""
+        eagle = self.model.backbone.eagle_model
+        return {
+            "vision": nn.ModuleList([eagle.vision_model, eagle.mlp1]),
+            "language": eagle.language_model,
+            "action_expert": self.model.action_head,
+            **self.own_heads(),
+        }
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Return the last layer of the action decoder."""
+        return list(self.model.action_head.action_decoder.layer2.parameters())
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return Qwen's output layer and SigLIP's pooling head, where the checkpoint has them."""
+        return self.model.unused_parameters()
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the activations of every block in the backward pass."""
+        self.model.enable_gradient_checkpointing()
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write config.json, safetensors (adapters merged), experiment_cfg/metadata.json and tokenizer.json.
+
+        The heads that embodrl adds go to files of their own, so that the rest is a plain GR00T checkpoint. The
+        directory appears, or is replaced, in one step.
+        """
+        config = self.model.config
+        with checkpoint.atomic_directory(directory) as staging:
+            checkpoint.save_weights(merged_state_dict(self.model), staging)
+            save_heads(staging, self.value_head, self.noise_head)
+            checkpoint.write_json(staging / "config.json", config.to_dict())
+            (staging / METADATA_FILE).parent.mkdir()
+            checkpoint.write_json(staging / METADATA_FILE, config.metadata)
+            self.processor.tokenizer.save(staging)
+
+
+def trimmed(input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Drop the leading columns that are padding in every row.
+
+    Args:
+        input_ids: ``int64[B,S]``, padded on the left.
+        mask: ``int64[B,S]``.
+
+    Returns:
+        The ids, and the mask as ``bool``, or None where nothing is padded, which lets attention take its fast path.
+    """
+    longest = int(mask.sum(dim=1).max())
+    input_ids, kept = input_ids[:, -longest:], mask[:, -longest:].bool()
+    return input_ids, None if bool(kept.all()) else kept
+
+
+def embodiment_id(name: str, known: dict[str, int], count: int) -> int:
+    """Return the number of a robot's encoders.
+
+    Raises:
+        CheckpointError: the robot has no number, or there are fewer encoders.
+    """
+    if name not in known:
+        raise CheckpointError(
+            f"no number of encoders is known for the robot '{name}'; known: {', '.join(known)}",
+            f'add it to config.json of the checkpoint: "embodrl": {{"embodiment_ids": {{"{name}": NUMBER}}}}',
+        )
+    if known[name] >= count:
+        raise CheckpointError(
+            f"the robot '{name}' has number {known[name]}, and the checkpoint has {count} robots",
+            "use a checkpoint that was trained on this robot",
+        )
+    return known[name]

@@ -1,0 +1,310 @@
+"""Observations to model inputs, and statistics of robots.
+
+The chat is that of Eagle 2.5, whose files come with NVIDIA's code and not with the checkpoint: prompt and special
+tokens follow its public processor; they are written down here only. Images are resized as a whole to one tile.
+Legend: B batch, V cameras, H x W pixels, N image patches, L text tokens, A action dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.models.common.images import center_crop_area, resize_bicubic
+from embodrl.models.common.tokenizer import TINY_TOKENIZER
+from embodrl.registry import nearest
+from embodrl.types import Observation
+
+CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
+IMAGE_START, IMAGE_TOKEN, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
+SPECIAL_TOKENS = (CHAT_START, CHAT_END, IMAGE_START, IMAGE_TOKEN, IMAGE_END)
+PAD_ID = 0
+"""Padding is masked everywhere, so any id does."""
+
+
+def chat(instruction: str, num_images: int, num_patches: int, system_prompt: str) -> str:
+    """Return the prompt: a user's message of numbered images and the instruction, then the start of an answer.
+
+    Args:
+        instruction: as it is, neither lower-cased nor stripped.
+        num_images: V.
+        num_patches: N.
+        system_prompt: of the system's message before; empty for none.
+    """
+    system = f"{CHAT_START}system\n{system_prompt}{CHAT_END}\n" if system_prompt else ""
+    patches = f"{IMAGE_START}{IMAGE_TOKEN * num_patches}{IMAGE_END}"
+    images = "".join(f"<image {number}>{patches}" for number in range(1, num_images + 1))
+    return f"{system}{CHAT_START}user\n{images}{instruction}{CHAT_END}\n{CHAT_START}assistant\n"
+
+
+class ChatTokenizer:
+    """A tokenizer that has the chat's special tokens.
+
+    Args:
+        tokenizer: of the language model.
+        source: named in errors.
+
+    Raises:
+        CheckpointError: it lacks a special token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, source: str) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
+        missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
+        if image_token_id is None or missing:
+            raise CheckpointError(
+                f"the tokenizer of {source} has no {', '.join(missing)}", "use the tokenizer of Eagle 2.5"
+            )
+        self._tokenizer = tokenizer
+        self.image_token_id = image_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a chat, without any that are not in the text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json."""
+        self._tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def tiny_chat_tokenizer() -> ChatTokenizer:
+    """Return the shipped tokenizer with the chat's special tokens behind its own."""
+    tokenizer = Tokenizer.from_file(str(TINY_TOKENIZER))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return ChatTokenizer(tokenizer, "embodrl")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether the directory has tokenizer.json, or vocab.json and merges.txt."""
+    names = {path.name for path in directory.iterdir()}
+    return "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names
+
+
+def load_chat_tokenizer(directory: Path) -> ChatTokenizer:
+    """Return the tokenizer in tokenizer.json, or in vocab.json, merges.txt and what else Qwen's tokenizer has.
+
+    Raises:
+        CheckpointError: the files are corrupt or of another model.
+    """
+    try:
+        if (directory / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        else:
+            from transformers import Qwen2Tokenizer
+
+            tokenizer = Qwen2Tokenizer.from_pretrained(str(directory), local_files_only=True).backend_tokenizer
+    except Exception as error:
+        raise CheckpointError(f"{directory} has no readable tokenizer: {error}", "fetch the files again") from error
+    return ChatTokenizer(tokenizer, str(directory))
+
+
+@dataclass(frozen=True)
+class MinMaxStats:
+    """Least and largest values of each dimension, in environment units, ``float64[A]``."""
+
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+    @property
+    def dims(self) -> int:
+        """A."""
+        return len(self.low)
+
+    def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return ``2 (x - low) / (high - low) - 1``, not clipped; a dimension without range gives 0; ``[...,A]``."""
+        span = self.high - self.low
+        scaled = 2.0 * (np.asarray(values, dtype=np.float64) - self.low) / np.where(span == 0.0, 1.0, span) - 1.0
+        return np.where(span == 0.0, 0.0, scaled)
+
+    def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return ``(a + 1) / 2 * (high - low) + low``; ``[...,A]``."""
+        return 0.5 * (actions + 1.0) * (self.high - self.low) + self.low
+
+
+@dataclass(frozen=True)
+class RobotStats:
+    """Statistics of a robot: of its actions, and of its state unless it is used as it is."""
+
+    name: str
+    action: MinMaxStats
+    state: MinMaxStats | None
+
+
+def identity_metadata(name: str, action_dim: int) -> dict[str, Any]:
+    """Return metadata.json of one robot whose actions lie in [-1, 1] and whose state is used as it is."""
+    action = {"action": {"min": [-1.0] * action_dim, "max": [1.0] * action_dim}}
+    entry = {"embodiment_tag": name, "modalities": {}, "statistics": {"action": action, "state": {}}}
+    return {name: entry}
+
+
+def choose_robot(metadata: dict[str, Any], key: str | None, action_dim: int, source: str) -> RobotStats:
+    """Return the statistics of a robot.
+
+    Its parts ("arm", "gripper", ...) are joined in the order of the file, which does not say more about their order.
+
+    Args:
+        metadata: by robot, as in metadata.json.
+        key: which; None takes the only one.
+        action_dim: A, to check against.
+        source: named in errors.
+
+    Raises:
+        CheckpointError: no such robot, several and none chosen, incomplete statistics, or other dimensions.
+    """
+    names, listed = list(metadata), ", ".join(sorted(metadata)) or "none"
+    if key is None:
+        if len(names) != 1:
+            raise CheckpointError(
+                f"{source} has statistics of {len(names)} robots ({listed})", "choose one with model.unnorm_key"
+            )
+        key = names[0]
+    if key not in metadata:
+        hint = nearest(key, names)
+        raise CheckpointError(
+            f"{source} has no statistics of the robot '{key}'; it has: {listed}",
+            f"set model.unnorm_key={hint}" if hint else "set model.unnorm_key to one of these",
+        )
+    statistics = metadata[key].get("statistics", {})
+    action = _joined(statistics.get("action", {}), f"{source}: action statistics of '{key}'")
+    if action is None or action.dims != action_dim:
+        found = 0 if action is None else action.dims
+        raise CheckpointError(
+            f"{source}: action statistics of '{key}' have {found} dimensions, not {action_dim}",
+            f"set model.action_dim={found}, or choose another robot with model.unnorm_key",
+        )
+    return RobotStats(key, action, _joined(statistics.get("state", {}), f"{source}: state statistics of '{key}'"))
+
+
+def _joined(parts: dict[str, Any], source: str) -> MinMaxStats | None:
+    if not parts:
+        return None
+    try:
+        low, high = (
+            np.concatenate([np.atleast_1d(np.asarray(part[bound], dtype=np.float64)) for part in parts.values()])
+            for bound in ("min", "max")
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source} are incomplete: {error}", "fetch the checkpoint again") from error
+    return MinMaxStats(low, high)
+
+
+class Gr00tProcessor:
+    """Prompts, images and states as GR00T was trained with them.
+
+    Args:
+        tokenizer: of the language model.
+        image_size: side of the model's square input in pixels.
+        num_patches: N.
+        max_prompt_tokens: L, without those that stand for image patches.
+        system_prompt: see ``chat``.
+        center_crop: cut the middle 90 % of the area.
+        state_stats: normalise states; None uses them as they are.
+        max_state_dim: states are padded to this with zeros.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        image_size: int,
+        num_patches: int,
+        max_prompt_tokens: int,
+        system_prompt: str,
+        center_crop: bool,
+        state_stats: MinMaxStats | None,
+        max_state_dim: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.image_size = image_size
+        self.num_patches = num_patches
+        self.max_prompt_tokens = max_prompt_tokens
+        self.system_prompt = system_prompt
+        self.center_crop = center_crop
+        self.state_stats = state_stats
+        self.max_state_dim = max_state_dim
+        self._rows: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
+
+    def prompt_row(self, instruction: str, num_images: int) -> tuple[list[int], list[int]]:
+        """Return ``L + V N`` ids and mask, padded on the left.
+
+        The language model does not see padding, nor do the action head's attentions, unlike in the public code, where
+        padding to the longest prompt of a batch lets the rows of a batch influence each other. Here each row gives
+        what that code gives for it alone.
+
+        Raises:
+            EmbodrlError: the prompt is longer than L.
+        """
+        key = (instruction, num_images)
+        if key not in self._rows:
+            ids = self.tokenizer.encode(chat(instruction, num_images, self.num_patches, self.system_prompt))
+            text = len(ids) - num_images * self.num_patches
+            space = self.max_prompt_tokens - text
+            if space < 0:
+                raise EmbodrlError(
+                    f"the prompt for '{instruction}' has {text} tokens; at most {self.max_prompt_tokens} fit",
+                    f"set model.gr00t.max_prompt_tokens={text} or more",
+                )
+            self._rows[key] = ([PAD_ID] * space + ids, [0] * space + [1] * len(ids))
+        return self._rows[key]
+
+    def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
+        """Return the model's inputs on ``device``.
+
+        ``images uint8[B,V,H,W,3]`` at the model's size, ``input_ids`` and ``attention_mask`` ``int64[B,L+VN]``, and the
+        normalised ``state float32[B,max_state_dim]``.
+
+        Raises:
+            EmbodrlError: no camera, a prompt that does not fit, or a state of other dimensions than the statistics.
+        """
+        batch, num_images = observation.images.shape[:2]
+        if num_images == 0:
+            raise EmbodrlError("GR00T sees cameras, the observation has none", "configure one in env.cameras")
+        images = torch.tensor(observation.images, device=device).flatten(0, 1)  # a copy: the source may be reused
+        images = resize_bicubic(images, self.image_size, self.image_size)
+        if self.center_crop:
+            images = center_crop_area(images)
+        rows = [self.prompt_row(text, num_images) for text in observation.instruction]
+        return {
+            "images": images.unflatten(0, (batch, num_images)),
+            "input_ids": torch.tensor([ids for ids, _ in rows], device=device),
+            "attention_mask": torch.tensor([mask for _, mask in rows], device=device),
+            "state": torch.from_numpy(self.padded_state(observation.state)).to(device),
+        }
+
+    def padded_state(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return normalised states ``float32[B,max_state_dim]`` of ``float32[B,S]``; S = 0 gives zeros.
+
+        Raises:
+            EmbodrlError: other dimensions than the statistics, or more than there is room for.
+        """
+        dims = state.shape[1]
+        padded = np.zeros((len(state), self.max_state_dim), dtype=np.float32)
+        if dims == 0:
+            return padded
+        wanted = None if self.state_stats is None else self.state_stats.dims
+        if wanted is not None and dims != wanted:
+            raise EmbodrlError(
+                f"the robot's state has {dims} dimensions, the checkpoint's statistics have {wanted}",
+                "choose the robot with model.unnorm_key, or set env.include_state=false",
+            )
+        if dims > self.max_state_dim:
+            raise EmbodrlError(
+                f"the robot's state has {dims} dimensions, the model has room for {self.max_state_dim}",
+                f"set model.gr00t.max_state_dim={dims} or more, or env.include_state=false",
+            )
+        padded[:, :dims] = state if self.state_stats is None else self.state_stats.normalize(state)
+        return padded

@@ -1,0 +1,136 @@
+"""OpenVLA against outputs recorded from its public reference implementation (modeling_prismatic)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embodrl.errors import CheckpointError
+from embodrl.models.base import LoadReport
+from embodrl.models.common.action_bins import ActionBins
+from embodrl.models.common.checkpoint import SINGLE_FILE, load_strict
+from embodrl.models.common.norm_stats import choose_stats
+from embodrl.models.common.parity import (
+    ACTION_TOLERANCE,
+    INPUTS_FILE,
+    LOGITS_TOLERANCE,
+    Comparison,
+    compare,
+    read_tensors,
+)
+from embodrl.models.common.vit import VitSpec
+from embodrl.models.openvla.config import OpenVLAConfig, read_json
+from embodrl.models.openvla.decode import ActionDecoder
+from embodrl.models.openvla.modeling import OpenVLAModel
+
+LOGITS = "logits_31743_32001"
+FIRST_LOGIT, LAST_LOGIT = 31743, 32001
+RECORDED_HEADS = 2
+RECORDED_STATS = ("bridge_orig", "libero_10_no_noops")
+
+
+@torch.no_grad()
+def run(directory: Path) -> list[Comparison]:
+    """Compare hidden states, logits, greedy tokens, decoded actions and key-value decoding.
+
+    Args:
+        directory: with ``model.safetensors``, ``config.json`` and ``io.safetensors``: ``ids int64[B,L]``,
+            ``pv [B,6,H,W]``, ``h [B,S,D]``, ``logits_31743_32001 [B,S,258]``, ``gen int64[B,7]`` and ``a [B,7]``.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
+    """
+    model, io = load_fixture(directory)
+    prefix = model.embed_prefix(io["pv"], io["ids"])
+    hidden = model.hidden_states(prefix, None)
+    logits = model.language_model.lm_head(hidden)[..., FIRST_LOGIT:LAST_LOGIT]
+    tokens = io["gen"]
+    decoder = ActionDecoder(model, len(prefix), prefix.shape[1] + tokens.shape[1])
+    _, decoded, prefix_hidden = decoder.run(prefix, None, tokens.shape[1], lambda _, place: tokens[:, place])
+    return [
+        compare("hidden states", hidden, io["h"], LOGITS_TOLERANCE),
+        compare("logits", logits, io[LOGITS], LOGITS_TOLERANCE),
+        compare("action logits", model.action_logits(hidden), io[LOGITS][..., action_columns(model)], LOGITS_TOLERANCE),
+        compare("decoder, hidden states", prefix_hidden, io["h"], LOGITS_TOLERANCE),
+        compare("decoder, logits", decoded[:, 0], io[LOGITS][:, -1, action_columns(model)], LOGITS_TOLERANCE),
+        compare("greedy tokens", greedy_over_all_ids(model, prefix, tokens.shape[1]), tokens, 0.0),
+        compare("actions", decode_actions(model, tokens), io["a"], ACTION_TOLERANCE),
+    ]
+
+
+def load_fixture(directory: Path, causal: bool = True) -> tuple[OpenVLAModel, dict[str, Tensor]]:
+    """Return the filled network in float32 on the CPU, and the recorded inputs and outputs.
+
+    The recorded config.json leaves the vision dimensions to the backbone's name, while the recording has smaller
+    towers. Unless the file has embodrl's own section, they are read off the weights; only the number of heads can't be,
+    and is the recording's.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
+    """
+    raw = read_json(directory / "config.json")
+    vision = None
+    if "embodrl" not in raw:
+        weights = read_tensors(directory / SINGLE_FILE)
+        towers = [tower_spec(weights, f"vision_backbone.{name}.") for name in ("featurizer", "fused_featurizer")]
+        vision = (towers[0], towers[1])
+    model = OpenVLAModel(OpenVLAConfig.from_dict(raw, vision, str(directory / "config.json")), causal).eval()
+    load_strict(
+        model, [directory / SINGLE_FILE], LoadReport(str(directory)), device=torch.device("cpu"), dtype=torch.float32
+    )
+    return model, read_tensors(directory / INPUTS_FILE)
+
+
+def tower_spec(weights: dict[str, Tensor], prefix: str) -> VitSpec:
+    """Return the dimensions of a vision transformer from its weights, with the recording's number of heads.
+
+    Raises:
+        CheckpointError: there is no vision transformer of that prefix.
+    """
+    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if not {"pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"} <= own.keys():
+        raise CheckpointError(f"there are no weights {prefix}*", "use a recording of the fused DINOv2 + SigLIP model")
+    _, num_patches, width = own["pos_embed"].shape
+    patch_size = own["patch_embed.proj.weight"].shape[-1]
+    return VitSpec(
+        image_size=round(num_patches**0.5) * patch_size,
+        patch_size=patch_size,
+        width=width,
+        depth=1 + max(int(name.split(".")[1]) for name in own if name.startswith("blocks.")),
+        num_heads=RECORDED_HEADS,
+        mlp_dim=len(own["blocks.0.mlp.fc1.weight"]),
+        num_registers=own["reg_token"].shape[1] if "reg_token" in own else 0,
+        class_token="cls_token" in own,
+        layer_scale="blocks.0.ls1.scale_factor" in own,
+        attention_pool="attn_pool.latent" in own,
+    )
+
+
+def action_columns(model: OpenVLAModel) -> slice:
+    """Return where the action ids are in the recorded slice of the vocabulary."""
+    start = model.config.first_action_id - FIRST_LOGIT
+    return slice(start, start + model.config.n_action_bins)
+
+
+def greedy_over_all_ids(model: OpenVLAModel, prefix: Tensor, count: int) -> Tensor:
+    """Return ``int64[B,count]`` greedy tokens of the whole vocabulary, as the reference takes them.
+
+    Random weights leave the action ids, so the policy's own choice among those is another one.
+    """
+    sequence, tokens = prefix, []
+    for _ in range(count):
+        hidden = model.hidden_states(sequence, None)[:, -1]
+        tokens.append(model.language_model.lm_head(hidden).argmax(dim=-1))
+        sequence = torch.cat([sequence, model.language_model.model.embed_tokens(tokens[-1])[:, None]], dim=1)
+    return torch.stack(tokens, dim=1)
+
+
+def decode_actions(model: OpenVLAModel, tokens: Tensor) -> Tensor:
+    """Return ``float64[...,A]`` actions in environment units of token ids, with the recording's statistics."""
+    config = model.config
+    key = next((key for key in RECORDED_STATS if key in config.norm_stats), None)
+    stats = choose_stats(config.norm_stats, key, tokens.shape[-1], "config.json")
+    bins = ActionBins(config.action_vocab_size, config.n_action_bins)
+    return torch.from_numpy(stats.unnormalize(bins.decode(tokens.numpy())))

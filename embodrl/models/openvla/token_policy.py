@@ -1,0 +1,276 @@
+"""What OpenVLA and OpenVLA-OFT share: action tokens, their log-probs, values, the imitation loss, and files.
+
+Legend: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size,
+P image and prompt tokens.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodrl.config.model_schema import ModelConfig
+from embodrl.errors import EmbodrlError
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common import checkpoint
+from embodrl.models.common.action_bins import ActionBins
+from embodrl.models.common.gripper import Convention, to_environment, to_model
+from embodrl.models.common.heads import save_heads
+from embodrl.models.common.images import normalize
+from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.norm_stats import ActionStats
+from embodrl.models.common.sampling import action_entropy, action_log_probs, smoothed_targets
+from embodrl.models.common.value_head import ValueHead
+from embodrl.models.openvla.config import DINO_MEAN, DINO_STD, SIGLIP_MEAN, SIGLIP_STD
+from embodrl.models.openvla.modeling import OpenVLAModel
+from embodrl.models.openvla.processing import OpenVLAProcessor
+from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+
+
+class TokenPolicy(VLAPolicy):
+    """A policy on the OpenVLA network: A tokens for each of the C actions, each one of 256 bins.
+
+    A family defines ``predict_action_batch``, ``predict_values`` and ``action_logits``.
+
+    Args:
+        model: the network.
+        processor: makes its inputs.
+        stats: action statistics of the robot.
+        config: section ``model``: C, ``gripper``, and the value head's ``input`` and ``detach``.
+        value_head: the critic, or None.
+    """
+
+    def __init__(
+        self,
+        model: OpenVLAModel,
+        processor: OpenVLAProcessor,
+        stats: ActionStats,
+        config: ModelConfig,
+        value_head: ValueHead | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.processor = processor
+        self.stats = stats
+        self.num_action_chunks = config.num_action_chunks
+        self.action_dim = stats.action_dim
+        self.gripper: Convention = config.gripper
+        self.value_input = "prompt_end" if config.value_head.input == "auto" else config.value_head.input
+        self.detach_value = config.value_head.detach
+        self.value_head = value_head
+        self.bins = ActionBins(model.config.action_vocab_size, model.config.n_action_bins)
+        for name, values in (("mean", (DINO_MEAN, SIGLIP_MEAN)), ("std", (DINO_STD, SIGLIP_STD))):
+            self.register_buffer(f"_pixel_{name}", torch.tensor(values, device=self.device), persistent=False)
+
+    # What a family defines -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what training needs, with gradients, in one pass.
+
+        Args:
+            inputs: what ``preprocess`` returns and ``action_tokens int64[B,C,A]``.
+
+        Returns:
+            Logits ``float32[B,C*A,256]``, and ``[B,D]``: what the value is read from.
+        """
+
+    def state_tokens(self, inputs: dict[str, Tensor]) -> Tensor | None:
+        """Return embeddings ``[B,E,D]`` to put after the image patches, or None."""
+        return None
+
+    # VLAPolicy -------------------------------------------------------------------------------------------------------
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Return the processor's inputs on the policy's device.
+
+        Raises:
+            EmbodrlError: too many cameras, or a prompt that does not fit.
+        """
+        return self.processor(observation, self.device)
+
+    def evaluate_actions(
+        self,
+        forward_inputs: dict[str, Tensor],
+        sampling: SamplingParams,
+        compute_entropy: bool = True,
+        compute_values: bool = True,
+    ) -> EvalOutput:
+        """Return log-probs, entropy and values of stored actions, with gradients, in one pass.
+
+        Raises:
+            EmbodrlError: values are wanted and there is no value head.
+        """
+        logits, features = self.action_logits(forward_inputs)
+        tokens = forward_inputs["action_tokens"]
+        index = self.bins.index(tokens.flatten(1))
+        logprobs = action_log_probs(logits, index, sampling).view(tokens.shape)
+        entropy = action_entropy(logits, index, sampling).view(tokens.shape) if compute_entropy else None
+        return EvalOutput(logprobs, entropy, self._values(features) if compute_values else None)
+
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        """Return what ``preprocess`` returns and ``action_tokens int64[B,C,A]`` of ``actions float32[B,C,A]``."""
+        raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
+        tokens = torch.from_numpy(self.bins.encode(self.stats.normalize(raw))).to(self.device)
+        return {**self.preprocess(observation), "action_tokens": tokens}
+
+    def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean cross-entropy over action tokens (nats), ``token_accuracy`` and ``l1`` (normalised units).
+
+        Args:
+            batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
+            label_smoothing_bins: standard deviation, in bins, of the Gaussian target around the right bin; 0 is
+                one-hot.
+        """
+        logits, _ = self.action_logits(batch)
+        tokens = batch["action_tokens"]
+        index = self.bins.index(tokens.flatten(1))
+        logp = logits.log_softmax(dim=-1)
+        if label_smoothing_bins > 0:
+            targets = smoothed_targets(self.bins.num_bins, label_smoothing_bins, logits.device)[index]
+            nll = -(targets * logp).sum(dim=-1)
+        else:
+            nll = -logp.gather(-1, index[..., None]).squeeze(-1)
+        weight = torch.ones_like(nll)
+        if "action_mask" in batch:
+            weight = batch["action_mask"][:, :, None].expand_as(tokens).flatten(1).to(nll.dtype)
+        total = weight.sum().clamp(min=1.0)
+        with torch.no_grad():
+            guess = logits.argmax(dim=-1)
+            error = (self.bins.value_of_index(guess) - self.bins.value_of_index(index)).abs()
+            scalars = {
+                "token_accuracy": ((guess == index) * weight).sum() / total,
+                "l1": (error * weight).sum() / total,
+            }
+        return (nll * weight).sum() / total, scalars
+
+    def parts(self) -> dict[str, nn.Module]:
+        """See VLAPolicy."""
+        parts: dict[str, nn.Module] = {
+            "vision": self.model.vision_backbone,
+            "projector": self.model.projector,
+            "language": self.model.language_model,
+        }
+        return parts if self.value_head is None else {**parts, "value_head": self.value_head}
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Return the weight of lm_head."""
+        return list(self.model.language_model.lm_head.parameters())
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the last block and the pooling head of each vision tower, which only the checkpoint knows."""
+        vision = self.model.vision_backbone
+        return [p for tower in (vision.featurizer, vision.fused_featurizer) for p in tower.unused_parameters()]
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the activations of every block in the backward pass."""
+        self.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        for tower in (self.model.vision_backbone.featurizer, self.model.vision_backbone.fused_featurizer):
+            tower.gradient_checkpointing = True
+
+    # Files -----------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write config.json, safetensors, tokenizer.json, dataset_statistics.json and preprocessor_config.json.
+
+        Low-rank adapters are added to the weights in the file. What embodrl adds to the network goes to files of its
+        own, so that the rest is a plain OpenVLA checkpoint. The directory appears, or is replaced, in one step.
+        """
+        config = self.model.config
+        with checkpoint.atomic_directory(directory) as staging:
+            checkpoint.save_weights(merged_state_dict(self.model), staging)
+            self.save_extras(staging)
+            checkpoint.write_json(staging / "config.json", self.config_dict())
+            checkpoint.write_json(staging / "dataset_statistics.json", config.norm_stats)
+            checkpoint.write_json(staging / "preprocessor_config.json", preprocessor_config(config.image_size))
+            self.processor.tokenizer.save(staging)
+
+    def config_dict(self) -> dict[str, Any]:
+        """Return config.json."""
+        return self.model.config.to_dict()
+
+    def save_extras(self, directory: Path) -> None:
+        """Write what is no part of the network."""
+        save_heads(directory, self.value_head, None)
+
+    # Parts -----------------------------------------------------------------------------------------------------------
+
+    def _pixels(self, images: Tensor) -> Tensor:
+        """``uint8[B,(V,)H,W,3]`` to ``[B,6V,H,W]``, each image normalised for DINOv2 and for SigLIP."""
+        mean, std = self.get_buffer("_pixel_mean"), self.get_buffer("_pixel_std")
+        flat = images.flatten(0, -4)
+        halves = [normalize(flat, mean[i], std[i]) for i in range(2)]
+        pixels = torch.cat(halves, dim=1).to(self.model.projector.fc1.weight.dtype)
+        return pixels.view(len(images), -1, *pixels.shape[2:])
+
+    def _prefix(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings ``[B,P,D]`` and mask ``int64[B,P]`` of images and prompt, without columns of mere padding.
+
+        The mask is None where nothing is padded, which lets attention take its fast path.
+        """
+        input_ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        longest = int(mask.sum(dim=1).max())
+        keep = slice(mask.shape[1] - (longest - 1), None)
+        input_ids = torch.cat([input_ids[:, :1], input_ids[:, keep]], dim=1)
+        mask = torch.cat([mask[:, :1], mask[:, keep]], dim=1)
+        pixels = self._pixels(inputs["images"])
+        embeddings = self.model.embed_prefix(pixels, input_ids, self.state_tokens(inputs))
+        if bool(mask.all()):
+            return embeddings, None
+        middle = mask.new_ones(len(mask), embeddings.shape[1] - mask.shape[1])
+        return embeddings, torch.cat([mask[:, :1], middle, mask[:, 1:]], dim=1)
+
+    def _features(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Return ``[B,D]``, what the value is read from, of the hidden states ``[B,P,D]`` of images and prompt."""
+        if self.value_input == "prompt_end":
+            return hidden[:, -1]
+        if mask is None:
+            return hidden.float().mean(dim=1)
+        weight = mask[..., None].float()
+        return (hidden.float() * weight).sum(dim=1) / weight.sum(dim=1)
+
+    def _values(self, features: Tensor) -> Tensor:
+        if self.value_head is None:
+            raise EmbodrlError("the policy has no value head", "set model.add_value_head=true")
+        return self.value_head(features.detach() if self.detach_value else features)
+
+    def _output(
+        self, inputs: dict[str, Tensor], index: Tensor, logits: Tensor, values: Tensor | None, sampling: SamplingParams
+    ) -> PolicyOutput:
+        """Return the record of chosen bins ``int64[B,C*A]`` and the logits ``[B,C*A,256]`` they were drawn from."""
+        shape = (len(index), self.num_action_chunks, self.action_dim)
+        tokens = (index + self.bins.first_id).view(shape)
+        actions = self.stats.unnormalize(self.bins.decode(tokens.cpu().numpy()))
+        return PolicyOutput(
+            to_environment(actions, self.gripper).astype(np.float32),
+            action_log_probs(logits, index, sampling).view(shape),
+            values,
+            {**inputs, "action_tokens": tokens},
+        )
+
+
+def exponential_noise(shape: Sequence[int], generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Return draws ``float32`` from Exp(1), made on the generator's device, for sampling by ``argmax(p / noise)``."""
+    source = device if generator is None else generator.device
+    return torch.empty(*shape, device=source).exponential_(generator=generator).to(device)
+
+
+def preprocessor_config(image_size: int) -> dict[str, object]:
+    """Return the public preprocessor_config.json."""
+    size = [3, image_size, image_size]
+    return {
+        "image_processor_type": "PrismaticImageProcessor",
+        "processor_class": "PrismaticProcessor",
+        "image_resize_strategy": "resize-naive",
+        "input_sizes": [size, size],
+        "interpolations": ["bicubic", "bicubic"],
+        "means": [list(DINO_MEAN), list(SIGLIP_MEAN)],
+        "stds": [list(DINO_STD), list(SIGLIP_STD)],
+        "use_fused_vision_backbone": True,
+    }

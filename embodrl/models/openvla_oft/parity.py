@@ -1,0 +1,50 @@
+"""OpenVLA-OFT against outputs recorded from its public reference implementation (moojink/openvla-oft, discrete)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from embodrl.models.common.parity import ACTION_TOLERANCE, LOGITS_TOLERANCE, Comparison, compare
+from embodrl.models.openvla.parity import (
+    FIRST_LOGIT,
+    LAST_LOGIT,
+    LOGITS,
+    action_columns,
+    decode_actions,
+    load_fixture,
+)
+from embodrl.models.openvla_oft.modeling import append_action_places, at_action_places
+
+KEEP_STOP_TOKEN = True
+
+
+@torch.no_grad()
+def run(directory: Path) -> list[Comparison]:
+    """Compare hidden states, logits and decoded actions of a chunk.
+
+    Args:
+        directory: with ``model.safetensors``, ``config.json`` and ``io.safetensors``: ``ids int64[1,L]``,
+            ``pv [1,6V,H,W]``, ``h [1,S,D]`` and ``logits_31743_32001 [1,S,258]`` over the whole sequence,
+            ``ah [1,C*A,D]`` at the action tokens and ``a [C,A]``.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
+    """
+    model, io = load_fixture(directory, causal=False)
+    prefix = model.embed_prefix(io["pv"], io["ids"])
+    length, num_tokens = prefix.shape[1], io["a"].numel()
+    hidden = model.hidden_states(append_action_places(model, prefix, num_tokens, KEEP_STOP_TOKEN), None)
+    at_actions = at_action_places(hidden, length, num_tokens)
+    logits = model.language_model.lm_head(hidden)[..., FIRST_LOGIT:LAST_LOGIT]
+    wanted = at_action_places(io[LOGITS], length, num_tokens)[..., action_columns(model)]
+    # The reference takes the argmax over the whole vocabulary.
+    tokens = model.language_model.lm_head(at_actions).argmax(dim=-1).view(io["a"].shape)
+    return [
+        compare("hidden states", hidden, io["h"], LOGITS_TOLERANCE),
+        compare("logits", logits, io[LOGITS], LOGITS_TOLERANCE),
+        compare("hidden states at the actions", at_actions, io["ah"], LOGITS_TOLERANCE),
+        compare("action logits", model.action_logits(at_actions), wanted, LOGITS_TOLERANCE),
+        compare("actions", decode_actions(model, tokens), io["a"], ACTION_TOLERANCE),
+    ]

@@ -1,0 +1,155 @@
+"""From a ModelConfig to a pi0 or pi0.5 policy: a public checkpoint, or the tiny size."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from embodrl.config.model_schema import ModelConfig
+from embodrl.errors import CheckpointError
+from embodrl.models.base import LoadReport
+from embodrl.models.common import checkpoint
+from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.init import new_generator
+from embodrl.models.pi.config import EMBODRL_KEY, PiConfig, Variant
+from embodrl.models.pi.modeling import PiModel, init_weights
+from embodrl.models.pi.policy import PiPolicy, default_value_input
+from embodrl.models.pi.processing import PiProcessor
+from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot, read_openpi
+from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
+from embodrl.models.pi.weights import aliases_and_ignored, variant_of
+
+TINY_STATS_KEY = "maniskill"
+RANDOM_SOURCE = "random weights"
+
+
+def build_pi0(
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[PiPolicy, LoadReport]:
+    """Build a pi0 policy; see ``build_pi``."""
+    return build_pi(config, "pi0", torch.device(device), dtype, seed)
+
+
+def build_pi05(
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[PiPolicy, LoadReport]:
+    """Build a pi0.5 policy; see ``build_pi``."""
+    return build_pi(config, "pi05", torch.device(device), dtype, seed)
+
+
+def build_pi(
+    config: ModelConfig, variant: Variant, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[PiPolicy, LoadReport]:
+    """Build the policy that a configuration asks for.
+
+    With ``model_path`` it is a checkpoint in openpi's or lerobot's layout, from a directory or the Hugging Face hub.
+    Without, it has the dimensions of ``pi`` and the weights of ``warm_start``; random ones are a function of ``seed``
+    and ``device``.
+
+    Args:
+        config: the section ``model``.
+        variant: which model.
+        device: where the policy lives.
+        dtype: of its weights; value and noise heads are always float32.
+        seed: of weights that come from no checkpoint.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it does not fit.
+        MissingDependencyError: its tokenizer needs a package that is not installed.
+    """
+    directory = _source(config)
+    tokenizer = tiny_tokenizer()
+    model_config = PiConfig.from_architecture(config.pi, variant, tokenizer.vocab_size)
+    report = LoadReport(RANDOM_SOURCE if directory is None else str(directory))
+    if directory is None:
+        sets = {TINY_STATS_KEY: identity_set(config.action_dim)}
+        stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, report.source)
+    else:
+        tiny = model_config
+        model_config, stats = _read(directory, variant, config)
+        if config.model_path is None:
+            _check_architecture(model_config, tiny, directory)
+        tokenizer = load_tokenizer(directory, model_config.vocab_size)
+    generator = new_generator(device, seed)
+    model = _build_model(model_config, directory, report, device, dtype, generator)
+    feature_dim = model_config.expert.width
+    chosen = config.value_head.input
+    value_input = default_value_input(variant) if chosen == "auto" else chosen
+    value_dim = model_config.vlm.width if value_input == "prefix" else feature_dim
+    policy = PiPolicy(
+        model,
+        PiProcessor(tokenizer, model_config, stats.state),
+        stats,
+        config,
+        build_value_head(config, value_dim, directory, report, device, generator),
+        build_noise_head(config, feature_dim, model_config.max_action_dim, directory, report, device, generator),
+    )
+    return policy, report
+
+
+def _source(config: ModelConfig) -> Path | None:
+    if config.model_path is not None:
+        return checkpoint.resolve(config.model_path)
+    if config.warm_start is None:
+        return None
+    directory = Path(config.warm_start).expanduser()
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"model.warm_start: {directory} holds no policy",
+            "give a directory that `embodrl sft` wrote, or null; no weights of this family ship with embodrl",
+        )
+    return directory
+
+
+def _read(directory: Path, variant: Variant, config: ModelConfig) -> tuple[PiConfig, PiStats]:
+    raw = checkpoint.read_json(directory / "config.json")
+    model_config = PiConfig.from_dict(raw, variant, str(directory / "config.json"))
+    sets, methods = read_openpi(directory), None
+    if not sets and EMBODRL_KEY not in raw:
+        sets, methods = read_lerobot(directory)
+    if methods is not None:
+        model_config = model_config.with_normalization(methods)
+    stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, str(directory))
+    return model_config.with_data_set(stats.key, raw), stats
+
+
+def _check_architecture(found: PiConfig, wanted: PiConfig, directory: Path) -> None:
+    have, want = asdict(found), asdict(wanted)
+    names = ("siglip", "vlm", "expert", "max_action_dim", "action_horizon", "num_images", "discrete_state")
+    differences = [f"{name} {have[name]} instead of {want[name]}" for name in names if have[name] != want[name]]
+    if differences:
+        raise CheckpointError(
+            f"the warm start {directory} has another size than model.pi: {'; '.join(differences)}",
+            "set model.pi to the size of the warm start, or model.warm_start=null for random weights",
+        )
+
+
+def _build_model(
+    config: PiConfig,
+    directory: Path | None,
+    report: LoadReport,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> PiModel:
+    # Without memory first, so that a 3B model is never held twice.
+    with torch.device("meta"):
+        model = PiModel(config)
+    if directory is None:
+        model.to(dtype).to_empty(device=device)
+        init_weights(model, generator)
+        report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
+        return model
+    files = checkpoint.weight_files(directory)
+    names = checkpoint.stored_names(files)
+    found = variant_of(names)
+    if found is not None and found != config.variant:
+        raise CheckpointError(
+            f"the weights in {directory} are those of a '{found}' model, not '{config.variant}'",
+            f"set model.model_type={found}",
+        )
+    aliases, ignore = aliases_and_ignored(names)
+    checkpoint.load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore)
+    return model

@@ -1,0 +1,187 @@
+"""pi0 and pi0.5 as reinforcement-learning policies.
+
+Legend: B batch, V cameras, C actions run, H actions predicted, A action dimensions, D padded action dimensions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from embodrl.config.model_schema import ModelConfig
+from embodrl.errors import EmbodrlError
+from embodrl.models.common import checkpoint
+from embodrl.models.common.flow import NoiseHead, Velocity
+from embodrl.models.common.flow_policy import FlowPolicy
+from embodrl.models.common.gemma import GemmaLayer
+from embodrl.models.common.heads import save_heads
+from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.value_head import ValueHead
+from embodrl.models.pi.config import Variant
+from embodrl.models.pi.modeling import PiContext, PiModel
+from embodrl.models.pi.processing import PiProcessor
+from embodrl.models.pi.stats import ASSETS, STATS_FILE, PiStats
+from embodrl.models.pi.weights import public_state
+from embodrl.types import Observation
+
+TIME_ALPHA = 1.5
+TIME_LOW = 0.001
+
+
+class PiPolicy(FlowPolicy):
+    """A chunk of actions denoised by the action expert.
+
+    Args:
+        model: the network.
+        processor: makes its inputs.
+        stats: statistics of the robot.
+        config: section ``model``.
+        value_head: the critic: by default on the expert's output (pi0), or on images and prompt (pi0.5).
+        noise_head: for Flow-Noise.
+    """
+
+    def __init__(
+        self,
+        model: PiModel,
+        processor: PiProcessor,
+        stats: PiStats,
+        config: ModelConfig,
+        value_head: ValueHead | None,
+        noise_head: NoiseHead | None,
+    ) -> None:
+        super().__init__(
+            stats.actions,
+            config,
+            model.config.action_horizon,
+            model.config.max_action_dim,
+            default_value_input(model.config.variant),
+            value_head,
+            noise_head,
+        )
+        self.model = model
+        self.processor = processor
+        self.pi_stats = stats
+        for parameter in self.unused_parameters():
+            parameter.requires_grad_(False)
+
+    # What FlowPolicy asks for ----------------------------------------------------------------------------------------
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """See PiProcessor."""
+        return self.processor(observation, self.device)
+
+    def encode(self, inputs: dict[str, Tensor]) -> PiContext:
+        """Run images, prompt and state once for a chunk.
+
+        Args:
+            inputs: from ``preprocess``; ``image_mask bool[B,V]``, if there is one, leaves cameras of rows out.
+        """
+        pixels = inputs["images"].float().permute(0, 1, 4, 2, 3) / 127.5 - 1.0
+        return self.model.encode(
+            pixels, inputs["input_ids"], inputs["attention_mask"], inputs.get("state"), inputs.get("image_mask")
+        )
+
+    def velocity(self, context: PiContext) -> Velocity:
+        """Return the network for an encoded observation."""
+
+        def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+            return self.model.velocity(context, x, tau)
+
+        return velocity
+
+    def prefix_features(self, context: PiContext) -> Tensor:
+        """Return the mean ``[B,W]`` of PaliGemma's final hidden states over images and prompt."""
+        hidden = self.model.prefix_hidden(context).float()
+        if context.prefix_mask is None:
+            return hidden.mean(dim=1)
+        weight = context.prefix_mask[..., None].to(hidden.dtype)
+        return (hidden * weight).sum(dim=1) / weight.sum(dim=1)
+
+    def training_times(self, batch: int) -> Tensor:
+        """Draw ``0.001 + 0.999 Beta(1.5, 1)`` from torch's global generator: more often noisy than not."""
+        # The distribution function of Beta(a, 1) is u^a.
+        return TIME_LOW + (1.0 - TIME_LOW) * torch.rand(batch) ** (1.0 / TIME_ALPHA)
+
+    def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Subtract the state from actions that are meant relative to it."""
+        return actions - self._offset(actions, observation)
+
+    def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Add it."""
+        return actions + self._offset(actions, observation)
+
+    # VLAPolicy -------------------------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, nn.Module]:
+        """See VLAPolicy."""
+        paligemma = self.model.paligemma
+        layers = [layer for layer in self.model.children() if layer is not self.model.paligemma_with_expert]
+        return {
+            "vision": paligemma.vision_tower,
+            "language": nn.ModuleList([paligemma.multi_modal_projector, paligemma.language_model]),
+            "action_expert": nn.ModuleList([self.model.expert, *layers]),
+            **self.own_heads(),
+        }
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Return those of the layer from the expert's output to the velocity."""
+        return list(self.model.action_out_proj.parameters())
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return what follows the keys and values of PaliGemma's last layer, unless a value is read from there."""
+        if self.value_head is not None and self.value_input == "prefix" and not self.detach_value:
+            return []
+        language = self.model.paligemma.language_model
+        last = language.layers[-1]
+        assert isinstance(last, GemmaLayer)
+        read = (last.input_layernorm, last.self_attn.k_proj, last.self_attn.v_proj)
+        kept = {id(parameter) for module in read for parameter in module.parameters()}
+        return [p for p in (*last.parameters(), *language.norm.parameters()) if id(p) not in kept]
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the activations of every block in the backward pass."""
+        self.model.paligemma.vision_tower.enable_gradient_checkpointing()
+        self.model.paligemma.language_model.gradient_checkpointing = True
+        self.model.expert.gradient_checkpointing = True
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write openpi's layout: config.json, safetensors, assets/ID/norm_stats.json, and the tokenizer beside them.
+
+        Adapters are merged into the weights, and heads go to files of their own. The directory appears, or is
+        replaced, in one step.
+        """
+        config = self.model.config
+        precision = str(self.model.dtype).removeprefix("torch.")
+        with checkpoint.atomic_directory(directory) as staging:
+            state = merged_state_dict(self.model)
+            checkpoint.save_weights(public_state(state, config.expert.width), staging)
+            save_heads(staging, self.value_head, self.noise_head)
+            checkpoint.write_json(staging / "config.json", config.to_dict(precision))
+            assets = staging / ASSETS / self.pi_stats.key
+            assets.mkdir(parents=True)
+            checkpoint.write_json(assets / STATS_FILE, {"norm_stats": self.pi_stats.raw})
+            self.processor.tokenizer.save(staging)
+
+    def _offset(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        dims = self.model.config.relative_dims
+        offset = np.zeros((len(actions), 1, actions.shape[2]))
+        if dims == 0:
+            return offset
+        if observation.state.shape[1] < dims:
+            raise EmbodrlError(
+                f"actions are relative to the first {dims} dimensions of the state, which has "
+                f"{observation.state.shape[1]}",
+                "set env.include_state=true, with a state as the checkpoint was trained on",
+            )
+        offset[:, 0, :dims] = observation.state[:, :dims]
+        return offset
+
+
+def default_value_input(variant: Variant) -> Literal["prefix", "suffix"]:
+    """Return what ``value_head.input: auto`` means."""
+    return "prefix" if variant == "pi05" else "suffix"

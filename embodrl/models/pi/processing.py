@@ -1,0 +1,129 @@
+"""Observations to inputs of pi0 and pi0.5.
+
+Legend: B batch, V cameras, S state dimensions, D padded state dimensions, L prompt tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.errors import EmbodrlError
+from embodrl.models.common.images import resize_with_pad
+from embodrl.models.pi.config import PiConfig
+from embodrl.models.pi.stats import Scaling, cut
+from embodrl.models.pi.tokenizer import TextTokenizer
+from embodrl.types import Observation
+
+PAD_ID = 0
+STATE_BINS = np.linspace(-1.0, 1.0, 257)[:-1]
+
+
+class PiProcessor:
+    """Images, prompts and states as openpi prepares them.
+
+    Args:
+        tokenizer: of PaliGemma.
+        config: sizes, and how prompts are written.
+        state: statistics of the state; None leaves it as it is.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, config: PiConfig, state: Scaling | None) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.state = state
+        self._prompts: dict[str, list[int]] = {}
+
+    def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
+        """Return inputs on a device.
+
+        Returns:
+            ``images uint8[B,V,h,w,3]`` at the model's size, ``input_ids int64[B,L]`` and ``attention_mask bool[B,L]``
+            (padded on the right) and, for pi0, ``state float32[B,D]``.
+
+        Raises:
+            EmbodrlError: too many cameras, too large a state, or a prompt that does not fit.
+        """
+        batch, cameras = observation.images.shape[:2]
+        if not 1 <= cameras <= self.config.num_images:
+            raise EmbodrlError(
+                f"the model has room for {self.config.num_images} cameras, the observation has {cameras}",
+                f"configure 1 to {self.config.num_images} cameras in env.cameras",
+            )
+        size = self.config.siglip.image_size
+        copied = np.array(observation.images, order="C")  # the source may be a buffer that is used again
+        images = torch.from_numpy(copied).to(device).flatten(0, 1)
+        state = self.normalized_state(observation.state)
+        rows = [self._prompt(text, row) for text, row in zip(observation.instruction, state, strict=True)]
+        ids = torch.full((batch, self.config.max_prompt_tokens), PAD_ID, dtype=torch.int64)
+        for row, prompt in zip(ids, rows, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        lengths = torch.tensor([len(prompt) for prompt in rows])
+        mask = torch.arange(self.config.max_prompt_tokens)[None] < lengths[:, None]
+        inputs = {
+            "images": resize_with_pad(images, size, size).unflatten(0, (batch, cameras)),
+            "input_ids": ids.to(device),
+            "attention_mask": mask.to(device),
+        }
+        if not self.config.adaptive_norm:
+            inputs["state"] = torch.from_numpy(self._padded(state).astype(np.float32)).to(device)
+        return inputs
+
+    def normalized_state(self, state: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Return ``[B,S]`` in the model's units.
+
+        Raises:
+            EmbodrlError: S is larger than D, or not that of the statistics.
+        """
+        dims = state.shape[1]
+        if dims > self.config.max_action_dim:
+            raise EmbodrlError(
+                f"the model's states have room for {self.config.max_action_dim} dimensions, the environment's have "
+                f"{dims}",
+                f"set env.include_state=false, or model.pi.max_action_dim={dims} for a model without a checkpoint",
+            )
+        if self.state is None or dims == 0:
+            return state.astype(np.float64)
+        return cut(self.state, dims, "the statistics of states", "the environment's state").normalize(state)
+
+    def prompt(self, instruction: str, state: NDArray[np.float64]) -> list[int]:
+        """Return the ids of a prompt.
+
+        pi0 reads the instruction and, encoded apart from it, a line feed. pi0.5 with the state in its prompt reads
+        ``Task: ..., State: 128 17 ...;`` with the bin of each dimension out of 256 over [-1, 1], and ``Action:`` with
+        a blank on the next line. As in openpi, what lies below -1 has the bin -1.
+
+        Args:
+            instruction: in words.
+            state: ``[S]``, normalised.
+        """
+        text = instruction.strip().replace("_", " ").replace("\n", " ")
+        bos = [self.tokenizer.bos_id]
+        if not self.config.discrete_state:
+            return bos + self.tokenizer.encode(text) + self.tokenizer.encode("\n")
+        if self.config.padded_state_in_prompt:
+            state = self._padded(state)
+        bins = " ".join(str(place) for place in np.digitize(state, STATE_BINS) - 1)
+        return bos + self.tokenizer.encode(f"Task: {text}, State: {bins};\nAction: ")
+
+    def _prompt(self, instruction: str, state: NDArray[np.float64]) -> list[int]:
+        if self.config.discrete_state:
+            return self._fitting(self.prompt(instruction, state), instruction)
+        if instruction not in self._prompts:
+            self._prompts[instruction] = self._fitting(self.prompt(instruction, state), instruction)
+        return self._prompts[instruction]
+
+    def _fitting(self, ids: list[int], instruction: str) -> list[int]:
+        if len(ids) > self.config.max_prompt_tokens:
+            raise EmbodrlError(
+                f"the prompt for '{instruction}' has {len(ids)} tokens; at most {self.config.max_prompt_tokens} fit",
+                f"shorten the instruction, or set model.pi.max_prompt_tokens={len(ids)} for a model without a"
+                " checkpoint",
+            )
+        return ids
+
+    def _padded(self, state: NDArray[np.float64]) -> NDArray[np.float64]:
+        missing = self.config.max_action_dim - state.shape[-1]
+        return np.pad(state, [(0, 0)] * (state.ndim - 1) + [(0, missing)])

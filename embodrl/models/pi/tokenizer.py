@@ -1,0 +1,126 @@
+"""PaliGemma's tokenizer, which checkpoints of pi0 and pi0.5 do not bring along, or the small one that embodrl ships."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from embodrl.errors import CheckpointError, MissingDependencyError
+from embodrl.models.common.tokenizer import TINY_TOKENIZER
+
+JSON_FILE = "tokenizer.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
+PALIGEMMA = "google/paligemma-3b-pt-224"
+_BOS = ("<bos>", "<s>")
+
+
+class TextTokenizer(ABC):
+    """Text to ids, without any that mark its ends.
+
+    Attributes:
+        bos_id: begins a prompt.
+        vocab_size: number of ids.
+    """
+
+    bos_id: int
+    vocab_size: int
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, and only those."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer's file."""
+
+
+class JsonTokenizer(TextTokenizer):
+    """A tokenizer.json."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise CheckpointError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        known = [self._tokenizer.token_to_id(token) for token in _BOS]
+        bos = next((token_id for token_id in known if token_id is not None), None)
+        if bos is None:
+            raise CheckpointError(f"{path} has no {' or '.join(_BOS)}", f"use the tokenizer of {PALIGEMMA}")
+        self.bos_id = bos
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """See TextTokenizer."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json."""
+        self._tokenizer.save(str(directory / JSON_FILE))
+
+
+class SentencePieceTokenizer(TextTokenizer):
+    """A tokenizer.model; needs the package sentencepiece."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = path.read_bytes()
+        try:
+            self._processor: Any = importlib.import_module("sentencepiece").SentencePieceProcessor(
+                model_proto=self._model
+            )
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"{path} can't be read without sentencepiece",
+                f"pip install sentencepiece, or put {JSON_FILE} of {PALIGEMMA} beside it",
+            ) from error
+        except RuntimeError as error:
+            raise CheckpointError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
+        self.bos_id = self._processor.bos_id()
+        self.vocab_size = self._processor.get_piece_size()
+
+    def encode(self, text: str) -> list[int]:
+        """See TextTokenizer."""
+        return self._processor.encode(text)
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.model."""
+        (directory / SENTENCEPIECE_FILE).write_bytes(self._model)
+
+
+def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
+    """Return the tokenizer in a checkpoint's directory.
+
+    Args:
+        directory: with tokenizer.json or tokenizer.model.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        CheckpointError: neither file is there, or it is corrupt or of another model.
+        MissingDependencyError: there is only tokenizer.model, and sentencepiece is not installed.
+    """
+    tokenizer: TextTokenizer
+    if (directory / JSON_FILE).is_file():
+        tokenizer = JsonTokenizer(directory / JSON_FILE)
+    elif (directory / SENTENCEPIECE_FILE).is_file():
+        tokenizer = SentencePieceTokenizer(directory / SENTENCEPIECE_FILE)
+    else:
+        raise CheckpointError(
+            f"{directory} has no {JSON_FILE} and no {SENTENCEPIECE_FILE}: pi0 and pi0.5 checkpoints leave it out",
+            f"put {JSON_FILE} of {PALIGEMMA}, or big_vision's paligemma_tokenizer.model as {SENTENCEPIECE_FILE}, there",
+        )
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {directory} has {tokenizer.vocab_size} ids, the model {vocab_size}",
+            f"use the tokenizer of {PALIGEMMA}",
+        )
+    return tokenizer
+
+
+def tiny_tokenizer() -> TextTokenizer:
+    """Return the shipped tokenizer."""
+    return JsonTokenizer(TINY_TOKENIZER)

@@ -1,0 +1,52 @@
+"""Names in openpi's and lerobot's weights, and in the network here.
+
+They agree except that lerobot puts ``model.`` before all of them, that newer versions of transformers drop SigLIP's
+level ``vision_model``, and that the tied embedding may be stored under the name of the output layer instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+LEROBOT_PREFIX = "model."
+EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
+TIED_TO_EMBEDDING = "paligemma_with_expert.paligemma.lm_head.weight"
+EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
+_TOWER = "paligemma_with_expert.paligemma.model.vision_tower."
+_TOWER_LEVEL = "vision_model."
+
+
+def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return, of the names in a checkpoint, what they are called here and which are not used, with reasons."""
+    plain = {name: name.removeprefix(LEROBOT_PREFIX) for name in stored}
+    aliases: dict[str, str] = {}
+    ignore: dict[str, str] = {}
+    for name, target in plain.items():
+        if target == EXPERT_HEAD:
+            ignore[name] = "the action expert writes no text"
+        elif target == TIED_TO_EMBEDDING and EMBEDDING in plain.values():
+            ignore[name] = "tied to embed_tokens"
+        elif target == TIED_TO_EMBEDDING:
+            aliases[name] = EMBEDDING
+        elif target.startswith(_TOWER) and not target.startswith(_TOWER + _TOWER_LEVEL):
+            aliases[name] = _TOWER + _TOWER_LEVEL + target.removeprefix(_TOWER)
+        elif target != name:
+            aliases[name] = target
+    return aliases, ignore
+
+
+def variant_of(stored: Collection[str]) -> str | None:
+    """Return the model that weights of these names are of, or None if they tell neither."""
+    names = {name.removeprefix(LEROBOT_PREFIX) for name in stored}
+    if "time_mlp_in.weight" in names:
+        return "pi05"
+    return "pi0" if "state_proj.weight" in names else None
+
+
+def public_state(state: Mapping[str, Tensor], expert_width: int) -> dict[str, Tensor]:
+    """Return weights with the one tensor that openpi's strict loading wants and nothing reads: zeros for it."""
+    embedding = state[EMBEDDING]
+    return {**state, EXPERT_HEAD: torch.zeros(len(embedding), expert_width, dtype=embedding.dtype)}

@@ -1,0 +1,177 @@
+"""GR00T's action head against the outputs of the public reference implementation, recorded at small size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from embodrl.errors import CheckpointError
+from embodrl.models.common import dit
+from embodrl.models.common.flow import denoising_times, integrate, reversed_velocity
+from embodrl.models.gr00t import parity
+from embodrl.models.gr00t.action_head import ActionHead
+
+FIXTURE = Path(__file__).parents[3] / "shared" / "parity" / "gr00t_n1_5_action_head"
+pytestmark = pytest.mark.skipif(not FIXTURE.is_dir(), reason=f"no recorded reference outputs in {FIXTURE}")
+
+
+@pytest.fixture
+def head() -> ActionHead:
+    return parity.load_head(FIXTURE)
+
+
+@pytest.fixture(scope="module")
+def io() -> dict[str, Tensor]:
+    return load_file(FIXTURE / "io.safetensors")
+
+
+def error(head: ActionHead, io: dict[str, Tensor], name: str = "v") -> float:
+    return float((parity.outputs(head, io)[name] - io[name]).abs().max())
+
+
+def test_features_and_velocity():
+    results = parity.run(FIXTURE)
+    assert [result.name for result in results] == ["vl", "v"]
+    assert all(result.tolerance == 1e-5 and result.ok for result in results), results
+
+
+def test_every_stored_tensor_is_loaded(head):
+    stored = load_file(FIXTURE / "model.safetensors")
+    loaded = head.state_dict()
+    assert stored.keys() == loaded.keys()
+    assert all(torch.equal(stored[name], loaded[name]) for name in stored)
+
+
+def test_one_embodiment_for_all_rows_gives_the_same(head, io):
+    """The policy names its robot by an int, which takes another path than ids by row."""
+    for row, robot in enumerate(io["emb"].tolist()):
+        one = {name: value[row : row + 1] for name, value in io.items()}
+        features = head.process_features(one["bf"], None)
+        state = head.encode_state(one["state"], robot)
+        velocity, _ = head(one["x"], one["t"], state, head.model.key_values(features), None, robot)
+        torch.testing.assert_close(velocity, one["v"], rtol=0, atol=1e-5)
+
+
+def test_masked_padding_changes_nothing(head, io):
+    """Where padding is masked, outputs are those of the unpadded reference."""
+    padded = F.pad(io["bf"], (0, 0, 3, 0), value=7.0)
+    mask = torch.ones(2, 10, dtype=torch.bool)
+    mask[:, :3] = False
+    features = head.process_features(padded, mask[:, None, None])
+    torch.testing.assert_close(features[:, 3:], io["vl"], rtol=0, atol=1e-5)
+    state = head.encode_state(io["state"], io["emb"])
+    known = head.model.key_values(features)
+    velocity, _ = head(io["x"], io["t"], state, known, mask[:, None, None], io["emb"])
+    torch.testing.assert_close(velocity, io["v"], rtol=0, atol=1e-5)
+    unmasked, _ = head(io["x"], io["t"], state, known, None, io["emb"])
+    assert (unmasked - io["v"]).abs().max() > 1e-3
+
+
+def without_shift(self: dit.AdaLayerNorm, x: Tensor, time: Tensor) -> Tensor:
+    scale, _ = self.linear(time)[:, None].chunk(2, dim=-1)
+    return F.layer_norm(x, x.shape[-1:], eps=dit.LAYER_NORM_EPS) * (1.0 + scale)
+
+
+def scale_and_shift_swapped(self: dit.AdaLayerNorm, x: Tensor, time: Tensor) -> Tensor:
+    shift, scale = self.linear(time)[:, None].chunk(2, dim=-1)
+    return F.layer_norm(x, x.shape[-1:], eps=dit.LAYER_NORM_EPS) * (1.0 + scale) + shift
+
+
+@pytest.mark.parametrize("wrong", [without_shift, scale_and_shift_swapped])
+def test_adaptive_norms_are_noticed(head, io, monkeypatch, wrong):
+    monkeypatch.setattr(dit.AdaLayerNorm, "forward", wrong)
+    assert error(head, io) > 1e-3
+
+
+@pytest.mark.parametrize("wrong", ["exact GELU", "sine first", "no positions", "no future tokens", "state last"])
+def test_other_errors_are_noticed(head, io, monkeypatch, wrong):
+    gelu = F.gelu
+    if wrong == "exact GELU":
+        monkeypatch.setattr(F, "gelu", lambda x, approximate="none": gelu(x))
+    elif wrong == "sine first":
+        weight = head.model.timestep_encoder.timestep_embedder.linear_1.weight
+        weight.data = weight.data.roll(128, dims=1)
+    elif wrong == "no positions":
+        head.position_embedding.weight.data.zero_()
+    elif wrong == "no future tokens":
+        head.future_tokens.weight.data = head.future_tokens.weight.data[:0]
+    else:
+        forward = head.model.forward
+        monkeypatch.setattr(head.model, "forward", lambda x, *rest: forward(x.roll(-1, dims=1), *rest))
+    assert error(head, io) > 1e-4
+
+
+def test_cross_and_self_attention_swapped_is_noticed(head, io, monkeypatch):
+    """Weights of the two kinds have other shapes, so attend to the sequence where the context belongs."""
+    narrow = io["bf"].shape[-1] - head.spec.dit.width
+    forward = dit.DitBlock.forward
+
+    def swapped(self: dit.DitBlock, x: Tensor, time: Tensor, known: dit.KeyValue | None, mask: Tensor | None) -> Tensor:
+        if known is None:
+            context = io["vl"][..., : head.spec.dit.width]
+            return forward(self, x, time, self.attn1.key_value(context), mask)
+        return forward(self, x, time, self.attn1.key_value(F.pad(self.norm1(x, time), (0, narrow))), mask)
+
+    monkeypatch.setattr(dit.DitBlock, "forward", swapped)
+    assert error(head, io) > 1e-3
+
+
+def test_the_wrong_robot_is_noticed(head, io):
+    assert error(head, {**io, "emb": (io["emb"] + 1) % 4}) > 1e-3
+
+
+def test_the_wrong_time_is_noticed(head, io):
+    assert error(head, {**io, "t": 1000 - io["t"]}) > 1e-3
+
+
+def test_causal_attention_over_features_is_noticed(head, io):
+    length = io["bf"].shape[1]
+    lower = torch.ones(length, length, dtype=torch.bool).tril()
+    assert (head.process_features(io["bf"], lower) - io["vl"]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_sampling_runs_from_noise_to_data(head, io):
+    """Four Euler steps written down in the reference's own time, from noise at 0 to data at 1."""
+    state = head.encode_state(io["state"], io["emb"])
+    known = head.model.key_values(io["vl"])
+    noise = torch.randn(io["x"].shape, generator=torch.Generator().manual_seed(0))
+    x = noise
+    for step in range(4):
+        bucket = torch.full((2,), int(step / 4 * 1000))
+        x = x + 0.25 * head(x, bucket, state, known, None, io["emb"])[0]
+
+    def network(actions: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        return head(actions, head.buckets(time), state, known, None, io["emb"])
+
+    torch.testing.assert_close(integrate(reversed_velocity(network), noise, 4), x, rtol=0, atol=5e-5)
+    wrong = integrate(lambda a, tau: network(a, tau), noise, 4)
+    assert (wrong - x).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("num_steps", [3, 4, 5, 7, 10, 16, 50])
+def test_buckets_are_those_of_the_reference(head, num_steps):
+    """``int(1000 i / K)`` in Python, whatever float32 makes of ``1 - tau``."""
+    tau = torch.tensor(denoising_times(num_steps)[:-1])
+    expected = [int(step / num_steps * 1000) for step in range(num_steps)]
+    assert head.buckets(1.0 - tau).tolist() == expected
+
+
+@pytest.mark.parametrize("change", ["lost", "added", "reshaped"])
+def test_other_weights_are_refused(tmp_path, change):
+    weights = load_file(FIXTURE / "model.safetensors")
+    if change == "lost":
+        del weights["model.proj_out_1.bias"]
+    elif change == "added":
+        weights["model.pos_embed"] = torch.zeros(1)
+    else:
+        weights["vlln.weight"] = torch.zeros(3)
+    save_file(weights, tmp_path / "model.safetensors")
+    wanted = {"lost": "missing: model.proj_out_1.bias", "added": "unexpected: model.pos_embed"}
+    with pytest.raises(CheckpointError, match=wanted.get(change, r"vlln.weight \(3,\) instead of \(32,\)")):
+        parity.load_head(tmp_path)

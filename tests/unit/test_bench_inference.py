@@ -1,0 +1,52 @@
+"""The inference benchmark compares like with like; what it measures is not tested."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_families import FAMILIES, build, observation
+
+from embodrl.bench import inference
+from embodrl.bench.inference import FULL, check, sides
+from embodrl.config.model_schema import ModelConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_ways_choose_the_same_actions(family: str) -> None:
+    policy = build(family)
+    found = {name: way() for name, way in sides(policy, observation(family, 3, texts=("push it",))).items()}
+    for name in ("plain", "plain_batched"):
+        assert found[name].shape == (3, 2, 7)
+        agreement = check(family, policy, found["embodrl"], found[name])
+        assert agreement["equal_to_1e-2"] == 1.0
+    assert np.ptp(found["embodrl"], axis=0).max() > 0  # rows differ, so that order counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_actions_are_refused(family: str) -> None:
+    policy = build(family)
+    actions = np.zeros((2, 2, 7), np.float32)
+    with pytest.raises(RuntimeError, match=f"{family}: actions differ"):
+        check(family, policy, actions, actions + np.float32(1e-3))
+
+
+def test_a_family_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference, "make_policy", lambda family, full, device: build(family))
+    figures = inference.measure("openvla", False, CPU, batch=2, blocks=2)
+    assert figures["chunk"] == 2 and figures["batch"] == 2 and figures["dtype"] == "float32"
+    for name in ("embodrl", "plain", "plain_batched"):
+        one = figures[name]
+        assert one["samples"] == 2
+        assert one["actions_s"] == pytest.approx(2 * 2 / (one["median_ms"] / 1000), rel=0.02, abs=0.06)
+    assert figures["ratio"] <= figures["plain"]["median_ms"] / figures["embodrl"]["median_ms"] + 0.01
+
+
+def test_every_family_has_its_public_size() -> None:
+    assert list(FULL) == FAMILIES
+    for family, settings in FULL.items():
+        config = ModelConfig.model_validate({"model_type": family, **settings})
+        part = {"openvla": config.architecture, "openvla_oft": config.architecture, "gr00t": config.gr00t}
+        assert part.get(family, config.pi).image_size == 224

@@ -1,0 +1,42 @@
+"""Settings of a model family that another one does not read."""
+
+from __future__ import annotations
+
+import pytest
+
+from embodrl.config import load_config
+
+
+def noted(*arguments: str) -> set[str]:
+    return {problem.key for problem in load_config(list(arguments)).notes}
+
+
+@pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t"])
+def test_presets_give_no_notes(model: str) -> None:
+    assert not noted(f"model={model}", "env=maniskill")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (("model=pi0", "algorithm.sampling.temperature=0.5"), "algorithm.sampling.temperature"),
+        (("model=gr00t", "sft.label_smoothing_bins=2"), "sft.label_smoothing_bins"),
+        (("model=pi0", "model.architecture.hidden_size=64"), "model.architecture"),
+        (("model=pi0", "model.gr00t.head_dim=16"), "model.gr00t"),
+        (("model=pi0", "model.pi.discrete_state=true"), "model.pi.discrete_state"),
+        (("model=openvla", "model.flow.num_steps=8"), "model.flow"),
+        (("model=openvla", "model.keep_stop_token=false"), "model.keep_stop_token"),
+        (("model=openvla", "model.lora.rank=4"), "model.lora"),
+        (("model=openvla", "model.trainable=head", "model.freeze_vision=true"), "model.freeze_vision"),
+        (("model=pi0", "model.flow.noise_std_min=0.1"), "model.flow.noise_std_min"),
+        (("model=pi0", "model.flow.method=flow_noise", "model.flow.noise_level=0.3"), "model.flow.noise_level"),
+    ],
+)
+def test_a_setting_without_effect_is_noted(arguments: tuple[str, ...], key: str) -> None:
+    assert noted(*arguments) == {key}
+
+
+def test_settings_that_are_read_give_no_notes() -> None:
+    assert not noted("model=pi05", "model.pi.discrete_state=true", "model.flow.num_steps=8", "env.include_state=true")
+    assert not noted("model=openvla", "model.trainable=lora", "model.lora.rank=4", "sft.label_smoothing_bins=2")
+    assert not noted("model=openvla_oft", "model.keep_stop_token=false")

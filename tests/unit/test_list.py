@@ -1,0 +1,52 @@
+"""`embodrl list`: what a user may choose from, without importing what it is made of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from embodrl.cli.list import models
+from embodrl.registry import MODELS
+
+
+def blocks() -> dict[str, dict[str, str]]:
+    """Return label -> text of each family, parsed from what is printed; the description has the label ''."""
+    found: dict[str, dict[str, str]] = {}
+    for line in models().splitlines():
+        if not line.startswith("   "):
+            name, _, description = line.strip().partition(" ")
+            found[name] = {"": description.strip()}
+        else:
+            label, _, text = line.strip().partition(" ")
+            found[list(found)[-1]][label] = text.strip()
+    return found
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_family_has_its_facts(name: str) -> None:
+    entry, block = MODELS.entry(name), blocks()[name]
+    assert block[""] == entry.description
+    assert block["parameters"] == entry.facts["sizes"] and "B" in block["parameters"]
+    assert block["actions"] == entry.facts["actions"]
+    assert block["RL"] == entry.facts["rl"]
+    assert block["trainable"].split(", ") == list(entry.facts["trainable"])
+    assert block["checkpoint"] == entry.facts["checkpoint"]
+
+
+def test_a_family_without_facts_is_listed_by_its_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
+    MODELS.register("mine", "nowhere:build", "a model of mine")
+    assert blocks()["mine"] == {"": "a model of mine"}
+
+
+def test_listing_imports_neither_torch_nor_a_simulator() -> None:
+    program = (
+        "import sys\nfrom embodrl.cli.main import main\nsys.argv = ['embodrl', 'list', 'models']\n"
+        "try:\n    main()\nexcept SystemExit as leave:\n    assert not leave.code\n"
+        "print(sorted({'torch', 'transformers', 'mani_skill', 'numpy'} & set(sys.modules)))\n"
+    )
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert outcome.stdout.splitlines()[-1] == "[]"
+    assert all(f"\n  {name} " in outcome.stdout for name in MODELS)

@@ -1,0 +1,288 @@
+"""OpenVLA-OFT: one bidirectional pass over several images, the robot's state, the prompt and empty places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_families import build, generator, observation, tiny_config
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.models.common.checkpoint import read_json, write_json
+from embodrl.models.openvla_oft.config import ProprioStats, choose_proprio_stats
+from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy
+from embodrl.models.openvla_oft.processing import ProprioInput
+from embodrl.models.registry import build_policy
+from embodrl.types import Observation, SamplingParams
+
+FAMILY = "openvla_oft"
+SAMPLING = SamplingParams(0.8)
+
+
+def seen(batch: int = 3, cameras: int = 2, state_dim: int = 5, texts: tuple[str, ...] | None = None) -> Observation:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (batch, cameras, 16, 16, 3), dtype=np.uint8)
+    state = rng.uniform(-1, 1, (batch, state_dim)).astype(np.float32)
+    base = observation(FAMILY, batch) if texts is None else observation(FAMILY, batch, texts=texts)
+    return Observation(images, state, base.instruction, base.task_id)
+
+
+def load(**changes: object) -> tuple[OpenVLAOFTPolicy, object]:
+    return build_policy(tiny_config(FAMILY, **changes), device="cpu", dtype=torch.float32, seed=9)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, SamplingParams(1.7, 5)])
+@pytest.mark.parametrize(("stop", "proprio", "cameras"), [(True, True, 2), (False, False, 1), (True, False, 4)])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_training_reproduces_the_rollout(sampling, stop, proprio, cameras, mode):
+    policy = build(FAMILY, keep_stop_token=stop, use_proprio=proprio)
+    rollout = policy.predict_action_batch(seen(cameras=cameras), mode, sampling, generator())
+    again = policy.evaluate_actions(rollout.forward_inputs, sampling)
+    torch.testing.assert_close(again.logprobs, rollout.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again.values, rollout.values, rtol=0, atol=1e-5)
+    assert rollout.forward_inputs["images"].shape == (3, cameras, 16, 16, 3)
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_log_probs_match_the_definition(stop):
+    """The sequence put together by hand, through transformers' own attention without a causal mask."""
+    policy = build(FAMILY, use_proprio=True, keep_stop_token=stop)
+    rollout = policy.predict_action_batch(seen(1), "train", SAMPLING, generator())
+    inputs, model = rollout.forward_inputs, policy.model
+    pixels = inputs["images"][0].permute(0, 3, 1, 2).double() / 255.0
+    normalized = [
+        torch.cat([(image - dino_mean) / dino_std, (image - 0.5) / 0.5]).float()
+        for image in pixels
+        for dino_mean in [torch.tensor([0.484375, 0.455078125, 0.40625])[:, None, None]]
+        for dino_std in [torch.tensor([0.228515625, 0.2236328125, 0.224609375])[:, None, None]]
+    ]
+    llama = LlamaForCausalLM(LlamaConfig.from_dict({**model.language_model.config.to_dict(), "is_causal": False}))
+    llama.load_state_dict(model.language_model.state_dict())
+    llama.config._attn_implementation = "eager"
+    with torch.no_grad():
+        patches = [model.projector(model.vision_backbone(image[None])) for image in normalized]
+        state = policy.proprio_projector(torch.tensor(np.pad(seen(1).state, ((0, 0), (0, 27)))))[:, None]
+        ids = inputs["input_ids"][:, inputs["attention_mask"][0].bool()]
+        text = llama.model.embed_tokens(ids)
+        tail = [torch.zeros(1, 14, 32)] + ([llama.model.embed_tokens(torch.tensor([[2]]))] if stop else [])
+        sequence = torch.cat([text[:, :1], *patches, state, text[:, 1:], *tail], dim=1)
+        everything = torch.zeros(1, 1, sequence.shape[1], sequence.shape[1])
+        logits = llama(inputs_embeds=sequence, attention_mask=everything).logits
+    places = 1 + 2 * 4 + 1 + (ids.shape[1] - 1) - 1 + torch.arange(14)
+    first = policy.bins.first_id
+    want = (logits[0, places, first : first + 256].double() / 0.8).log_softmax(-1)
+    tokens = inputs["action_tokens"].flatten() - first
+    torch.testing.assert_close(rollout.logprobs.flatten(), want[range(14), tokens].float(), rtol=0, atol=1e-5)
+
+
+def test_chosen_tokens_are_not_seen():
+    """Neither logits nor values depend on them, so they are the same before and after the choice."""
+    policy = build(FAMILY)
+    inputs = policy.predict_action_batch(seen(), "train", SAMPLING, generator()).forward_inputs
+    others = {**inputs, "action_tokens": inputs["action_tokens"].flip(0, 1, 2)}
+    with torch.no_grad():
+        logits, features = policy.action_logits(inputs)
+        for changed in (others, {name: value for name, value in inputs.items() if name != "action_tokens"}):
+            again = policy.action_logits(changed)
+            assert torch.equal(logits, again[0]) and torch.equal(features, again[1])
+        rows = slice(policy.bins.first_id, policy.bins.first_id + 256)
+        policy.model.language_model.model.embed_tokens.weight[rows] += 1.0
+        assert torch.equal(logits, policy.action_logits(inputs)[0])
+
+
+@pytest.mark.parametrize("change", ["places", "stop"])
+def test_what_comes_later_is_seen(change):
+    """The first action depends on the length of the chunk and on the stop token; with causal attention it does not."""
+    changes = {"num_action_chunks": 3} if change == "places" else {"keep_stop_token": False}
+    policies = [build(FAMILY, add_value_head=False), build(FAMILY, add_value_head=False, **changes)]
+    inputs = policies[0].preprocess(seen())
+    found = {}
+    for causal in (False, True):
+        logits = []
+        for policy in policies:
+            policy.model.causal = causal
+            policy.model.language_model.config.is_causal = not causal
+            logits.append(policy.action_logits(inputs)[0][:, 0])
+        found[causal] = (logits[0] - logits[1]).abs().max().item()
+    assert found[False] > 1e-4 and found[True] < 1e-6
+
+
+def test_images_count_in_order():
+    policy = build(FAMILY)
+    observed = seen()
+    base = policy.predict_values(observed)
+    observed.images = np.ascontiguousarray(observed.images[:, ::-1])
+    assert (policy.predict_values(observed) - base).abs().max() > 1e-5
+    assert policy.preprocess(seen(cameras=4))["images"].shape == (3, 4, 16, 16, 3)
+    for cameras in (0, 5):
+        with pytest.raises(EmbodrlError, match=f"1 to 4 cameras, the observation has {cameras}"):
+            policy.preprocess(seen(cameras=cameras))
+
+
+def test_it_learns():
+    policy = build(FAMILY, use_proprio=True)
+    actions = torch.tensor([-0.5, 0.0, 0.5, 1.0, -1.0, 0.25, 0.75]).repeat(3, 2, 1)
+    actions[1] *= -1
+    actions[:, 1] *= 0.5
+    batch = policy.sft_inputs(seen(), actions)
+    optimizer = torch.optim.Adam([p for group in policy.trainable_groups().values() for p in group], 3e-3)
+    first = policy.sft_loss(batch)[0].item()
+    for _ in range(120):
+        optimizer.zero_grad()
+        loss, scalars = policy.sft_loss(batch)
+        loss.backward()
+        optimizer.step()
+    assert first > 4 and loss.item() < 0.5 and scalars["token_accuracy"] == 1
+    greedy = policy.predict_action_batch(seen(), "eval", SAMPLING).actions
+    np.testing.assert_allclose(greedy, actions.numpy(), atol=1 / 255 + 1e-6)
+
+
+# The robot's state ---------------------------------------------------------------------------------------------------
+
+
+def test_state_is_normalised_by_quantiles():
+    stats = ProprioStats(np.array([-1.0, 0.0, 2.0]), np.array([1.0, 4.0, 2.0]), np.array([True, True, False]))
+    state = np.array([[0.5, 1.0, 0.3], [-7.0, 9.0, 5.0]])
+    np.testing.assert_allclose(stats.normalize(state), [[0.5, -0.5, 0.3], [-1.0, 1.0, 1.0]], atol=1e-7)
+    tiny = ProprioInput(4, None)(np.array([[5.0, -2.0]], np.float32))
+    assert tiny.tolist() == [[5.0, -2.0, 0.0, 0.0]]
+    for size, message in ((0, "no robot state"), (2, "2 dimensions, the policy takes 3"), (4, "4 dimensions")):
+        with pytest.raises(EmbodrlError, match=message):
+            ProprioInput(3, stats)(np.zeros((1, size), np.float32))
+
+
+def test_state_is_seen_only_if_wanted():
+    with_state, without = build(FAMILY, use_proprio=True), build(FAMILY)
+    observed, other = seen(), seen()
+    other.state = other.state[::-1].copy()
+    assert (with_state.predict_values(observed) - with_state.predict_values(other)).abs().max() > 1e-6
+    assert torch.equal(without.predict_values(observed), without.predict_values(other))
+    assert "proprio" not in without.preprocess(observed)
+    assert "proprio_projector" in with_state.trainable_groups() and "proprio_projector" not in without.parts()
+    with pytest.raises(EmbodrlError, match=r"env\.include_state=true"):
+        with_state.preprocess(seen(state_dim=0))
+
+
+def test_state_survives_saving(tmp_path):
+    policy = build(FAMILY, use_proprio=True)
+    policy.save_pretrained(tmp_path / "saved")
+    again, report = load(use_proprio=True, warm_start=str(tmp_path / "saved"))
+    assert report.ok and not report.initialized and not report.ignored
+    assert torch.equal(again.predict_values(seen()), policy.predict_values(seen()))
+    _, report = load(warm_start=str(tmp_path / "saved"))
+    assert report.ignored == {"proprio_projector.safetensors": "model.use_proprio is false"}
+
+
+def public(policy: OpenVLAOFTPolicy, directory: Path, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Write a checkpoint as the public ones are: a pickled projector, and statistics of the state."""
+    policy.save_pretrained(directory)
+    config = read_json(directory / "config.json")
+    [entry] = config["norm_stats"].values()
+    write_json(directory / "config.json", {**config, "norm_stats": {}})
+    entry["proprio"] = {"q01": [-1.0] * 5, "q99": [1.0] * 5}
+    write_json(directory / "dataset_statistics.json", {"libero": entry})
+    weights = {
+        "module.fc1.weight": torch.randn(32, 5, generator=generator()),
+        "module.fc1.bias": torch.zeros(32),
+        "module.fc2.weight": torch.eye(32),
+        "module.fc2.bias": torch.zeros(32),
+        **changes,
+    }
+    torch.save(weights, directory / "proprio_projector--5_checkpoint.pt")
+    return weights
+
+
+def test_public_projectors_load(tmp_path):
+    weights = public(build(FAMILY), tmp_path / "public")
+    policy, report = load(use_proprio=True, model_path=str(tmp_path / "public"))
+    assert report.ok and policy.stats.key == "libero"
+    assert torch.equal(policy.proprio_projector.fc1.weight, weights["module.fc1.weight"])
+    assert policy.preprocess(seen())["proprio"].numpy() == pytest.approx(np.clip(seen().state, -1, 1), abs=1e-6)
+    assert np.isfinite(policy.predict_action_batch(seen(), "eval", SAMPLING).actions).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("lost", "no proprio_projector.safetensors and no"),
+        ("two", "several training steps"),
+        ("shape", "instead of"),
+        ("code", "can't be read"),
+        ("torn", "can't be read"),
+    ],
+)
+def test_unfit_projectors_are_refused(tmp_path, wrong, message):
+    changes = {"module.fc2.bias": torch.zeros(31)} if wrong == "shape" else {}
+    public(build(FAMILY), tmp_path / "public", **changes)
+    path = tmp_path / "public" / "proprio_projector--5_checkpoint.pt"
+    if wrong == "lost":
+        path.unlink()
+    elif wrong == "two":
+        path.with_name("proprio_projector--6_checkpoint.pt").write_bytes(path.read_bytes())
+    elif wrong == "code":
+        torch.save({"module.fc1.weight": Path}, path)  # anything but a tensor would have to be run
+    elif wrong == "torn":
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=message):
+        load(use_proprio=True, model_path=str(tmp_path / "public"))
+
+
+def test_statistics_of_the_state_are_needed():
+    with pytest.raises(CheckpointError, match="'libero' have no quantiles of the robot's state"):
+        choose_proprio_stats({"libero": {"action": {}, "proprio": {"mean": [0.0]}}}, "libero", "x")
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["action_head--5_checkpoint.pt", "noisy_action_projector--5_checkpoint.pt", "vision_backbone--5.pt"]
+)
+def test_other_kinds_are_refused(tmp_path, name):
+    build(FAMILY).save_pretrained(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=r"not supported(.|\n)*discrete"):
+        load(model_path=str(tmp_path))
+
+
+def test_the_stop_token_is_remembered(tmp_path):
+    build(FAMILY, keep_stop_token=False).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"set model\.keep_stop_token=false"):
+        load(warm_start=str(tmp_path))
+    assert load(warm_start=str(tmp_path), keep_stop_token=False)[1].ok
+
+
+def test_an_openvla_is_a_start_but_the_shipped_one_is_not(tmp_path):
+    openvla = build("openvla")
+    openvla.save_pretrained(tmp_path)
+    policy, report = load(warm_start=str(tmp_path))
+    assert report.ok
+    weights = policy.model.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in openvla.model.state_dict().items())
+    with pytest.raises(CheckpointError, match="no weights ship for openvla_oft"):
+        load(warm_start="builtin")
+
+
+def test_files_are_those_of_the_public_layout(tmp_path):
+    build(FAMILY, use_proprio=True).save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json",
+        "dataset_statistics.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+        "proprio_projector.safetensors",
+        "tokenizer.json",
+        "value_head.safetensors",
+    ]
+    assert read_json(tmp_path / "config.json")["model_type"] == "openvla"
+
+
+def test_a_corrupt_projector_of_ours_is_refused(tmp_path):
+    build(FAMILY, use_proprio=True).save_pretrained(tmp_path)
+    save_file({"fc1.weight": torch.zeros(32, 32)}, tmp_path / "proprio_projector.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing: fc1\.bias"):
+        load(use_proprio=True, warm_start=str(tmp_path))

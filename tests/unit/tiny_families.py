@@ -1,0 +1,99 @@
+"""Every registered family at a size that a test can afford, and what to feed it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from embodrl.config.schema import ModelConfig
+from embodrl.models.base import VLAPolicy
+from embodrl.models.registry import build_policy
+from embodrl.registry import MODELS
+from embodrl.types import Observation
+
+SIGLIP = {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24}
+TINY = {
+    "architecture": {
+        "image_size": 16,
+        "patch_size": 8,
+        "dino": SIGLIP,
+        "siglip": SIGLIP,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "pi": {
+        "image_size": 16,
+        "patch_size": 8,
+        "siglip": SIGLIP,
+        "depth": 2,
+        "num_heads": 2,
+        "head_dim": 8,
+        "vlm_width": 32,
+        "vlm_mlp_dim": 48,
+        "expert_width": 24,
+        "expert_mlp_dim": 32,
+        "action_horizon": 4,
+    },
+    "gr00t": {
+        "image_size": 16,
+        "patch_size": 8,
+        "siglip": SIGLIP,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "dit_num_layers": 2,
+        "dit_num_heads": 2,
+        "dit_head_dim": 8,
+        "dit_output_dim": 16,
+        "vl_num_layers": 1,
+        "vl_num_heads": 2,
+        "vl_head_dim": 16,
+        "action_horizon": 4,
+        "num_future_tokens": 2,
+    },
+}
+"""One size for all: a family reads its own part."""
+
+FAMILIES = list(MODELS)
+TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).facts["kind"] == "tokens"]
+FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).facts["kind"] == "flow"]
+# A family and, of flow families, each way to make it a distribution.
+VARIANTS = [(name, None) for name in TOKEN_FAMILIES] + [
+    (name, method) for name in FLOW_FAMILIES for method in ("flow_sde", "flow_noise")
+]
+TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it over the box", "pull")
+STATE_DIM = 6
+
+
+def tiny_config(family: str, method: str | None = None, **changes: object) -> ModelConfig:
+    """Return a valid section ``model`` of two actions a chunk."""
+    values = {"model_type": family, "warm_start": None, "num_action_chunks": 2, **TINY, **changes}
+    values["value_head"] = {"hidden_sizes": (16,), **values.get("value_head", {})}
+    if method is not None:
+        values["flow"] = {"method": method, "num_steps": 3}
+    return ModelConfig.model_validate(values)
+
+
+def build(family: str, method: str | None = None, seed: int = 3, **changes: object) -> VLAPolicy:
+    """Return a policy with random weights in float32 on the CPU."""
+    config = tiny_config(family, method, **changes)
+    return build_policy(config, device="cpu", dtype=torch.float32, seed=seed)[0].eval()
+
+
+def observation(family: str, batch: int = 3, seed: int = 0, texts: tuple[str, ...] = TEXTS) -> Observation:
+    """Return random pictures and states with instructions of different lengths."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (batch, 1, 16, 16, 3), dtype=np.uint8)
+    state_dim = STATE_DIM if MODELS.entry(family).facts["uses_state"] is True else 0
+    state = rng.uniform(-1, 1, (batch, state_dim)).astype(np.float32)
+    return Observation(images, state, [texts[i % len(texts)] for i in range(batch)], np.zeros(batch, np.int32))
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    """Return a random generator on the CPU."""
+    return torch.Generator().manual_seed(seed)
