@@ -47,6 +47,7 @@ class _RewardSteps:
     valid: Tensor
     terminated: Tensor
     truncated: Tensor
+    lost: Tensor
     bootstrap_values: Tensor
     last_value: Tensor
 
@@ -68,7 +69,9 @@ def gae(
 
     ``delta_s = r_s + gamma * V(s+1) - V(s)`` and ``A_s = delta_s + gamma * lambda * A_(s+1)``. At a termination V(s+1)
     is 0; at a truncation it is the value of the final observation; nothing of the next episode flows back over either.
-    Steps that are not valid count as if they were not there: their neighbours are each other's successors.
+    Steps that are not valid count as if they were not there: their neighbours are each other's successors. One that is
+    not valid and ends an episode was lost to a fault of the simulator: the step before it bootstraps from its value,
+    which belongs to what the policy saw there, and nothing of the next episode flows back over it.
 
     Args:
         rewards: ``float32[T,B,C]``. Chunk level sums the valid ones of a chunk, undiscounted.
@@ -127,6 +130,7 @@ def _chunk_steps(
         valid=valid.any(-1),
         terminated=(terminated & valid).any(-1),
         truncated=(truncated & valid).any(-1),
+        lost=(terminated | truncated).any(-1) & ~valid.any(-1),
         bootstrap_values=bootstrap_values[..., 0],
         last_value=values[-1, :, 0],
     )
@@ -144,6 +148,7 @@ def _action_steps(
         valid=flat(valid),
         terminated=flat(terminated),
         truncated=flat(truncated),
+        lost=flat((terminated | truncated) & ~valid.any(-1, keepdim=True)),
         bootstrap_values=flat(bootstrap_values[..., :1].expand_as(rewards)),
         last_value=values[-1, :, 0],
     )
@@ -163,8 +168,10 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
         delta = steps.rewards[s] + gamma * next_value - steps.values[s]
         advantage = delta + gamma * gae_lambda * next_advantage
         advantages[s] = torch.where(steps.valid[s], advantage, 0.0)
-        successor_advantage = torch.where(steps.valid[s], advantage, successor_advantage)
-        successor_value = torch.where(steps.valid[s], steps.values[s], successor_value)
+        successor_advantage = torch.where(
+            steps.valid[s], advantage, torch.where(steps.lost[s], 0.0, successor_advantage)
+        )
+        successor_value = torch.where(steps.valid[s] | steps.lost[s], steps.values[s], successor_value)
     return advantages
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def random_rollout(seed: int, num_steps: int, num_envs: int, chunk: int, num_val
     def flags(probability: float) -> Tensor:
         return torch.rand(num_steps, num_envs, chunk, generator=generator) < probability
 
-    return Rollout(
+    rollout = Rollout(
         rewards=draw(num_steps, num_envs, chunk),
         values=draw(num_steps + 1, num_envs, num_values),
         valid=~flags(0.25),
@@ -64,6 +65,11 @@ def random_rollout(seed: int, num_steps: int, num_envs: int, chunk: int, num_val
         truncated=flags(0.1),
         bootstrap_values=draw(num_steps, num_envs, num_values),
     )
+    # A chunk without a valid action that ends an episode means something else, and has a test of its own.
+    live = rollout.valid.any(-1, keepdim=True)
+    rollout.terminated &= live
+    rollout.truncated &= live
+    return rollout
 
 
 def reference(rollout: Rollout, gamma: float, gae_lambda: float, reward_type: str) -> Tensor:
@@ -181,7 +187,7 @@ def test_what_stands_in_invalid_places_does_not_matter(seed: int, reward_type: s
     expected = run(rollout, 0.97, 0.9, reward_type)
     poisoned = random_rollout(seed, 4, 3, 3, 1 if reward_type == "chunk_level" else 3)
     poisoned.rewards[~rollout.valid] = torch.nan
-    poisoned.terminated |= ~rollout.valid
+    poisoned.terminated |= ~rollout.valid & rollout.valid.any(-1, keepdim=True)
     if reward_type == "action_level":
         poisoned.values[:-1][~rollout.valid] = torch.nan
     ended = (rollout.truncated & ~rollout.terminated & rollout.valid).any(-1, keepdim=True)
@@ -260,3 +266,36 @@ def test_compute_advantages_reads_the_configuration() -> None:
     normalised = compute_advantages(batch, AlgorithmConfig(gamma=0.8, gae_lambda=0.7))
     assert torch.equal(normalised.advantages, normalize(expected.advantages, expected.valid))
     assert torch.equal(normalised.returns, expected.returns)
+
+
+@pytest.mark.parametrize("reward_type", ["chunk_level", "action_level"])
+def test_an_episode_lost_to_a_fault_does_not_flow_into_the_next(reward_type: Any) -> None:
+    """Chunk 1 is lost: chunk 0 bootstraps from its value, and nothing that follows matters to chunk 0."""
+    chunk, num_values = 2, 1 if reward_type == "chunk_level" else 2
+    rewards = torch.tensor([[[1.0, 2.0]], [[50.0, 50.0]], [[7.0, 9.0]]])
+    values = torch.tensor([0.5, 4.0, 3.0, 2.0])[:, None, None].expand(4, 1, num_values).clone()
+    valid = torch.ones(3, 1, chunk, dtype=torch.bool)
+    valid[1] = False
+    truncated = torch.zeros_like(valid)
+    truncated[1, 0, 0] = True
+
+    def first(following: Tensor, later_values: Tensor) -> Tensor:
+        return gae(
+            rewards=torch.cat([rewards[:2], following]),
+            values=torch.cat([values[:2], later_values]),
+            valid=valid,
+            terminated=torch.zeros_like(valid),
+            truncated=truncated,
+            bootstrap_values=torch.zeros(3, 1, num_values),
+            gamma=0.9,
+            gae_lambda=0.8,
+            reward_type=reward_type,
+        ).advantages[0, 0]
+
+    found = first(rewards[2:], values[2:])
+    assert torch.equal(found, first(rewards[2:] * 100, values[2:] - 30))
+    if reward_type == "chunk_level":
+        torch.testing.assert_close(found, torch.tensor([3.0 + 0.9 * 4.0 - 0.5]))
+    else:
+        last = 2.0 + 0.9 * 4.0 - 0.5
+        torch.testing.assert_close(found, torch.tensor([1.0 + 0.9 * 0.5 - 0.5 + 0.9 * 0.8 * last, last]))
