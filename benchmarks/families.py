@@ -37,17 +37,20 @@ def success_rate(settings: list[str], path: Path) -> float:
 def measure(family: str, directory: Path) -> dict[str, Any]:
     """Return what imitation did to a family."""
     out = directory / family
-    uses_state = MODELS.entry(family).facts["uses_state"] is True
+    facts = MODELS.entry(family).facts
     settings = ["env=maniskill", f"model={family}", "model.warm_start=null"]
-    settings.append(f"env.include_state={str(uses_state).lower()}")
+    settings += ["env.include_state=true"] if facts["uses_state"] is True else []
     untrained = success_rate(settings, out / "untrained.json")
     if not (out / "sft" / "policy").is_dir():
         options = [
             f"sft.data_dir={directory / 'demos'}",
             f"sft.output_dir={out / 'sft'}",
             f"sft.max_steps={STEPS[family]}",
+            "sft.lr=6e-4",
         ]
-        embodrl("sft", *settings, *options, "sft.lr=6e-4", "sft.label_smoothing_bins=0")
+        # Smoothed targets have an entropy of their own, below which the loss can't fall.
+        options += ["sft.label_smoothing_bins=0"] if facts["kind"] == "tokens" else []
+        embodrl("sft", *settings, *options)
     rows = [json.loads(line) for line in (out / "sft" / "sft_metrics.jsonl").read_text().splitlines()]
     trained = success_rate([*settings, f"model.warm_start={out / 'sft' / 'policy'}"], out / "trained.json")
     return {
@@ -65,7 +68,7 @@ def main() -> int:
     directory = Path(sys.argv[2] if len(sys.argv) > 2 else "outputs/families")
     if not (directory / "demos" / "index.json").is_file():
         options = ["env.include_state=true", f"collect.num_episodes={NUM_DEMOS}"]
-        embodrl("collect", "env=maniskill", *options, f"collect.output_dir={directory / 'demos'}")
+        embodrl("collect", "env=maniskill", "model=pi0", *options, f"collect.output_dir={directory / 'demos'}")
     families = {family: measure(family, directory) for family in STEPS}
     result = {"task": "PushCube-v1", "demonstrations": NUM_DEMOS, "episodes": NUM_EPISODES, "families": families}
     print(f"{'family':<12} {'steps':>6} {'seconds':>8} {'loss':>14} {'success':>16}")
