@@ -12,9 +12,9 @@ from typing import Any
 from embodrl.errors import EmbodrlError, UnknownNameError
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """Return the known name closest to ``name``, or "" if none is near."""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
+    """Return the known name closest to ``name``, or "" if none is at least as similar as ``cutoff`` (1: the same)."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return matches[0] if matches else ""
 
 
