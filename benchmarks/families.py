@@ -69,7 +69,7 @@ def main() -> int:
     if not (directory / "demos" / "index.json").is_file():
         options = ["env.include_state=true", f"collect.num_episodes={NUM_DEMOS}"]
         embodrl("collect", "env=maniskill", "model=pi0", *options, f"collect.output_dir={directory / 'demos'}")
-    families = {family: measure(family, directory) for family in STEPS}
+    families = {family: measure(family, directory) for family in MODELS}
     result = {"task": "PushCube-v1", "demonstrations": NUM_DEMOS, "episodes": NUM_EPISODES, "families": families}
     print(f"{'family':<12} {'steps':>6} {'seconds':>8} {'loss':>14} {'success':>16}")
     for family, row in families.items():
