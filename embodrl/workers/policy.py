@@ -98,6 +98,8 @@ def build_policy(config: Config) -> VLAPolicy:
         len(report.initialized),
         len(report.ignored),
     )
+    logger.info("%s", report.describe(limit=100))
+    policy.eval()
     if config.actor.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
-    return policy.eval()
+    return policy
