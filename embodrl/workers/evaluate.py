@@ -111,8 +111,8 @@ class Evaluator:
             if self.progress is not None:
                 done = start + len(wave)
                 self.progress(done, f"success {_mean(outcome[:done, 0]):.0%}")
-        self.pool.call("rebuild", restart=True)
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
+        self.pool.call("rebuild", restart=True)
         return self._result(outcome, episodes % num_tasks)
 
     def _result(self, outcome: np.ndarray, task_of: np.ndarray) -> EvalResult:
