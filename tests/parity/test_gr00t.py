@@ -172,6 +172,7 @@ def test_other_weights_are_refused(tmp_path, change):
     else:
         weights["vlln.weight"] = torch.zeros(3)
     save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "io.safetensors").write_bytes((FIXTURE / "io.safetensors").read_bytes())
     wanted = {"lost": "missing: model.proj_out_1.bias", "added": "unexpected: model.pos_embed"}
     with pytest.raises(CheckpointError, match=wanted.get(change, r"vlln.weight \(3,\) instead of \(32,\)")):
         parity.load_head(tmp_path)

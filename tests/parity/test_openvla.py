@@ -76,7 +76,7 @@ def test_an_error_in_the_network_is_noticed(monkeypatch, wrong):
 
 
 def test_a_wrong_bin_offset_is_noticed(monkeypatch):
-    monkeypatch.setattr(parity, "action_columns", lambda model: slice(0, 256))
+    monkeypatch.setattr(parity, "action_columns", lambda model, ids: slice(0, 256))
     comparisons = by_name(parity.run(FIXTURE))
     assert comparisons["action logits"].max_error > 1e-3 and not comparisons["decoder, logits"].ok
     assert comparisons["logits"].ok

@@ -70,7 +70,7 @@ def test_a_dropped_stop_token_is_noticed(monkeypatch):
 
 
 def test_a_wrong_bin_offset_is_noticed(monkeypatch):
-    monkeypatch.setattr(parity, "action_columns", lambda model: slice(0, 256))
+    monkeypatch.setattr(parity, "action_columns", lambda model, ids: slice(0, 256))
     comparisons = by_name(parity.run(FIXTURE))
     assert comparisons["action logits"].max_error > 1e-3 and comparisons["logits"].ok
 

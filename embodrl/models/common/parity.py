@@ -1,19 +1,30 @@
-"""Comparison of a family's network with outputs recorded from its public reference implementation."""
+"""Comparison of a family's network with outputs recorded from its public reference implementation.
+
+Dimensions of a recorded network follow from the shapes of its tensors. What those leave open (heads, denoising steps,
+the data set whose statistics were used) stands in the section ``embodrl`` of the fixture's config.json.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
+from embodrl.models.common.checkpoint import read_json
 
 LOGITS_TOLERANCE = 1e-5
 CHAIN_TOLERANCE = 5e-5
 ACTION_TOLERANCE = 1e-6
 INPUTS_FILE = "io.safetensors"
+CONFIG_FILE = "config.json"
+SECTION = "embodrl"
+
+Setting = TypeVar("Setting", int, str, bool)
 
 
 @dataclass(frozen=True)
@@ -54,3 +65,52 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", "give the folder of a parity fixture") from error
+
+
+def read_settings(directory: Path, defaults: Mapping[str, Setting], others: Collection[str] = ()) -> dict[str, Setting]:
+    """Return what the section ``embodrl`` of a fixture's config.json says, and the defaults for the rest.
+
+    Args:
+        directory: the fixture; config.json may be missing.
+        defaults: the settings that there are, with their defaults.
+        others: keys of that section that someone else reads.
+
+    Raises:
+        CheckpointError: an unknown setting, or a value that is none: another type than the default's, or a number
+            below 1.
+    """
+    path = directory / CONFIG_FILE
+    section = read_json(path).get(SECTION, {}) if path.is_file() else {}
+    remedy = f"known settings: {', '.join(defaults)}"
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{path}: '{SECTION}' holds no mapping", remedy)
+    found = dict(defaults)
+    for name, value in section.items():
+        if name in others:
+            continue
+        if name not in defaults:
+            raise CheckpointError(f"{path}: unknown setting '{SECTION}.{name}'", remedy)
+        wanted = type(defaults[name])
+        if type(value) is not wanted or (wanted is int and value < 1):
+            raise CheckpointError(f"{path}: {SECTION}.{name} is {value!r}, not a valid {wanted.__name__}", remedy)
+        found[name] = value
+    return found
+
+
+def count_layers(names: Collection[str], prefix: str) -> int:
+    """Return how many layers there are, of the names ``PREFIX0...``, ``PREFIX1...`` of tensors."""
+    return 1 + max((int(name[len(prefix) :].split(".")[0]) for name in names if name.startswith(prefix)), default=-1)
+
+
+def head_dimension(width: int, num_heads: int, setting: str) -> int:
+    """Return the width of one attention head.
+
+    Raises:
+        CheckpointError: the heads do not divide the width; names the setting.
+    """
+    if width % num_heads:
+        raise CheckpointError(
+            f"{num_heads} attention heads do not divide the width {width}",
+            f"set {SECTION}.{setting} in the fixture's {CONFIG_FILE}",
+        )
+    return width // num_heads

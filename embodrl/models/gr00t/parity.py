@@ -2,43 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
-from embodrl.models.common.checkpoint import load_strict, weight_files
+from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.dit import TransformerSpec
-from embodrl.models.common.parity import INPUTS_FILE, LOGITS_TOLERANCE, Comparison, compare, read_tensors
+from embodrl.models.common.parity import (
+    INPUTS_FILE,
+    LOGITS_TOLERANCE,
+    Comparison,
+    compare,
+    count_layers,
+    head_dimension,
+    read_settings,
+    read_tensors,
+)
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import ActionHeadSpec
 
-FIXTURE_HEAD = ActionHeadSpec(
-    dit=TransformerSpec(4, 2, 12),
-    vl=TransformerSpec(2, 2, 16),
-    backbone_dim=32,
-    hidden_size=16,
-    action_dim=8,
-    max_state_dim=10,
-    action_horizon=4,
-    num_embodiments=4,
-    num_future_tokens=3,
-    max_seq_len=64,
-)
-"""Dimensions of the recorded head; the weights do not tell the number of attention heads."""
+WEIGHTS_FILE = "model.safetensors"
+DEFAULTS = {"dit_heads": 2, "vl_heads": 2}
+"""What shapes leave open, settings of the fixture's config.json; by default as in the known recording."""
+
+_FIRST = "model.transformer_blocks.0.attn1"
 
 
 def load_head(directory: Path) -> ActionHead:
     """Return the recorded action head, loaded strictly.
 
     Raises:
-        CheckpointError: no weights, or they do not fit.
+        CheckpointError: no weights or inputs, they are of another network, or they do not fit.
     """
+    weights, inputs = read_tensors(directory / WEIGHTS_FILE), read_tensors(directory / INPUTS_FILE)
+    try:
+        spec = head_spec(weights, inputs, read_settings(directory, DEFAULTS))
+    except (KeyError, IndexError) as error:
+        raise CheckpointError(
+            f"{directory} is no recording of GR00T's action head: it lacks {error}", "see docs/models.md, Parity"
+        ) from error
     with torch.device("meta"):
-        head = ActionHead(FIXTURE_HEAD)
-    load_strict(head, weight_files(directory), LoadReport(str(directory)), device="cpu", dtype=torch.float32)
+        head = ActionHead(spec)
+    load_strict(head, [directory / WEIGHTS_FILE], LoadReport(str(directory)), device="cpu", dtype=torch.float32)
     return head
+
+
+def head_spec(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], heads: Mapping[str, int]) -> ActionHeadSpec:
+    """Return the dimensions of a recorded action head.
+
+    Args:
+        weights: its state dict.
+        inputs: ``x [B,H,D]`` is read.
+        heads: ``dit_heads`` and ``vl_heads``.
+
+    Raises:
+        KeyError: a tensor is missing.
+        CheckpointError: heads do not divide a width.
+    """
+    # Keys of the first block are made of the features, so its matrix has both widths.
+    width, features = weights[f"{_FIRST}.to_k.weight"].shape
+    robots, state_dim, hidden_size = weights["state_encoder.layer1.W"].shape
+
+    def transformer(prefix: str, width: int, setting: str) -> TransformerSpec:
+        layers = count_layers(weights, f"{prefix}.transformer_blocks.")
+        return TransformerSpec(layers, heads[setting], head_dimension(width, heads[setting], setting))
+
+    return ActionHeadSpec(
+        dit=transformer("model", width, "dit_heads"),
+        vl=transformer("vl_self_attention", features, "vl_heads"),
+        backbone_dim=features,
+        hidden_size=hidden_size,
+        action_dim=weights["action_encoder.W1.W"].shape[1],
+        max_state_dim=state_dim,
+        action_horizon=inputs["x"].shape[1],
+        num_embodiments=robots,
+        num_future_tokens=weights["future_tokens.weight"].shape[0],
+        max_seq_len=weights["position_embedding.weight"].shape[0],
+    )
 
 
 @torch.no_grad()
@@ -52,6 +96,10 @@ def outputs(head: ActionHead, io: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def run(directory: Path) -> list[Comparison]:
     """Compare the head with a fixture folder.
+
+    Args:
+        directory: with ``model.safetensors`` and ``io.safetensors``: ``bf [B,S,E]``, ``state [B,1,*]``,
+            ``emb int64[B]``, ``x [B,H,D]``, ``t int64[B]``, ``vl [B,S,E]`` and ``v [B,H,D]``.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fit.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,12 @@ from embodrl.models.common.parity import (
     ACTION_TOLERANCE,
     INPUTS_FILE,
     LOGITS_TOLERANCE,
+    SECTION,
     Comparison,
     compare,
+    count_layers,
+    head_dimension,
+    read_settings,
     read_tensors,
 )
 from embodrl.models.common.vit import VitSpec
@@ -25,10 +31,16 @@ from embodrl.models.openvla.config import OpenVLAConfig, read_json
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.modeling import OpenVLAModel
 
-LOGITS = "logits_31743_32001"
-FIRST_LOGIT, LAST_LOGIT = 31743, 32001
-RECORDED_HEADS = 2
+DEFAULTS = {"dino_heads": 2, "siglip_heads": 2, "unnorm_key": ""}
+"""What shapes leave open, settings of the fixture's config.json; by default as in the known recordings.
+
+Without ``unnorm_key``, one of ``RECORDED_STATS`` is used where there is one, else the only data set that there is.
+"""
 RECORDED_STATS = ("bridge_orig", "libero_10_no_noops")
+MODEL_KEYS = ("dino", "siglip", "prompt_end_id", "bos_id", "eos_id", "keep_stop_token")
+"""What embodrl's own exports have in that section, which describes the model rather than the recording."""
+
+_LOGITS = re.compile(r"logits_(\d+)_(\d+)")
 
 
 @torch.no_grad()
@@ -37,7 +49,8 @@ def run(directory: Path) -> list[Comparison]:
 
     Args:
         directory: with ``model.safetensors``, ``config.json`` and ``io.safetensors``: ``ids int64[B,L]``,
-            ``pv [B,6,H,W]``, ``h [B,S,D]``, ``logits_31743_32001 [B,S,258]``, ``gen int64[B,7]`` and ``a [B,7]``.
+            ``pv [B,6,H,W]``, ``h [B,S,D]``, ``logits_M_N [B,S,N-M]`` (of the ids from M to N - 1), ``gen int64[B,A]``
+            and ``a [B,A]``.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
@@ -45,18 +58,20 @@ def run(directory: Path) -> list[Comparison]:
     model, io = load_fixture(directory)
     prefix = model.embed_prefix(io["pv"], io["ids"])
     hidden = model.hidden_states(prefix, None)
-    logits = model.language_model.lm_head(hidden)[..., FIRST_LOGIT:LAST_LOGIT]
+    recorded, ids = recorded_logits(io, directory)
+    logits = model.language_model.lm_head(hidden)[..., ids]
+    columns = action_columns(model, ids)
     tokens = io["gen"]
     decoder = ActionDecoder(model, len(prefix), prefix.shape[1] + tokens.shape[1])
     _, decoded, prefix_hidden = decoder.run(prefix, None, tokens.shape[1], lambda _, place: tokens[:, place])
     return [
         compare("hidden states", hidden, io["h"], LOGITS_TOLERANCE),
-        compare("logits", logits, io[LOGITS], LOGITS_TOLERANCE),
-        compare("action logits", model.action_logits(hidden), io[LOGITS][..., action_columns(model)], LOGITS_TOLERANCE),
+        compare("logits", logits, recorded, LOGITS_TOLERANCE),
+        compare("action logits", model.action_logits(hidden), recorded[..., columns], LOGITS_TOLERANCE),
         compare("decoder, hidden states", prefix_hidden, io["h"], LOGITS_TOLERANCE),
-        compare("decoder, logits", decoded[:, 0], io[LOGITS][:, -1, action_columns(model)], LOGITS_TOLERANCE),
+        compare("decoder, logits", decoded[:, 0], recorded[:, -1, columns], LOGITS_TOLERANCE),
         compare("greedy tokens", greedy_over_all_ids(model, prefix, tokens.shape[1]), tokens, 0.0),
-        compare("actions", decode_actions(model, tokens), io["a"], ACTION_TOLERANCE),
+        compare("actions", decode_actions(model, tokens, directory), io["a"], ACTION_TOLERANCE),
     ]
 
 
@@ -64,18 +79,21 @@ def load_fixture(directory: Path, causal: bool = True) -> tuple[OpenVLAModel, di
     """Return the filled network in float32 on the CPU, and the recorded inputs and outputs.
 
     The recorded config.json leaves the vision dimensions to the backbone's name, while the recording has smaller
-    towers. Unless the file has embodrl's own section, they are read off the weights; only the number of heads can't be,
-    and is the recording's.
+    towers. Unless the file has them in embodrl's own section, they are read off the weights; only the number of heads
+    can't be (``DEFAULTS``).
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
     """
     raw = read_json(directory / "config.json")
     vision = None
-    if "embodrl" not in raw:
+    settings = recording_settings(directory)
+    if "dino" not in raw.get(SECTION, {}):
         weights = read_tensors(directory / SINGLE_FILE)
-        towers = [tower_spec(weights, f"vision_backbone.{name}.") for name in ("featurizer", "fused_featurizer")]
-        vision = (towers[0], towers[1])
+        vision = (
+            tower_spec(weights, "vision_backbone.featurizer.", int(settings["dino_heads"]), "dino_heads"),
+            tower_spec(weights, "vision_backbone.fused_featurizer.", int(settings["siglip_heads"]), "siglip_heads"),
+        )
     model = OpenVLAModel(OpenVLAConfig.from_dict(raw, vision, str(directory / "config.json")), causal).eval()
     load_strict(
         model, [directory / SINGLE_FILE], LoadReport(str(directory)), device=torch.device("cpu"), dtype=torch.float32
@@ -83,23 +101,51 @@ def load_fixture(directory: Path, causal: bool = True) -> tuple[OpenVLAModel, di
     return model, read_tensors(directory / INPUTS_FILE)
 
 
-def tower_spec(weights: dict[str, Tensor], prefix: str) -> VitSpec:
-    """Return the dimensions of a vision transformer from its weights, with the recording's number of heads.
+def recording_settings(directory: Path) -> dict[str, Any]:
+    """Return ``DEFAULTS`` as the fixture's config.json changes them; raises as ``read_settings``."""
+    defaults: dict[str, Any] = DEFAULTS
+    return read_settings(directory, defaults, MODEL_KEYS)
+
+
+def recorded_logits(io: dict[str, Tensor], directory: Path) -> tuple[Tensor, slice]:
+    """Return the recorded logits, and the ids that they are of, which the tensor's name tells.
 
     Raises:
-        CheckpointError: there is no vision transformer of that prefix.
+        CheckpointError: there are none, or their number is another one.
+    """
+    for name, logits in io.items():
+        match = _LOGITS.fullmatch(name)
+        if match is not None:
+            ids = slice(int(match[1]), int(match[2]))
+            if logits.shape[-1] == ids.stop - ids.start:
+                return logits, ids
+    raise CheckpointError(f"{directory / INPUTS_FILE} has no logits_M_N of N - M columns", "record them")
+
+
+def tower_spec(weights: dict[str, Tensor], prefix: str, num_heads: int, setting: str) -> VitSpec:
+    """Return the dimensions of a vision transformer from its weights.
+
+    Args:
+        weights: of the whole model.
+        prefix: of this one's.
+        num_heads: attention heads, which shapes do not tell.
+        setting: what they are set by.
+
+    Raises:
+        CheckpointError: there is no vision transformer of that prefix, or the heads do not divide its width.
     """
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not {"pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"} <= own.keys():
         raise CheckpointError(f"there are no weights {prefix}*", "use a recording of the fused DINOv2 + SigLIP model")
     _, num_patches, width = own["pos_embed"].shape
+    head_dimension(width, num_heads, setting)
     patch_size = own["patch_embed.proj.weight"].shape[-1]
     return VitSpec(
         image_size=round(num_patches**0.5) * patch_size,
         patch_size=patch_size,
         width=width,
-        depth=1 + max(int(name.split(".")[1]) for name in own if name.startswith("blocks.")),
-        num_heads=RECORDED_HEADS,
+        depth=count_layers(own, "blocks."),
+        num_heads=num_heads,
         mlp_dim=len(own["blocks.0.mlp.fc1.weight"]),
         num_registers=own["reg_token"].shape[1] if "reg_token" in own else 0,
         class_token="cls_token" in own,
@@ -108,9 +154,9 @@ def tower_spec(weights: dict[str, Tensor], prefix: str) -> VitSpec:
     )
 
 
-def action_columns(model: OpenVLAModel) -> slice:
+def action_columns(model: OpenVLAModel, ids: slice) -> slice:
     """Return where the action ids are in the recorded slice of the vocabulary."""
-    start = model.config.first_action_id - FIRST_LOGIT
+    start = model.config.first_action_id - ids.start
     return slice(start, start + model.config.n_action_bins)
 
 
@@ -127,10 +173,16 @@ def greedy_over_all_ids(model: OpenVLAModel, prefix: Tensor, count: int) -> Tens
     return torch.stack(tokens, dim=1)
 
 
-def decode_actions(model: OpenVLAModel, tokens: Tensor) -> Tensor:
-    """Return ``float64[...,A]`` actions in environment units of token ids, with the recording's statistics."""
+def decode_actions(model: OpenVLAModel, tokens: Tensor, directory: Path) -> Tensor:
+    """Return ``float64[...,A]`` actions in environment units of token ids, with the recording's statistics.
+
+    Raises:
+        CheckpointError: there are none, or several and none chosen, or of other dimensions.
+    """
     config = model.config
-    key = next((key for key in RECORDED_STATS if key in config.norm_stats), None)
+    key = recording_settings(directory)["unnorm_key"] or None
+    if key is None:
+        key = next((key for key in RECORDED_STATS if key in config.norm_stats), None)
     stats = choose_stats(config.norm_stats, key, tokens.shape[-1], "config.json")
     bins = ActionBins(config.action_vocab_size, config.n_action_bins)
     return torch.from_numpy(stats.unnormalize(bins.decode(tokens.numpy())))
