@@ -69,7 +69,7 @@ class Batch:
         self.tensors = TensorDict({}, batch_size=list(batch_size))
         self.objects: dict[str, NDArray[Any]] = {}
         self.meta: dict[str, Any] = dict(meta or {})
-        both = sorted(columns.keys() & (objects or {}).keys())
+        both = set(map(str, columns.keys())) & set(objects or {})
         if both:
             raise BatchKeyError(f"{listed(both)}: among the columns and among the objects", "rename one of them")
         for name, column in columns.items():
@@ -307,7 +307,7 @@ class Batch:
         Raises:
             BatchIndexError: a row is missing or named twice.
         """
-        index = torch.as_tensor(order, dtype=torch.int64)
+        index = torch.as_tensor(order, dtype=torch.int64, device="cpu")
         if index.shape != (len(self),) or not torch.equal(index.sort().values, torch.arange(len(self))):
             raise BatchIndexError(
                 f"an order of shape {list(index.shape)} for {len(self)} rows", "name every row exactly once"

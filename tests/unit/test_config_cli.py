@@ -52,7 +52,7 @@ def test_validation_is_quick_and_imports_no_torch() -> None:
         "from embodrl.cli.main import main\n"
         f"sys.argv = ['embodrl', 'config', 'validate', *{WRONG!r}]\n"
         "try:\n    main()\nexcept SystemExit as leave:\n    code = leave.code\n"
-        "heavy = {'torch', 'tensordict', 'transformers', 'mani_skill', 'sapien', 'gymnasium', 'numpy', 'wandb'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'mani_skill', 'sapien', 'gymnasium', 'numpy', 'wandb'} & set(sys.modules)\n"
         "print(code, sorted(heavy))\n"
     )
     seconds: list[float] = []
