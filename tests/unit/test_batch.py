@@ -149,6 +149,12 @@ def test_columns_are_taken_set_and_removed() -> None:
     assert batch.replace(score=None, lists=None).names() == ["row", "group", "name"]
     part = batch.pop(("group", "pair"), "score")
     assert batch.get(("group", "pair")) is None and batch.union(part)["score"].tolist() == [1.0, 2.0]
+    other = TrajectoryBatch({}, {"tag": ["x", "y"]}, {"source": 1}, [2])
+    assert batch.union(other).meta == {"origin": "test", "source": 1} and batch.union(other)["tag"].tolist() == [
+        "x",
+        "y",
+    ]
+    assert batch.to("meta")["row"].device.type == "meta" and batch["row"].device.type == "cpu"
     timed = numbered(2, 3)
     timed["label"] = ["a", "b"]
     assert timed["label"].tolist() == [["a", "b"]] * 3
