@@ -98,7 +98,17 @@ class BatchIndexError(BatchError, IndexError):
 
 
 class CheckpointError(EmbodrlError):
-    """A checkpoint is torn, corrupt, incomplete or does not match the model."""
+    """A checkpoint is torn, corrupt, incomplete or does not match the model.
+
+    Args:
+        message: what went wrong, naming the checkpoint.
+        remedy: what the user can do about it.
+        report: what became of each name (a ``LoadReport``), where names or shapes do not match.
+    """
+
+    def __init__(self, message: str, remedy: str = "", report: object = None) -> None:
+        super().__init__(message, remedy)
+        self.report = report
 
 
 class EnvError(EmbodrlError):

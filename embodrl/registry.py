@@ -12,9 +12,9 @@ from typing import Any
 from embodrl.errors import EmbodrlError, UnknownNameError
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """Return the known name closest to ``name``, or "" if none is near."""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
+    """Return the known name closest to ``name``, or "" if none is at least as similar as ``cutoff`` (1: the same)."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return matches[0] if matches else ""
 
 
@@ -217,9 +217,9 @@ MODELS.register(
     actions="256 bins a dimension, the whole chunk at once",
     checkpoint="discrete OpenVLA-OFT fine-tunes in Hugging Face layout",
 )
-for _name, _title, _uses_state, _checkpoint in (
-    ("pi0", "pi0", True, "openpi's PyTorch conversion, or lerobot's pi0 layout"),
-    ("pi05", "pi0.5", "model.pi.discrete_state", "openpi's PyTorch conversion, or lerobot's pi05 layout"),
+for _name, _title, _tiny, _uses_state, _checkpoint in (
+    ("pi0", "pi0", "1.5 M", True, "openpi's PyTorch conversion, or lerobot's pi0 layout"),
+    ("pi05", "pi0.5", "1.7 M", "model.pi.discrete_state", "openpi's PyTorch conversion, or lerobot's pi05 layout"),
 ):
     MODELS.register(
         _name,
@@ -229,7 +229,7 @@ for _name, _title, _uses_state, _checkpoint in (
         max_cameras=3,
         dimensions="pi",
         parity="embodrl.models.pi.parity:run",
-        sizes="tiny, about 3.3 B",
+        sizes=f"{_tiny} (tiny), about 3.3 B",
         actions="continuous chunk by flow matching",
         checkpoint=_checkpoint,
     )
@@ -241,7 +241,7 @@ MODELS.register(
     max_cameras=3,
     dimensions="gr00t",
     parity="embodrl.models.gr00t.parity:run",
-    sizes="tiny, about 2.7 B",
+    sizes="2.1 M (tiny), about 2.7 B",
     actions="continuous chunk by flow matching, encoders a robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
 )

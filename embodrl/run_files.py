@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+from embodrl.checkpoint import CheckpointManager
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.models.base import VLAPolicy
@@ -69,3 +70,21 @@ def write_config(run_dir: Path, config_yaml: str) -> None:
         raise OutputError(
             f"{run_dir} can't be written: {error}", "set runner.output_dir to a directory of yours"
         ) from error
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """Say what the user can do with a run that an error has ended."""
+    checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
+    if checkpoint is None:
+        return "start it again: there is no checkpoint"
+    return f"`embodrl resume {run_dir}` goes on from {checkpoint.path}"
+
+
+def what_is_left(run_dir: Path, iteration: int) -> str:
+    """Say where a run goes on whose last save, after ``iteration``, failed."""
+    checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
+    where = "start over: there is no checkpoint" if checkpoint is None else f"go on from {checkpoint.path}"
+    return (
+        f"iteration {iteration}, the last, could not be saved;"
+        f" once there is room, `embodrl resume {run_dir}` would {where}"
+    )

@@ -15,7 +15,7 @@ from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, OutputError
+from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
@@ -31,12 +31,14 @@ from embodrl.run_files import (
     POLICY_DIR,
     export_policy,
     has_results,
+    how_to_go_on,
     run_directory,
+    what_is_left,
     write_config,
 )
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
-from embodrl.workers.policy import build_policy, configure_torch, num_threads, resolve_device
+from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.run_lock import run_lock
@@ -125,13 +127,13 @@ class Runner:
         """
         self.console.phase("rollout")
         start = time.perf_counter()
-        self.pool.call("mark")
+        self.pool.call("mark", restart=True)
         before = self.rollout_engine.random_state()
         try:
             batch, rollout_metrics = self.rollout.gather(self.iteration)
         except InterruptedError:
             self.rollout_engine.set_random_state(before)
-            self.pool.call("rewind")
+            self.pool.call("rewind", restart=True)
             raise
         self.console.phase("update")
         clock = time.perf_counter()
@@ -178,7 +180,7 @@ class Runner:
         if last or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
             # What follows must not depend on simulator history that a checkpoint would have to carry.
-            self.pool.call("rebuild")
+            self.pool.call("rebuild", restart=True)
             self._save()
 
     def _divides(self, interval: int) -> bool:
@@ -207,7 +209,7 @@ class Runner:
             "faults": vars(self.pool.faults),
             "rewards": bool(self.rewards.state()),
         }
-        blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state())}
+        blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state(restart=True))}
         try:
             tensors = saved.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
             path = self.checkpoints.save(self.iteration, tensors, state, blobs)
@@ -348,6 +350,8 @@ def _execute(
             # Only now: settings with which it could not be resumed are not kept.
             write_config(run_dir, config_yaml)
             code = runner.run()
+        except EnvError as error:
+            raise type(error)(error.message, f"{error.remedy}; then {how_to_go_on(run_dir)}") from error
         finally:
             pool.close()
             if metrics is not None:
@@ -355,22 +359,12 @@ def _execute(
         if runner.finished:
             export_policy(policy, run_dir / POLICY_DIR)
         if not runner.saved:
-            logger.error("%s", _what_is_left(run_dir, runner))
+            logger.error("%s", what_is_left(run_dir, runner.iteration))
         if read_metrics(run_dir / METRICS_FILE):
             console.message(f"report: {write_report(run_dir)}")
         if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
     return code
-
-
-def _what_is_left(run_dir: Path, runner: Runner) -> str:
-    """Say where a run goes on whose last save failed."""
-    checkpoint, _ = runner.checkpoints.latest_good()
-    where = "start over: there is no checkpoint" if checkpoint is None else f"go on from {checkpoint.path}"
-    return (
-        f"iteration {runner.iteration}, the last, could not be saved;"
-        f" once there is room, `embodrl resume {run_dir}` would {where}"
-    )
 
 
 def _without_lost_warm_start(config: Config) -> Config:
@@ -392,3 +386,4 @@ def _check_machine(config: Config) -> None:
     """Refuse what can't work before anything is started."""
     resolve_device(config)
     check_simulator(config)
+    check_memory(config)

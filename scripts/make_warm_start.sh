@@ -19,6 +19,6 @@ rm -rf "$target"
 cp -r "$work/sft/policy" "$target"
 cp "$work/sft/sft_metrics.jsonl" "$work/"
 
-for env in maniskill maniskill_pull; do
-    "$embodrl" eval env="$env" model=openvla env.video.enabled=false --json "$work/eval_$env.json"
+for env in maniskill maniskill_mix; do
+    "$embodrl" eval env="$env" model=openvla model.warm_start="$target" env.video.enabled=false --json "$work/eval_$env.json"
 done

@@ -79,7 +79,7 @@ def _denoise(policy: FlowPolicy, observation: Observation) -> NDArray[np.float32
     """Euler's method with images and prompt run again at every step."""
     inputs = policy.preprocess(observation)
     steps = policy.flow.num_steps
-    x = policy.get_buffer("_evaluation_noise").expand(observation.batch_size, -1, -1)
+    x = policy.get_buffer("_evaluation_noise").to(policy.device).expand(observation.batch_size, -1, -1)
     for tau in denoising_times(steps)[:-1]:
         network = policy.velocity(policy.encode(inputs))
         v, _ = network(x, torch.full((len(x),), tau, device=x.device))

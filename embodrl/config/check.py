@@ -167,7 +167,8 @@ def unknown_key(key: str, origin: str) -> ConfigProblem:
     elif hint and section:
         hint = f"{section}.{hint}"
     if not hint:
-        leaf = nearest(name, sorted({full.rpartition(".")[2] for full in schema_keys()}))
+        # A far-off name of another section is no help, so it has to be nearer than one of the same section.
+        leaf = nearest(name, sorted({full.rpartition(".")[2] for full in schema_keys()}), cutoff=0.75)
         hint = next((full for full in schema_keys() if full.rpartition(".")[2] == leaf), "") if leaf else ""
     where = f"the section '{section}'" if section else "the configuration"
     remedy = f"write {hint}" if hint else "remove it; see docs/configuration.md for all keys"

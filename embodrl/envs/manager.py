@@ -391,7 +391,7 @@ class EnvManager:
         process = self._running()
         message = f"{self}: process {process.pid} {process.exit_reason()} {when}{self._log_excerpt(process)}"
         self._drop()
-        return EnvWorkerDied(message, "restart() starts a fresh process; look at the log for the cause")
+        return EnvWorkerDied(message, "look at the log for the cause")
 
     def _timed_out(self, when: str, timeout_s: float) -> EnvTimeout:
         process = self._running()

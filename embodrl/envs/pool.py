@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from embodrl.types import EnvSpec, EnvStep, Observation
 logger = logging.getLogger("embodrl.envs")
 
 _FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
+# A request that raises is as likely to be wrong as the simulator: a new process would raise again.
+_LOSSES = (EnvWorkerDied, EnvTimeout)
 
 
 @dataclass
@@ -186,20 +188,58 @@ class EnvPool:
             manager.offload()
         self._last = [observation and copy_observation(observation) for observation in self._last]
 
-    def get_state(self) -> list[bytes]:
-        """Return the state of every manager."""
-        return [manager.get_state() for manager in self.managers]
+    def get_state(self, *, restart: bool = False) -> list[bytes]:
+        """Return the state of every manager; ``restart`` as in ``call``."""
+        return [self._answer(rank, EnvManager.get_state, restart) for rank in range(len(self.managers))]
 
     def set_state(self, states: Sequence[bytes]) -> None:
         """Continue from states of ``get_state``, to the bit."""
         for manager, state in zip(self.managers, states, strict=True):
             manager.set_state(state)
 
-    def call(self, method: str, arguments: Mapping[str, Any] | None = None) -> list[Any]:
-        """Return the answer of every manager to ``VectorEnv.call``; they work on it at the same time."""
-        for manager in self.managers:
-            manager.call_async(method, arguments)
-        return [manager.wait_call(method) for manager in self.managers]
+    def call(self, method: str, arguments: Mapping[str, Any] | None = None, *, restart: bool = False) -> list[Any]:
+        """Return the answer of every manager to ``VectorEnv.call``; they work on it at the same time.
+
+        Args:
+            method: name of the request.
+            arguments: of the request.
+            restart: start a process that has died or hangs anew, and ask it again. Only between episodes: those that
+                were under way in it begin again, which nobody is told.
+        """
+        for rank, manager in enumerate(self.managers):
+            try:
+                manager.call_async(method, arguments)
+            except _LOSSES as error:
+                self._failed[rank] = error
+
+        def ask(manager: EnvManager) -> Any:
+            return manager.call(method, arguments)
+
+        def collect(manager: EnvManager) -> Any:
+            return manager.wait_call(method)
+
+        return [self._answer(rank, collect, restart, ask) for rank in range(len(self.managers))]
+
+    def _answer(
+        self,
+        rank: int,
+        request: Callable[[EnvManager], Any],
+        restart: bool,
+        again: Callable[[EnvManager], Any] | None = None,
+    ) -> Any:
+        manager = self.managers[rank]
+        try:
+            self._raise_failed(rank)
+            return request(manager)
+        except _LOSSES as error:
+            fault: EnvError = error
+        while restart:
+            self._last[rank] = self._recover(rank, fault)
+            try:
+                return (again or request)(manager)
+            except _LOSSES as error:
+                fault = error
+        raise fault
 
     def __enter__(self) -> EnvPool:
         self.start()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -43,6 +46,17 @@ def sparkline(values: list[float], width: int = 40) -> str:
     return "".join(SPARKS[min(7, max(0, round(value * 7)))] for value in values[-width:])
 
 
+class Screen(RichConsole):
+    """A terminal or pipe whose reader may go away: that costs the screen, not the run."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nothing from now on."""
+        self.quiet = True
+        logger.warning("nobody reads the output any more; the log and metrics.jsonl go on")
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 class Console:
     """Shows a run.
 
@@ -60,7 +74,7 @@ class Console:
         name: str = "",
         stream: RichConsole | None = None,
     ) -> None:
-        self._out = stream or RichConsole()
+        self._out = stream or Screen()
         self.mode = mode if mode != "auto" else ("rich" if self._out.is_terminal else "plain")
         self.total_iterations = total_iterations
         self.name = name

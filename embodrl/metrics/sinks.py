@@ -201,7 +201,10 @@ class MetricsLogger:
         for name in list(self._trackers):
             self._guard(name, lambda tracker: tracker.close())
         self._trackers = {}
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # ``log`` has synced every row, or has raised: nothing more is lost
+            logger.error("%s could not be closed: %s", self.path, error)
 
     def __enter__(self) -> MetricsLogger:
         return self

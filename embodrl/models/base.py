@@ -44,6 +44,28 @@ class LoadReport:
     def ok(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)
 
+    def describe(self, limit: int | None = None) -> str:
+        """Return the whole report in words, one kind of name a paragraph.
+
+        Args:
+            limit: most names listed of a kind; None lists all.
+        """
+        kinds: dict[str, list[str]] = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "other shapes": [f"{name} {stored} instead of {wanted}" for name, stored, wanted in self.mismatched],
+            "renamed on purpose": [f"{stored} -> {name}" for stored, name in self.aliased.items()],
+            "ignored on purpose": [f"{name} ({reason})" for name, reason in self.ignored.items()],
+            "new": [f"{name} ({reason})" for name, reason in self.initialized.items()],
+        }
+        lines = [f"{self.source}: {self.num_loaded} tensors loaded"]
+        for kind, names in kinds.items():
+            if names:
+                shown = names[:limit]
+                more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+                lines.append(f"  {kind}: {', '.join(shown)}{more}")
+        return "\n".join(lines)
+
 
 class VLAPolicy(nn.Module, ABC):
     """A policy that maps camera images and an instruction to a chunk of actions.
@@ -125,7 +147,7 @@ class VLAPolicy(nn.Module, ABC):
 
     @abstractmethod
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
+        """Recompute the activations of every block in the backward pass; call it after ``eval()``, which undoes it."""
 
     @abstractmethod
     def save_pretrained(self, directory: Path) -> None:

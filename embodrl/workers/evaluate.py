@@ -97,22 +97,22 @@ class Evaluator:
         # Success, return and length of each episode; NaN until it has ended, and for good if a fault ended it.
         outcome = np.full((settings.num_episodes, 3), np.nan)
         self._seconds = {"env": 0.0, "policy": 0.0}
-        self.pool.call("rebuild")
-        self.pool.call("mark")
-        self.pool.call("set_auto_reset", {"value": False})
+        self.pool.call("rebuild", restart=True)
+        self.pool.call("mark", restart=True)
+        self.pool.call("set_auto_reset", {"value": False}, restart=True)
         self._restarts = self.pool.faults.restarts
         for start in range(0, settings.num_episodes, spec.num_envs):
             wave = episodes[start : start + spec.num_envs]
             try:
                 self._play(wave, num_tasks, outcome, video_dir)
             except InterruptedError:
-                self.pool.call("rewind")
+                self.pool.call("rewind", restart=True)
                 raise
             if self.progress is not None:
                 done = start + len(wave)
                 self.progress(done, f"success {_mean(outcome[:done, 0]):.0%}")
-        self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset})
-        self.pool.call("rebuild")
+        self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
+        self.pool.call("rebuild", restart=True)
         return self._result(outcome, episodes % num_tasks)
 
     def _result(self, outcome: np.ndarray, task_of: np.ndarray) -> EvalResult:

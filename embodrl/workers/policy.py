@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import psutil
 import torch
@@ -12,8 +13,12 @@ from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
+from embodrl.models.memory import estimate_training_memory
+from embodrl.scheduler.doctor import memory_limit_bytes
 
 logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
 
 
 def resolve_device(config: Config) -> torch.device:
@@ -26,6 +31,40 @@ def resolve_device(config: Config) -> torch.device:
     if setting == "cuda" and not torch.cuda.is_available():
         raise EmbodrlError("cluster.device is cuda, and torch sees no GPU", "set cluster.device=auto or cpu")
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def check_memory(config: Config) -> None:
+    """Refuse a model whose weights, gradients and optimizer can't fit, from its shapes alone.
+
+    A checkpoint on the hub is not looked at: only its files tell its size.
+
+    Raises:
+        EmbodrlError: the device has less memory.
+        CheckpointError: see the family's builder.
+    """
+    model = config.model
+    if model.model_path is not None and not Path(model.model_path).expanduser().is_dir():
+        return
+    # A warm start has the size of the section, and need not be there any more when a run is resumed.
+    model = model.model_copy(update={"warm_start": None})
+    device = resolve_device(config)
+    estimate = estimate_training_memory(
+        model, micro_batch_size=config.actor.micro_batch_size, param_dtype=param_dtype(config)
+    )
+    needed = estimate.weights + estimate.gradients + estimate.optimizer
+    room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
+    if needed > room:
+        raise EmbodrlError(
+            f"weights, gradients and optimizer of {model.model_type} take {needed / GIB:.0f} GiB in"
+            f" {config.actor.param_dtype}, and {'the GPU' if device.type == 'cuda' else 'this machine'} has"
+            f" {room / GIB:.0f} GiB",
+            "set actor.param_dtype=bf16, model.trainable=lora or a smaller model, or use a larger device",
+        )
+
+
+def param_dtype(config: Config) -> torch.dtype:
+    """Return the type of the weights."""
+    return torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
 
 
 def num_threads(config: Config) -> int:
@@ -49,8 +88,9 @@ def configure_torch(config: Config) -> torch.device:
 def build_policy(config: Config) -> VLAPolicy:
     """Build or load the policy on its device, and log what became of the checkpoint's names."""
     device = resolve_device(config)
-    dtype = torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
-    policy, report = registry.build_policy(config.model, device=device, dtype=dtype, seed=config.runner.seed)
+    policy, report = registry.build_policy(
+        config.model, device=device, dtype=param_dtype(config), seed=config.runner.seed
+    )
     logger.info(
         "policy from %s: %d tensors loaded, %d initialised, %d ignored",
         report.source,
@@ -58,6 +98,8 @@ def build_policy(config: Config) -> VLAPolicy:
         len(report.initialized),
         len(report.ignored),
     )
+    logger.info("%s", report.describe(limit=100))
+    policy.eval()
     if config.actor.gradient_checkpointing:
         policy.enable_gradient_checkpointing()
-    return policy.eval()
+    return policy

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StopSignal:
-    """Remembers SIGINT and SIGTERM, so that the loop can save and leave.
+    """Remembers SIGINT, SIGTERM and SIGHUP (the terminal was closed), so that the loop can save and leave.
 
     Attributes:
         number: of the first signal; 0 without one.
@@ -22,7 +22,9 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run is to outlive its terminal
             self._before[number] = signal.signal(number, self._handle)
         return self
 

@@ -171,6 +171,42 @@ def test_death_between_steps_is_survived(tmp_path):
         assert pool.step(actions).valid.all()
 
 
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_request_between_episodes_survives_a_process_that_is_lost(death, tmp_path):
+    options = {"extensions": ["faulty_envs"], "timeouts": EnvTimeouts(reset_s=5.0)}
+    with EnvPool.create("faulty", {"fault": "none"}, total_num_envs=4, num_processes=2, **options) as pool:
+        first = pool.reset(np.arange(4), np.zeros(4, np.int32), copy=True)
+        lost = pool.managers[0].pid
+        os.kill(lost, death)
+        assert pool.call("mark", restart=True) == [None, None]
+        assert pool.faults.restarts == 1
+        wait_until_gone([lost])
+        os.kill(pool.managers[1].pid, death)
+        assert all(isinstance(state, bytes) for state in pool.get_state(restart=True))
+        assert pool.faults.restarts == 2
+        again = pool.reset(np.arange(4), np.zeros(4, np.int32))
+        np.testing.assert_array_equal(again.images, first.images)
+
+
+def test_a_request_within_an_episode_does_not_hide_that_it_is_lost(tmp_path):
+    with faulty_pool("none", tmp_path / "fired") as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        pid = pool.managers[0].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        with pytest.raises(EnvWorkerDied):
+            pool.call("mark")
+        assert pool.faults.restarts == 0
+
+
+def test_a_request_that_raises_is_not_repeated(tmp_path):
+    with faulty_pool("none", tmp_path / "fired") as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        with pytest.raises(EnvRaised):
+            pool.call("no_such_request", restart=True)
+        assert pool.faults.restarts == 0
+
+
 def test_faults_that_go_on_stop_with_the_cause():
     managers = [EnvManager("faulty", {"fault": "reset"}, extensions=["faulty_envs"])]
     with EnvPool(managers, max_restarts=2) as pool:

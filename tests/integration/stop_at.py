@@ -1,7 +1,8 @@
 """An extension that sends this process a signal at a chosen point of its work, so that no test depends on timing.
 
 ``STOP_AT=act:3:SIGINT`` interrupts the third call of the function called ``act`` in POINTS; several are separated by
-commas. The process ids of the children at that moment go to the file ``STOP_AT_CHILDREN``.
+commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and waits until it is dead. The process ids of
+the children at that moment go to the file ``STOP_AT_CHILDREN``.
 """
 
 import os
@@ -24,7 +25,13 @@ POINTS = {
 }
 
 
-def install(point, wanted, number):
+def simulator():
+    """The simulator process that was started first."""
+    found = [child for child in psutil.Process().children() if any("bootstrap.py" in part for part in child.cmdline())]
+    return min(found, key=lambda child: child.create_time())
+
+
+def install(point, wanted, number, whom):
     module_name, _, path = POINTS[point].partition(":")
     __import__(module_name)
     owner = sys.modules[module_name]
@@ -39,7 +46,13 @@ def install(point, wanted, number):
         if calls == wanted:
             children = [child.pid for child in psutil.Process().children(recursive=True)]
             Path(os.environ["STOP_AT_CHILDREN"]).write_text("\n".join(map(str, children)))
-            os.kill(os.getpid(), number)
+            if whom == "simulator":
+                child = simulator()
+                child.send_signal(number)
+                while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+                    os.sched_yield()
+            else:
+                os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
     setattr(owner, name, replacement)
@@ -47,5 +60,5 @@ def install(point, wanted, number):
 
 if os.environ.get("STOP_AT") and "embodrl.envs.worker_main" not in sys.modules:
     for order in os.environ["STOP_AT"].split(","):
-        point, wanted, number = order.split(":")
-        install(point, int(wanted), signal.Signals[number])
+        point, wanted, number, *whom = order.split(":")
+        install(point, int(wanted), signal.Signals[number], "".join(whom))

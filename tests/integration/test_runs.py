@@ -138,6 +138,36 @@ def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) ->
     assert "continues" not in outcome.stdout
 
 
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        "optimizer_step:3:SIGKILL:simulator",  # in an update
+        "write_file:4:SIGKILL:simulator",  # while a checkpoint is written
+        "log:3:SIGKILL:simulator",  # before the scenes are built anew and their states are asked for
+    ],
+)
+def test_a_simulator_that_dies_while_it_has_nothing_to_do_costs_a_restart(
+    stop_at: str, config: Path, tmp_path: Path
+) -> None:
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", stop_at=stop_at)
+    assert outcome.code == 0, outcome.stderr
+    rows = metrics(tmp_path)
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[-1]["env/restarts"] == 1
+    assert "restart 1 of 3" in outcome.stderr
+
+
+def test_a_screen_that_nobody_reads_any_more_costs_the_screen_only(config: Path, tmp_path: Path) -> None:
+    process = start("train", "--config", config, f"runner.output_dir={tmp_path}")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    assert [row["iteration"] for row in metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    assert "nobody reads the output" in (tmp_path / "logs" / "embodrl.log").read_text()
+
+
 def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     outcome = embodrl(
@@ -159,6 +189,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
         ("act_greedily:2:SIGINT", 130, "step_0"),  # in the first evaluation
         ("act:2:SIGTERM", 143, "step_0"),  # in the first rollout
         ("act:6:SIGINT", 130, "step_1"),  # in a rollout, away from the schedule
+        ("act:6:SIGHUP", 129, "step_1"),  # the terminal was closed
         ("optimizer_step:10:SIGTERM", 143, "step_3"),  # in an update: it is finished first
         ("act_greedily:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
     ],
@@ -283,7 +314,7 @@ def test_what_can_not_work_is_refused_before_anything_starts(
     assert outcome.code == 1 and "holds an earlier run" in outcome.stderr
 
     outcome = embodrl("train", "--config", config, "runner.output_dir=/proc/none/run")
-    assert outcome.code == 2 if "The configuration" in outcome.stderr else 1
+    assert outcome.code == (2 if "The configuration" in outcome.stderr else 1)
     assert "can't be written" in outcome.stderr and "remedy" in outcome.stderr
 
     outcome = embodrl("resume", tmp_path)

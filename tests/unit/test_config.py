@@ -341,3 +341,17 @@ def test_any_yaml_is_parsed_or_reported(text: str) -> None:
     tree, problems = parse_yaml(text, "x.yaml")
     assert isinstance(tree.plain(), dict)
     assert all(problem.origin.startswith("x.yaml") and problem.remedy for problem in problems)
+
+
+def test_what_a_run_keeps_gives_no_notes(tmp_path: Path) -> None:
+    for arguments in (["env=toy"], ["env=maniskill"], ["env=toy", "model=pi0"], ["env=toy", "algorithm=grpo"]):
+        path = tmp_path / "config.yaml"
+        path.write_text(load_config(arguments).to_yaml())
+        assert load_config([], path).notes == []
+
+
+def test_a_far_off_name_of_another_section_is_not_proposed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["foo.bar=1"])
+    [problem] = caught.value.problems
+    assert not problem.nearest and "docs/configuration.md" in problem.remedy

@@ -34,7 +34,7 @@ class LocalPool:
         self.calls, self.resets = [], []
         self.faults = FaultCounts()
 
-    def call(self, method, arguments=None):
+    def call(self, method, arguments=None, *, restart=False):
         self.calls.append((method, arguments or {}))
         return [self.env.call(method, arguments or {})]
 

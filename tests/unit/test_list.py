@@ -28,11 +28,24 @@ def blocks() -> dict[str, dict[str, str]]:
 def test_every_family_has_its_facts(name: str) -> None:
     entry, block = MODELS.entry(name), blocks()[name]
     assert block[""] == entry.description
-    assert block["parameters"] == entry.facts["sizes"] and "B" in block["parameters"]
+    assert block["parameters"] == entry.facts["sizes"]
     assert block["actions"] == entry.facts["actions"]
     assert block["RL"] == entry.facts["rl"]
     assert block["trainable"].split(", ") == list(entry.facts["trainable"])
     assert block["checkpoint"] == entry.facts["checkpoint"]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_tiny_size_is_told_as_it_is(name: str) -> None:
+    import torch
+
+    from embodrl.config.model_schema import ModelConfig
+    from embodrl.models.registry import build_policy
+
+    config = ModelConfig(model_type=name, warm_start=None)
+    policy, _ = build_policy(config, device="meta", dtype=torch.float32, seed=0)
+    count = sum(parameter.numel() for parameter in policy.parameters())
+    assert MODELS.entry(name).facts["sizes"].startswith(f"{count / 1e6:.1f} M (tiny), ")
 
 
 def test_a_family_without_facts_is_listed_by_its_description(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.metrics.console import Console, sparkline
 from embodrl.metrics.report import success_standard_error, write_report
-from embodrl.metrics.sinks import MetricsLogger, MetricValue, read_metrics
+from embodrl.metrics.sinks import METRICS_FILE, MetricsLogger, MetricValue, read_metrics
 
 QUIET = LoggerConfig(tensorboard=False)
 
@@ -231,3 +231,19 @@ def test_a_report_without_metrics_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('broken\n{"iteration": 2}\n')
     with pytest.raises(OutputError, match=r"metrics\.jsonl:1"):
         write_report(tmp_path)
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_way_on(tmp_path: Path) -> None:
+    """Closing flushes the same row again, and must not hide the error."""
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("this system has no /dev/full")
+    with MetricsLogger(tmp_path, LoggerConfig(tensorboard=False), None) as first:
+        first.log({"iteration": 0})
+    (tmp_path / METRICS_FILE).unlink()
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    metrics = MetricsLogger(tmp_path, LoggerConfig(tensorboard=False), None)
+    with pytest.raises(OutputError, match=r"metrics.jsonl can't be written(.|\n)*embodrl resume"):
+        try:
+            metrics.log({"iteration": 1})
+        finally:
+            metrics.close()

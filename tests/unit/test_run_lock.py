@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from embodrl import runner
+from embodrl import run_files, runner
 from embodrl.checkpoint import CheckpointManager
 from embodrl.config import load_config
 from embodrl.errors import OutputError
@@ -65,8 +63,9 @@ def test_a_new_run_wants_no_checkpoints_of_an_earlier_one(tmp_path: Path, monkey
 
 def test_the_last_good_checkpoint_is_named_where_the_last_save_failed(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, 2)
-    run = cast(Any, SimpleNamespace(checkpoints=manager, iteration=5))
-    assert "would start over" in runner._what_is_left(tmp_path, run)
+    assert "would start over" in run_files.what_is_left(tmp_path, 5)
+    assert "there is no checkpoint" in run_files.how_to_go_on(tmp_path)
     path = manager.save(4, {}, {})
-    message = runner._what_is_left(tmp_path, run)
+    message = run_files.what_is_left(tmp_path, 5)
     assert "iteration 5, the last, could not be saved" in message and f"go on from {path}" in message
+    assert run_files.how_to_go_on(tmp_path) == f"`embodrl resume {tmp_path}` goes on from {path}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from embodrl.config.rules.base import Context, Finding, divisors, multiples, note, rule
+from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.schema import FilterConfig, KlConfig, SrpoConfig
 from embodrl.errors import EmbodrlError
 from embodrl.registry import ADVANTAGES, LOSSES, Registry, nearest
@@ -233,8 +233,7 @@ def micro_batches_fill_batches(context: Context) -> Iterator[Finding]:
             "actor.micro_batch_size",
             f"actor.global_batch_size = {actor.global_batch_size} is not a multiple of {actor.micro_batch_size}:"
             f" {actor.global_batch_size} / {actor.micro_batch_size} leaves {rest}",
-            f"set it to {divisors(actor.global_batch_size, actor.micro_batch_size)},"
-            f" or the global batch to {multiples(actor.global_batch_size, actor.micro_batch_size)}",
+            f"set it to {divisors(actor.global_batch_size, actor.micro_batch_size)}",
             f"a divisor of {actor.global_batch_size}",
             others=("actor.global_batch_size",),
         )

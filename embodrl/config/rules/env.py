@@ -383,7 +383,8 @@ def keys_without_effect(context: Context) -> Iterator[Finding]:
     if name == "maniskill" or name not in ENVS:
         return
     # an environment of the user's may film itself, at a size of its own
-    videos = ["video"] if name == "toy" else [f"video.{part}" for part in ("height", "width", "fps")]
+    toy_films = context.config.env.video.enabled
+    videos = ["video"] * toy_films if name == "toy" else [f"video.{part}" for part in ("height", "width", "fps")]
     for key in (f"env.{part}" for part in (*MANISKILL_ONLY, *videos)):
         if context.by_user(key):
             yield Finding(key, f"has no effect: only maniskill reads it, and env_type is '{name}'", "leave it out")

@@ -31,7 +31,7 @@ MAX_REACH_M = 0.71
 """From the shoulder to the wrist; 0.719 with the arm stretched."""
 
 
-def is_reachable(point_m: NDArray[np.float32]) -> bool:
+def is_reachable(point_m: NDArray[np.floating]) -> bool:
     """Return whether the tool, pointing down, can be at ``point_m[3]``; inverse kinematics fails beyond."""
     radius = np.hypot(point_m[0] - SHOULDER_M[0], point_m[1] - SHOULDER_M[1]) + WRIST_OFFSET_M[0]
     height = point_m[2] + WRIST_OFFSET_M[1] - SHOULDER_M[2]

@@ -119,7 +119,8 @@ class EndEffectorController:
         length = math.sqrt(values[3] ** 2 + values[4] ** 2 + values[5] ** 2)
         shrink = self._rotation_scale / max(length, 1.0)
         turn = quaternion_from_euler(values[3] * shrink, values[4] * shrink, values[5] * shrink)
-        rotation = quaternion_multiply(turn, tuple(float(value) for value in tool.q))
+        w, x, y, z = (float(value) for value in tool.q)
+        rotation = quaternion_multiply(turn, (w, x, y, z))
         qpos = self._robot.qpos
         result, success, _ = self._model.compute_inverse_kinematics(
             self._tool_index,

@@ -157,8 +157,8 @@ class ManiSkillVectorEnv(VectorEnv):
         truncated: NDArray[np.bool_],
     ) -> EnvStep:
         """Render what the policy sees next, begin new episodes, and put the result together."""
-        final_mask = truncated.any(axis=1)
-        done = final_mask | terminated.any(axis=1)
+        final_mask = np.asarray(truncated.any(axis=1))
+        done = final_mask | np.asarray(terminated.any(axis=1))
         outcome = {
             "success": self._solved.copy(),
             "episode_return": self._returned.copy(),

@@ -84,11 +84,12 @@ class Fleet:
         self._marks: dict[tuple[int, int], int] = {}
         self._experts: list[Expert | None] = [None] * num_envs
         if sim_kwargs["sim_backend"] == "physx_cuda":
-            if len(tasks) > 1:
+            if len(tasks) != 1:
                 raise EnvError(
                     "physx_cuda simulates one task at a time", "give one task or set env.sim_backend=physx_cpu"
                 )
-            self._batched = ManiSkillSim(tasks[0], num_envs, **sim_kwargs)
+            (task,) = tasks
+            self._batched = ManiSkillSim(task, num_envs, **sim_kwargs)
         else:
             for row in range(num_envs):
                 self._sim(row)

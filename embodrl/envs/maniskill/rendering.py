@@ -87,9 +87,8 @@ def decimate(
     faces = inverse.reshape(-1)[triangles.astype(np.int64)].reshape(-1, 3)
     faces = faces[(faces[:, 0] != faces[:, 1]) & (faces[:, 1] != faces[:, 2]) & (faces[:, 2] != faces[:, 0])]
     if len(faces) * (1 - reduction) >= MIN_PART_TRIANGLES:
-        unique, faces = fast_simplification.simplify(
-            unique.astype(np.float32), faces.astype(np.int32), target_reduction=reduction
-        )
+        simplify: Any = fast_simplification.simplify  # its annotations want float64, its code takes both
+        unique, faces = simplify(unique.astype(np.float32), faces.astype(np.int32), target_reduction=reduction)
     faces = np.asarray(faces, dtype=np.uint32)
     points = np.asarray(unique, dtype=np.float32)
     corners = points[faces.astype(np.int64)]

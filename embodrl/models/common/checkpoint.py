@@ -21,6 +21,7 @@ from embodrl.models.base import LoadReport
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+NAMES_IN_MESSAGE = 20
 MAX_SHARD_BYTES = 5 * 1024**3
 # Of OpenVLA-OFT, the projector of the robot's state, and the continuous action head, by which a checkpoint is refused.
 _OFT_PATTERNS = ["proprio_projector--*.pt", "action_head--*.pt"]
@@ -103,6 +104,7 @@ def load_strict(
     aliases, ignore = aliases or {}, ignore or {}
     on_meta = torch.device(device).type == "meta"
     expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    floating = {name: value.is_floating_point() for name, value in module.state_dict().items()}
     state: dict[str, Tensor] = {}
     for path in files:
         try:
@@ -115,6 +117,10 @@ def load_strict(
                     if name not in expected:
                         report.unexpected.append(stored)
                         continue
+                    if name in state:
+                        raise CheckpointError(
+                            f"{report.source} has {name} twice, once as {stored}", "fetch or make the checkpoint again"
+                        )
                     shape = tuple(reader.get_slice(stored).get_shape())
                     if shape != expected[name]:
                         report.mismatched.append((name, shape, expected[name]))
@@ -125,6 +131,11 @@ def load_strict(
                         state[name] = torch.empty(shape, dtype=dtype, device="meta")
                         continue
                     tensor = reader.get_tensor(stored)
+                    if floating[name] and not tensor.is_floating_point():
+                        raise CheckpointError(
+                            f"{report.source} stores {stored} as {tensor.dtype}; quantised weights can't be trained",
+                            "use the checkpoint in bfloat16 or float32",
+                        )
                     # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
                     state[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
         except (SafetensorError, OSError) as error:
@@ -132,7 +143,11 @@ def load_strict(
     mismatched = {name for name, _, _ in report.mismatched}
     report.missing.extend(name for name in expected if name not in state and name not in mismatched)
     if not report.ok:
-        raise CheckpointError(_explain(report), "use the checkpoint with the architecture that it was made with")
+        raise CheckpointError(
+            f"{report.source} does not fit the model\n{report.describe(NAMES_IN_MESSAGE)}",
+            "use the checkpoint with the architecture that it was made with",
+            report,
+        )
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     module.load_state_dict(state, strict=True, assign=True)
     for name, parameter in module.named_parameters():
@@ -233,18 +248,3 @@ def resolve(model_path: str) -> Path:
             f"'{model_path}' is no local directory and could not be fetched from the hub: {type(error).__name__}",
             "check the name and the network, or give a local directory as model.model_path",
         ) from error
-
-
-def _explain(report: LoadReport) -> str:
-    def some(names: list[str]) -> str:
-        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-    parts = [f"{report.source} does not fit the model"]
-    if report.missing:
-        parts.append(f"missing: {some(report.missing)}")
-    if report.unexpected:
-        parts.append(f"unexpected: {some(report.unexpected)}")
-    if report.mismatched:
-        shapes = [f"{name} {stored} instead of {wanted}" for name, stored, wanted in report.mismatched]
-        parts.append(f"other shapes: {some(shapes)}")
-    return "; ".join(parts)

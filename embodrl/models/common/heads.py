@@ -5,6 +5,7 @@ Each lives in a file of its own beside the weights, so that the rest stays a pla
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import NoiseHead
 from embodrl.models.common.value_head import ValueHead
+
+logger = logging.getLogger(__name__)
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 NOISE_HEAD_FILE = "noise_head.safetensors"
@@ -107,13 +110,38 @@ def _fill(
     head.init_weights(generator)  # drawn even if overwritten, so that later draws do not depend on the checkpoint
     path = None if directory is None else directory / f"{role}.safetensors"
     if path is not None and path.is_file():
-        if _shapes(path) == {name: tuple(value.shape) for name, value in head.state_dict().items()}:
+        found, wanted = _shapes(path), {name: tuple(value.shape) for name, value in head.state_dict().items()}
+        # A whole head of another shape was made with other settings; names that are no whole head are damage.
+        if found == wanted or not _is_whole(found):
             checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)
             return head
         report.ignored[path.name] = mismatch
+        logger.warning("%s is not used: %s; a new one is drawn", path, mismatch)
     for name in head.state_dict():
         report.initialized[f"{role}.{name}"] = "not in the checkpoint"
     return head
+
+
+def _is_whole(shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Tell whether names and shapes are those of an MLP, each layer fitting the one before."""
+    width: int | None = None
+    left = dict(shapes)
+    for stem in [*_numbered(left, "hidden"), *_numbered(left, "layers"), *(["out"] if "out.weight" in left else [])]:
+        weight = left.pop(f"{stem}.weight")
+        bias = left.pop(f"{stem}.bias", None)
+        if len(weight) != 2 or (width is not None and weight[1] != width) or (bias is None) != (stem == "out"):
+            return False
+        if bias is not None and bias != weight[:1]:
+            return False
+        width = weight[0]
+    return not left and width is not None and ("out.weight" in shapes or "layers.0.weight" in shapes)
+
+
+def _numbered(shapes: dict[str, tuple[int, ...]], stem: str) -> list[str]:
+    names: list[str] = []
+    while f"{stem}.{len(names)}.weight" in shapes:
+        names.append(f"{stem}.{len(names)}")
+    return names
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

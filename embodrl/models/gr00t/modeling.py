@@ -12,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from embodrl.models.common.attention import IMPLEMENTATION
 from embodrl.models.common.init import init_linears
+from embodrl.models.common.recompute import recompute_layers
 from embodrl.models.common.siglip import LAYER_NORM_EPS, SiglipMlp, SiglipSpec, SiglipVisionModel
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
@@ -107,7 +108,7 @@ class Gr00tModel(nn.Module):
         """Recompute the activations of every block in the backward pass."""
         eagle = self.backbone.eagle_model
         eagle.vision_model.enable_gradient_checkpointing()
-        eagle.language_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(eagle.language_model.model)
         self.action_head.model.gradient_checkpointing = True
         self.action_head.vl_self_attention.gradient_checkpointing = True
 

@@ -69,6 +69,11 @@ def build_openvla(
     """
     parts = build_parts(config, BUILTIN_WARM_START, True, torch.device(device), dtype, seed)
     model = parts.model.config
+    if "keep_stop_token" in model.raw.get("embodrl", {}):
+        raise CheckpointError(
+            f"{parts.directory} holds an OpenVLA-OFT policy, whose attention is bidirectional",
+            "set model.model_type=openvla_oft (model=openvla_oft)",
+        )
     processor = OpenVLAProcessor(
         parts.tokenizer, model.image_size, config.architecture.max_prompt_tokens, model.pad_token_id, config.center_crop
     )

@@ -25,6 +25,7 @@ from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
+from embodrl.models.common.recompute import recompute_layers
 from embodrl.models.common.sampling import action_entropy, action_log_probs, smoothed_targets
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.config import DINO_MEAN, DINO_STD, SIGLIP_MEAN, SIGLIP_STD
@@ -170,7 +171,7 @@ class TokenPolicy(VLAPolicy):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""
-        self.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(self.model.language_model.model)
         for tower in (self.model.vision_backbone.featurizer, self.model.vision_backbone.fused_featurizer):
             tower.gradient_checkpointing = True
 

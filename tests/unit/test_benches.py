@@ -1,0 +1,38 @@
+"""The benchmarks run and give what is promised, at the smallest size; the figures themselves mean nothing here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from embodrl.bench import e2e, transport
+
+
+def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(transport, "BLOCK", dict.fromkeys(transport.BLOCK, 3))
+    monkeypatch.setattr(transport, "NUM_BLOCKS", 2)
+    monkeypatch.setattr(transport, "WARM_UP", 1)
+    path = tmp_path / "transport.json"
+    assert transport.main(path) == 0
+    result = json.loads(path.read_text())
+    sides = [result[name] for name in ("memcpy", "baseline", "embodrl", "embodrl_copy")]
+    assert all(side["samples"] == 6 and 0 < side["median_us"] <= side["p95_us"] for side in sides)
+    assert result["ratio"] == pytest.approx(result["baseline"]["median_us"] / result["embodrl"]["median_us"], abs=0.06)
+    assert result["observation_mb"] == 2.41 and result["hardware"]["cores"] >= 1
+
+
+def test_end_to_end_on_an_environment_without_a_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["env=toy", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=50"]
+    small += ["actor.global_batch_size=8", "actor.micro_batch_size=8", "actor.optim.critic_warmup_iterations=0"]
+    monkeypatch.setattr(e2e, "check_simulator", lambda config: None)
+    monkeypatch.setattr(e2e, "BASELINE", {})
+    result = e2e.run(small, iterations=1)
+    for side in (result["embodrl"], result["baseline"]):
+        assert 0 < side["env_steps"] <= 200
+        assert side["env_steps_per_s"] == pytest.approx(side["env_steps"] / side["wall_s"], rel=0.02)
+        assert sum(side["wall_split"].values()) == pytest.approx(1, abs=1e-3)
+        assert side["cores_busy"] == pytest.approx(sum(side["cores_split"].values()), abs=1e-3)
+        assert all(part >= 0 for part in side["cores_split"].values())
+    assert result["ratio"] > 0 and result["hardware"]["cpu"]

@@ -1,0 +1,39 @@
+"""A model that can't fit is refused before anything is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from embodrl.config import load_config
+from embodrl.errors import EmbodrlError
+from embodrl.workers import policy
+
+GIB = 1 << 30
+
+
+def check(monkeypatch: pytest.MonkeyPatch, memory_gib: float, *arguments: str) -> None:
+    monkeypatch.setattr(policy, "memory_limit_bytes", lambda: int(memory_gib * GIB))
+    policy.check_memory(load_config(["cluster.device=cpu", *arguments]).config)
+
+
+def test_a_7b_model_needs_more_than_a_laptop_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 7.54 B weights in fp32, and as much again for gradients and each of two moments, without what never trains
+    with pytest.raises(EmbodrlError, match=r"take 1\d\d GiB in fp32, and this machine has 24 GiB") as caught:
+        check(monkeypatch, 24, "model=openvla_7b")
+    assert "actor.param_dtype=bf16" in (caught.value.remedy or "")
+    check(monkeypatch, 128, "model=openvla_7b")
+    with pytest.raises(EmbodrlError, match=r"5\d GiB in bf16"):
+        check(monkeypatch, 24, "model=openvla_7b", "actor.param_dtype=bf16")
+
+
+@pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t"])
+def test_tiny_sizes_fit_anywhere(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    check(monkeypatch, 0.25, f"model={model}")
+
+
+def test_a_warm_start_that_is_gone_does_not_matter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "warm").mkdir()
+    (tmp_path / "warm" / "config.json").write_text("{}")
+    check(monkeypatch, 1, f"model.warm_start={tmp_path / 'warm'}")
