@@ -81,6 +81,22 @@ class MissingDependencyError(EmbodrlError):
     """An optional package or a system library is not installed."""
 
 
+class BatchError(EmbodrlError):
+    """Batches don't fit each other, or what is asked of one."""
+
+
+class BatchKeyError(BatchError):
+    """A batch has not the columns that it should have."""
+
+
+class BatchShapeError(BatchError):
+    """Shapes, lengths or dtypes differ."""
+
+
+class BatchIndexError(BatchError, IndexError):
+    """A batch has no such row."""
+
+
 class CheckpointError(EmbodrlError):
     """A checkpoint is torn, corrupt, incomplete or does not match the model.
 

@@ -7,8 +7,8 @@ this module imports no torch, so that simulators can run without the training st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -167,42 +167,3 @@ class SamplingParams:
 
     temperature: float = 1.0
     top_k: int = 0
-
-
-@dataclass
-class TrajectoryBatch:
-    """A rollout, stacked over time.
-
-    Attributes:
-        forward_inputs: tensors ``[T,B,...]``.
-        logprobs: ``float32[T,B,C,A]`` under the policy that acted.
-        values: ``float32[T+1,B,K]`` with K 1 or C; the last row belongs to the observation after the rollout.
-        rewards: ``float32[T,B,C]``.
-        valid: ``bool[T,B,C]``.
-        terminated, truncated: ``bool[T,B,C]``.
-        bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated, else 0.
-        policy_version: ``int64[T,B]``.
-        task_id: ``int64[T,B]``.
-        success: ``bool[T,B]``, the task has been solved at some time in the episode so far; None if not known.
-        group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if not known.
-        frames: ``uint8[T,B,H,W,3]``, what the first camera sees after the chunk, at the end of an episode if it ends
-            there; None if nobody asked for it.
-        ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
-        meta: scalars about the rollout: ``env_steps``, the steps simulated for it, those of dropped episodes included.
-    """
-
-    forward_inputs: dict[str, Tensor]
-    logprobs: Tensor
-    values: Tensor
-    rewards: Tensor
-    valid: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    bootstrap_values: Tensor
-    policy_version: Tensor
-    task_id: Tensor
-    success: Tensor | None = None
-    group_id: Tensor | None = None
-    frames: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    meta: dict[str, Any] = field(default_factory=dict[str, Any])

@@ -15,9 +15,9 @@ from torch import Tensor
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.algorithms.kl import kl_per_token
 from embodrl.config.schema import AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.registry import ADVANTAGES, call_named
-from embodrl.types import TrajectoryBatch
 
 RewardType = Literal["chunk_level", "action_level"]
 BootstrapType = Literal["truncation", "none"]

@@ -13,10 +13,8 @@ from torch import Tensor
 from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.losses import LossOutput
 from embodrl.config.schema import AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
-from embodrl.types import TrajectoryBatch
-
-TensorTree = dict[str, "Tensor | TensorTree"]
 
 
 class NonFiniteError(EmbodrlError):
@@ -93,12 +91,12 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, minibatch: TensorTree, loss_fn: Callable[[TensorTree], LossOutput]
+        self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the gradients of a minibatch, micro-batch by micro-batch.
 
         Args:
-            minibatch: tensors, batch first.
+            minibatch: flat; its rows are chunks.
             loss_fn: loss of a micro-batch; those of a minibatch must add up to its loss.
 
         Returns:

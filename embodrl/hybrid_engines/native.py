@@ -7,7 +7,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,15 @@ from embodrl.algorithms.advantages import Advantages, explained_variance
 from embodrl.algorithms.episodes import element_weights, split_episodes
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
 from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TensorTree, TrainEngine
+from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.parallel import add_gradients, on_threads
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
 from embodrl.models.base import VLAPolicy
 from embodrl.registry import LOSSES, call_named
-from embodrl.types import SamplingParams, TrajectoryBatch
+from embodrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +106,7 @@ class NativeTrainEngine(TrainEngine):
         chunks = flatten_chunks(batch, advantages, chunk_weights(batch, algorithm))
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
-        for rows in self._minibatches(chunks, algorithm.update_epoch, generator):
-            minibatch = select_rows(chunks, rows)
+        for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
             counts = self._counts(minibatch, algorithm)
             loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
             if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
@@ -124,8 +124,9 @@ class NativeTrainEngine(TrainEngine):
         self.version += 1
         result = {f"train/{name}": total / num_updates for name, total in totals.items()}
         if needs_values:
-            values = batch.values[:-1]
-            result["train/explained_variance"] = explained_variance(values, advantages.returns, advantages.valid)
+            result["train/explained_variance"] = explained_variance(
+                batch["values"], advantages.returns, advantages.valid
+            )
         return result | {
             "train/lr": rates.policy,
             "train/value_lr": rates.value,
@@ -141,35 +142,24 @@ class NativeTrainEngine(TrainEngine):
         for parameter in self.policy_parameters:
             parameter.requires_grad_(train_policy)
 
-    def _minibatches(self, chunks: TensorTree, epochs: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Yield the row indices of each minibatch: at most ``global_batch_size`` of them, evenly spread."""
-        num_rows = len(cast(Tensor, chunks["valid"]))
-        if not num_rows:
-            return
-        num_minibatches = math.ceil(num_rows / self.config.global_batch_size)
-        for _ in range(epochs):
-            yield from torch.randperm(num_rows, generator=generator).tensor_split(num_minibatches)
-
-    def _counts(self, minibatch: TensorTree, algorithm: AlgorithmConfig) -> LossCounts:
+    def _counts(self, minibatch: TrajectoryBatch, algorithm: AlgorithmConfig) -> LossCounts:
         return count_elements(
-            cast(Tensor, minibatch["valid"]).to(self.device),
-            action_dim=cast(Tensor, minibatch["logprobs"]).shape[-1],
+            minibatch.valid.to(self.device),
+            action_dim=minibatch.logprobs.shape[-1],
             logprob_type=algorithm.logprob_type,
             entropy_type=algorithm.entropy_type,
-            num_values=cast(Tensor, minibatch["advantages"]).shape[-1],
+            num_values=minibatch["advantages"].shape[-1],
         )
 
     def _make_loss(
         self, algorithm: AlgorithmConfig, needs_values: bool
-    ) -> Callable[[TensorTree, LossCounts], LossOutput]:
+    ) -> Callable[[TrajectoryBatch, LossCounts], LossOutput]:
         sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
         loss_fn = LOSSES.get(algorithm.loss_type)
         settings = loss_settings(algorithm, needs_values)
 
-        def compute(micro: TensorTree, counts: LossCounts) -> LossOutput:
-            output = self.policy.evaluate_actions(
-                cast(dict[str, Tensor], micro["forward_inputs"]), sampling, compute_values=needs_values
-            )
+        def compute(micro: TrajectoryBatch, counts: LossCounts) -> LossOutput:
+            output = self.policy.evaluate_actions(micro.forward_inputs, sampling, compute_values=needs_values)
             critic: dict[str, Any] = {}
             if needs_values:
                 if output.values is None:
@@ -180,10 +170,10 @@ class NativeTrainEngine(TrainEngine):
                 critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
             arguments: dict[str, Any] = {
                 "logprobs": output.logprobs.float(),
-                "old_logprobs": micro["logprobs"],
-                "ref_logprobs": micro.get("ref_logprobs"),
+                "old_logprobs": micro.logprobs,
+                "ref_logprobs": micro.ref_logprobs,
                 "advantages": micro["advantages"],
-                "valid": micro["valid"],
+                "valid": micro.valid,
                 "entropy": None if output.entropy is None else output.entropy.float(),
                 "weights": micro.get("weights"),
                 "counts": counts,
@@ -199,13 +189,13 @@ class NativeTrainEngine(TrainEngine):
         sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
         result = torch.zeros_like(batch.logprobs).flatten(0, 1)
         chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
-        inputs = _map(dict(batch.forward_inputs), lambda x: x.flatten(0, 1))
+        inputs = batch.select("forward_inputs").fold()
 
         def compute(rows: Tensor) -> Tensor:
-            micro = to_device(select_rows(inputs, rows), self.device)
+            micro = inputs[rows].to(self.device, non_blocking=True)
             with torch.no_grad(), autocast(self.precision, self.device):
                 output = reference.evaluate_actions(
-                    cast(dict[str, Tensor], micro), sampling, compute_entropy=False, compute_values=False
+                    micro.forward_inputs, sampling, compute_entropy=False, compute_values=False
                 )
             return output.logprobs.float().cpu()
 
@@ -216,15 +206,15 @@ class NativeTrainEngine(TrainEngine):
         return result.view_as(batch.logprobs)
 
     def forward_backward(
-        self, minibatch: TensorTree, loss_fn: Callable[[TensorTree], LossOutput]
+        self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         def compute(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            micro = to_device(select_rows(minibatch, rows), self.device)
+            micro = minibatch[rows].to(self.device, non_blocking=True)
             with autocast(self.precision, self.device):
                 output = loss_fn(micro)
             return output.loss, output.metrics
 
-        chosen = torch.arange(num_rows_of(minibatch)).split(self.config.micro_batch_size)
+        chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
         trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
         total, outputs = add_gradients([lambda rows=rows: compute(rows) for rows in chosen], trained, self.num_threads)
         metrics: dict[str, Tensor] = {}
@@ -371,40 +361,15 @@ def chunk_weights(batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor 
     return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
 
 
-def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tensor | None = None) -> TensorTree:
-    """Return the chunks of a rollout that have a valid action, as rows: time and environments become one axis."""
+def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tensor | None = None) -> TrajectoryBatch:
+    """Return the chunks of a rollout that have a valid action, as rows: time and environments become one axis.
+
+    The columns ``advantages``, ``returns`` and, if given, ``weights`` are added to what a loss may ask for.
+    """
+    asked = ("forward_inputs", "logprobs", "values", "valid", "ref_logprobs")
+    rows = batch.select(*(name for name in asked if name in batch)).replace(
+        advantages=advantages.advantages, returns=advantages.returns, weights=weights
+    )
     chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
-    rows: TensorTree = {
-        "logprobs": batch.logprobs,
-        "values": batch.values[:-1],
-        "valid": batch.valid,
-        "advantages": advantages.advantages,
-        "returns": advantages.returns,
-        "forward_inputs": dict(batch.forward_inputs),
-    }
-    if batch.ref_logprobs is not None:
-        rows["ref_logprobs"] = batch.ref_logprobs
-    if weights is not None:
-        rows["weights"] = weights
-    flat = _map(rows, lambda x: x.flatten(0, 1))
-    return flat if len(chosen) == batch.valid[..., 0].numel() else select_rows(flat, chosen)
-
-
-def select_rows(tree: TensorTree, rows: Tensor) -> TensorTree:
-    """Return the rows of those indices from every tensor."""
-    return _map(tree, lambda x: x.index_select(0, rows.to(x.device)))
-
-
-def to_device(tree: TensorTree, device: torch.device) -> TensorTree:
-    """Return every tensor on the device."""
-    return _map(tree, lambda x: x.to(device, non_blocking=True))
-
-
-def num_rows_of(tree: TensorTree) -> int:
-    """Return the number of rows."""
-    first = next(iter(tree.values()))
-    return len(first) if isinstance(first, Tensor) else num_rows_of(first)
-
-
-def _map(tree: TensorTree, fn: Callable[[Tensor], Tensor]) -> TensorTree:
-    return {name: fn(node) if isinstance(node, Tensor) else _map(node, fn) for name, node in tree.items()}
+    flat = rows.fold()
+    return flat if len(chosen) == len(flat) else flat[chosen]

@@ -21,9 +21,9 @@ from torch import Tensor
 from embodrl.algorithms.episodes import Episodes, split_episodes
 from embodrl.algorithms.srpo import SrpoRewards, make_encoder, sample_frames
 from embodrl.config.schema import Config, RewardConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.registry import import_function
-from embodrl.types import TrajectoryBatch
 
 logger = logging.getLogger(__name__)
 

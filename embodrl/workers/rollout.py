@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.config.schema import Config
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.registry import LOSSES
-from embodrl.types import EnvStep, Observation, PolicyOutput, TrajectoryBatch
+from embodrl.types import EnvStep, Observation, PolicyOutput
 
 
 @dataclass
@@ -137,7 +138,8 @@ class RolloutWorker:
         if selection.enabled:
             batch, selected = self._gather_mixed(iteration, stats)
         else:
-            batch = concat_batches([part for epoch in range(wanted) for part in self._play(iteration, epoch, stats)])
+            parts = [part for epoch in range(wanted) for part in self._play(iteration, epoch, stats)]
+            batch = TrajectoryBatch.concat(parts)
             batch.meta["env_steps"] = int(batch.valid.sum())
             selected = {}
         metrics = stats.metrics() | selected
@@ -156,16 +158,15 @@ class RolloutWorker:
         for _ in range(algorithm.rollout_epoch + selection.max_resamples):
             if kept >= wanted:
                 break
-            batch = concat_batches(self._play(iteration, rounds, stats))
+            batch = TrajectoryBatch.concat(self._play(iteration, rounds, stats))
             rounds += 1
             env_steps += int(batch.valid.sum())
             rates = group_success_rates(batch, size)
             chosen = ((rates > selection.min_rate) & (rates < selection.max_rate)).nonzero().squeeze(-1)
             seen, chosen = seen + len(rates), chosen[: wanted - kept]
             kept += len(chosen)
-            columns = (chosen.unsqueeze(1) * size + torch.arange(size)).flatten()
-            parts.append(select_columns(batch, columns))
-        batch = concat_batches(parts)
+            parts.append(batch[(chosen.unsqueeze(1) * size + torch.arange(size)).flatten()])
+        batch = TrajectoryBatch.concat(parts)
         batch.meta["env_steps"] = env_steps
         return batch, {
             "rollout/groups_kept": float(kept),
@@ -274,7 +275,7 @@ class RolloutWorker:
         version = torch.full(columns["task_id"].shape, iteration, dtype=torch.int64)
         group_id = self._group_ids(stage, epoch).expand(version.shape)
         self._lap("policy", clock)
-        return TrajectoryBatch(forward_inputs=inputs, policy_version=version, group_id=group_id, **columns)
+        return TrajectoryBatch.from_rollout(forward_inputs=inputs, policy_version=version, group_id=group_id, **columns)
 
     def _group_ids(self, stage: Stage, epoch: int) -> Tensor:
         """Return ``int64[B]`` of a stage's environments; no two rollouts share a group."""
@@ -286,31 +287,6 @@ class RolloutWorker:
         now = time.perf_counter()
         self.seconds[name] += now - clock
         return now
-
-
-def concat_batches(parts: list[TrajectoryBatch]) -> TrajectoryBatch:
-    """Return the rollouts side by side: ``[T,B1+B2+...,...]``."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def join(tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors, dim=1)
-
-    inputs = {name: join([part.forward_inputs[name] for part in parts]) for name in parts[0].forward_inputs}
-    columns: dict[str, Any] = {name: join([getattr(part, name) for part in parts]) for name in _columns(parts[0])}
-    return TrajectoryBatch(forward_inputs=inputs, **columns)
-
-
-def select_columns(batch: TrajectoryBatch, columns: Tensor) -> TrajectoryBatch:
-    """Return some of the environments of a rollout; ``columns int64[N]``."""
-    inputs = {name: tensor.index_select(1, columns) for name, tensor in batch.forward_inputs.items()}
-    chosen: dict[str, Any] = {name: getattr(batch, name).index_select(1, columns) for name in _columns(batch)}
-    return TrajectoryBatch(forward_inputs=inputs, **chosen)
-
-
-def _columns(batch: TrajectoryBatch) -> list[str]:
-    """Return the names of the tensors that a batch has."""
-    return [field.name for field in fields(batch) if isinstance(getattr(batch, field.name), Tensor)]
 
 
 def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from embodrl.algorithms.advantages import Advantages, compute_advantages, explained_variance, gae, normalize
 from embodrl.config.schema import AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
-from embodrl.types import TrajectoryBatch
 
 
 @dataclass
@@ -253,7 +253,7 @@ def test_explained_variance() -> None:
 
 def test_compute_advantages_reads_the_configuration() -> None:
     rollout = random_rollout(5, 4, 3, 2, 1)
-    batch = TrajectoryBatch(
+    batch = TrajectoryBatch.from_rollout(
         forward_inputs={},
         logprobs=torch.zeros(4, 3, 2, 1),
         policy_version=torch.zeros(4, 3, dtype=torch.int64),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config import load_config
 from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.types import TrajectoryBatch
 from embodrl.workers.reward import RewardWorker
 
 
@@ -108,7 +108,7 @@ def recorded_batch() -> TrajectoryBatch:
     batch.truncated[2, 2, -1] = True
     batch.bootstrap_values[2, 2] = 5.0
     groups = torch.tensor([0, 0, 1, 1]).expand(5, 4)
-    return replace(batch, group_id=groups, success=torch.zeros(5, 4, dtype=torch.bool))
+    return batch.replace(group_id=groups, success=torch.zeros(5, 4, dtype=torch.bool))
 
 
 def trained(changes: dict[str, Any]) -> Tensor:

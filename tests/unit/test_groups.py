@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from embodrl.algorithms.advantages import Advantages, compute_advantages
 from embodrl.algorithms.episodes import element_weights, split_episodes
 from embodrl.algorithms.groups import grpo, reinforce_pp, rloo
 from embodrl.config.schema import AlgorithmConfig, KlConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
-from embodrl.types import TrajectoryBatch
 
 GROUP_SIZE = 3
 
@@ -55,7 +55,7 @@ def random_rollout(seed: int, num_steps: int = 5, num_groups: int = 2, chunk: in
 def batch_of(rollout: Rollout, **changes: Any) -> TrajectoryBatch:
     num_steps, num_envs, chunk = rollout.rewards.shape
     values = torch.zeros(num_steps + 1, num_envs, 1)
-    batch = TrajectoryBatch(
+    batch = TrajectoryBatch.from_rollout(
         forward_inputs={},
         logprobs=torch.zeros(num_steps, num_envs, chunk, 1),
         values=values,
@@ -64,7 +64,7 @@ def batch_of(rollout: Rollout, **changes: Any) -> TrajectoryBatch:
         task_id=torch.zeros(num_steps, num_envs, dtype=torch.int64),
         **vars(rollout),
     )
-    return replace(batch, **changes)
+    return batch.replace(**changes)
 
 
 def spelled_out(rollout: Rollout, gamma: float, by_action: bool) -> dict[tuple[int, int], tuple[list[int], float]]:

@@ -6,7 +6,6 @@ import asyncio
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from embodrl.algorithms.srpo import (
 )
 from embodrl.config import load_config
 from embodrl.config.schema import RewardConfig, SrpoConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.types import TrajectoryBatch
 from embodrl.workers.reward import Episode, RewardError, RewardWorker, call_all
 
 NUM_STEPS, NUM_ENVS, CHUNK = 6, 6, 2
@@ -59,7 +58,7 @@ def judged_batch(seed: int) -> TrajectoryBatch:
     # every episode has a colour of its own
     colours = torch.randint(0, 200, (1, NUM_ENVS, 1, 1, 3), generator=generator)
     noise = torch.randint(0, 56, (NUM_STEPS, NUM_ENVS, 16, 16, 3), generator=generator)
-    return TrajectoryBatch(
+    return TrajectoryBatch.from_rollout(
         forward_inputs={},
         logprobs=torch.zeros(NUM_STEPS, NUM_ENVS, CHUNK, 1),
         values=torch.zeros(NUM_STEPS + 1, NUM_ENVS, 1),
@@ -375,6 +374,6 @@ def test_v_jepa_2_is_the_mean_token_of_transformers(tmp_path: Path) -> None:
 
 def test_an_empty_rollout_needs_no_reward() -> None:
     batch = judged_batch(0)
-    batch = replace(batch, valid=torch.zeros_like(batch.valid))
+    batch = batch.replace(valid=torch.zeros_like(batch.valid))
     assert worker_of("algorithm.srpo.enabled=true").apply(batch)["srpo/failure_reward"] == 0
     assert worker_of(function="steps").apply(batch)["reward/errors"] == 0

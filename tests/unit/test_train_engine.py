@@ -14,8 +14,9 @@ from toy_policy import ToyPolicy, toy_rollout
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.losses import LossOutput
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, KlConfig, OptimConfig, SamplingConfig
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.hybrid_engines.base import EngineState, NonFiniteError, TensorTree
+from embodrl.hybrid_engines.base import EngineState, NonFiniteError
 from embodrl.hybrid_engines.native import NativeTrainEngine, flatten_chunks
 from embodrl.hybrid_engines.precision import resolve_precision
 from embodrl.hybrid_engines.schedule import learning_rates
@@ -101,13 +102,21 @@ def test_a_chunk_without_valid_actions_is_not_trained_on() -> None:
 
 
 def test_minibatches_cover_every_chunk_once_an_epoch_and_differ_by_at_most_one() -> None:
-    engine = make_engine(global_batch_size=7, micro_batch_size=7)
-    chunks: TensorTree = {"valid": torch.ones(18, 2, dtype=torch.bool)}
-    parts = list(engine._minibatches(chunks, 2, torch.Generator().manual_seed(0)))
-    assert sorted(len(part) for part in parts) == [6] * 6
-    first, second = torch.cat(parts[:3]), torch.cat(parts[3:])
-    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(18))
-    assert first.tolist() != second.tolist()
+    engine, seen = make_engine(global_batch_size=7, micro_batch_size=7), list[list[float]]()
+    original, batch = engine.forward_backward, toy_rollout(ToyPolicy())
+
+    def recorded(minibatch: TrajectoryBatch, loss_fn: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.append(minibatch.forward_inputs["features"][:, 0].tolist())
+        return original(minibatch, loss_fn)
+
+    engine.forward_backward = recorded  # pyright: ignore[reportAttributeAccessIssue]
+    twice = AlgorithmConfig(sampling=SamplingConfig(temperature=1.0), update_epoch=2)
+    engine.update(batch, compute_advantages(batch, twice), twice, torch.Generator().manual_seed(0))
+    assert [len(part) for part in seen] == [6] * 6
+    first, second = (sum(parts, list[float]()) for parts in (seen[:3], seen[3:]))
+    chosen = batch.forward_inputs["features"][batch.valid.any(-1)]
+    assert sorted(first) == sorted(second) == sorted(chosen[:, 0].tolist())
+    assert first != second
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
@@ -186,12 +195,12 @@ def test_a_gradient_is_clipped_and_its_norm_reported_unclipped() -> None:
 def poison(engine: NativeTrainEngine, calls: set[int], value: float) -> None:
     original, count = engine.forward_backward, 0
 
-    def broken(minibatch: TensorTree, loss_fn: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def broken(minibatch: TrajectoryBatch, loss_fn: Any) -> tuple[Tensor, dict[str, Tensor]]:
         nonlocal count
         count += 1
         factor = value if count in calls else 1.0
 
-        def scaled(micro: TensorTree) -> LossOutput:
+        def scaled(micro: TrajectoryBatch) -> LossOutput:
             output = loss_fn(micro)
             return LossOutput(output.loss * factor, output.metrics)
 

@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.sampling import log_distribution
-from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams, TrajectoryBatch
+from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 BINS = 7
 FEATURES = 6
@@ -112,7 +113,7 @@ def toy_rollout(
         valid[1, 0, 1:] = False
         terminated[2, 1, -1] = True
         valid[3:, 1] = False
-    return TrajectoryBatch(
+    return TrajectoryBatch.from_rollout(
         forward_inputs={"features": features[:-1], "tokens": tokens[:-1]},
         logprobs=output.logprobs.view(num_steps + 1, num_envs, chunk, dim)[:-1],
         values=values,

@@ -1,0 +1,143 @@
+"""TrajectoryBatch: the batch of a rollout, with its usual columns as attributes.
+
+Legend: T policy steps (chunks), B environments, C actions in a chunk, A action dimensions, K values a chunk (1 or C),
+H x W image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from embodrl.data.batch import Batch
+from embodrl.errors import BatchKeyError, BatchShapeError
+
+
+class Column:
+    """A column that a rollout always has; setting None removes it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, batch: Batch, owner: type | None = None) -> Tensor:
+        return batch[self.name]
+
+    def __set__(self, batch: Batch, value: Tensor) -> None:
+        batch[self.name] = value
+
+
+class OptionalColumn:
+    """A column that some rollouts have; None without, and setting None removes it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, batch: Batch, owner: type | None = None) -> Tensor | None:
+        return batch.get(self.name)
+
+    def __set__(self, batch: Batch, value: Tensor | None) -> None:
+        if value is not None:
+            batch[self.name] = value
+        elif self.name in batch:
+            batch.pop(self.name)
+
+
+class TrajectoryBatch(Batch):
+    """A rollout, ``[T,B]``, or what was made of it.
+
+    Columns may be changed in place. Attributes raise BatchKeyError where the batch has no such column, but for those
+    that may be None.
+
+    Attributes:
+        logprobs: ``float32[T,B,C,A]`` under the policy that acted.
+        rewards: ``float32[T,B,C]``.
+        valid: ``bool[T,B,C]``.
+        terminated, truncated: ``bool[T,B,C]``.
+        bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated, else 0.
+        policy_version: ``int64[T,B]``.
+        task_id: ``int64[T,B]``.
+        success: ``bool[T,B]``, the task has been solved at some time in the episode so far; None if not known.
+        group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if not known.
+        frames: ``uint8[T,B,H,W,3]``, what the first camera sees after the chunk, at the end of an episode if it ends
+            there; None if nobody asked for it.
+        ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
+        meta: scalars about the rollout: ``env_steps``, the steps simulated for it, those of dropped episodes included.
+    """
+
+    __slots__ = ()
+
+    logprobs = Column()
+    rewards = Column()
+    valid = Column()
+    terminated = Column()
+    truncated = Column()
+    bootstrap_values = Column()
+    policy_version = Column()
+    task_id = Column()
+    success = OptionalColumn()
+    group_id = OptionalColumn()
+    frames = OptionalColumn()
+    ref_logprobs = OptionalColumn()
+
+    @classmethod
+    def from_rollout(
+        cls,
+        *,
+        forward_inputs: Mapping[str, Tensor],
+        values: Tensor,
+        rewards: Tensor,
+        meta: Mapping[str, Any] | None = None,
+        **columns: Tensor | None,
+    ) -> Self:
+        """Return the batch of a rollout.
+
+        Args:
+            forward_inputs: tensors ``[T,B,...]``.
+            values: ``float32[T+1,B,K]``.
+            rewards: ``float32[T,B,C]``.
+            meta: about the rollout.
+            columns: the other attributes; None leaves one out.
+
+        Raises:
+            BatchKeyError: a column is missing or unknown.
+            BatchShapeError: a column does not fit.
+        """
+        allowed = {name for name, kind in vars(cls).items() if isinstance(kind, Column | OptionalColumn)} - {"rewards"}
+        required = {name for name in allowed if isinstance(vars(cls)[name], Column)}
+        if not required <= columns.keys() <= allowed:
+            raise BatchKeyError(
+                f"a rollout with the columns {', '.join(sorted(columns))}",
+                f"give {', '.join(sorted(required))}, and of the others only {', '.join(sorted(allowed - required))}",
+            )
+        given = {name: column for name, column in columns.items() if column is not None}
+        batch = cls({"forward_inputs": forward_inputs, "rewards": rewards, **given}, None, meta, rewards.shape[:2])
+        batch.values = values
+        return batch
+
+    @property
+    def forward_inputs(self) -> dict[str, Tensor]:
+        """Tensors ``[T,B,...]``, with all that ``evaluate_actions`` needs."""
+        return self["forward_inputs"]
+
+    @property
+    def values(self) -> Tensor:
+        """``float32[T+1,B,K]``, a copy; the last row belongs to the observation after the rollout.
+
+        The columns are ``values [T,B,K]``, and ``end_values [T,B,K]`` with the last row at its last step and 0 before,
+        so that everything has the axes of the batch.
+        """
+        return torch.cat([self["values"], self["end_values"][-1:]])
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        if self.num_steps is None or len(values) != self.num_steps + 1:
+            raise BatchShapeError(
+                f"values of shape {list(values.shape)} for a batch of {list(self.batch_size)}",
+                "give [T+1, B, K], or set the column batch['values']",
+            )
+        end = torch.zeros_like(values[:-1])
+        end[-1] = values[-1]
+        self["values"], self["end_values"] = values[:-1], end
