@@ -16,6 +16,7 @@ from embodrl.config.model_schema import Gr00tArchitectureConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common.checkpoint import read_json
 from embodrl.models.common.dit import TransformerSpec
+from embodrl.models.common.family import check_family
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
 
 MODEL_TYPE = "gr00t_n1_5"
@@ -301,6 +302,7 @@ def _head_spec(raw: dict[str, Any], source: str) -> ActionHeadSpec:
 
 
 def _reject_other_models(raw: dict[str, Any], source: str) -> None:
+    check_family(raw, ("gr00t",), source)
     found = raw.get("model_type", raw.get("type"))
     if found != MODEL_TYPE:
         remedy = "use a checkpoint of GR00T N1.5 in NVIDIA's layout, or choose the matching model.model_type"

@@ -9,6 +9,7 @@ from typing import Any
 from embodrl.config.schema import ArchitectureConfig, VitConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common.checkpoint import read_json
+from embodrl.models.common.family import OPENVLA_FAMILIES, check_family
 from embodrl.models.common.vit import VitSpec
 
 PAD_TO_MULTIPLE_OF = 64
@@ -217,6 +218,7 @@ class OpenVLAConfig:
 
 
 def _reject_other_families(raw: dict[str, Any], source: str) -> None:
+    check_family(raw, OPENVLA_FAMILIES, source)
     family = raw.get("model_type")
     if family != "openvla":
         raise CheckpointError(

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from embodrl.config.model_schema import PiArchitectureConfig
 from embodrl.errors import CheckpointError
+from embodrl.models.common.family import check_family
 from embodrl.models.common.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
 
@@ -130,6 +131,7 @@ class PiConfig:
         Raises:
             CheckpointError: of another model, or of a kind that is not supported.
         """
+        check_family(raw, (variant,), source)
         if EMBODRL_KEY in raw:
             config = _from_embodrl(raw[EMBODRL_KEY], source)
             _check_variant(config.variant, variant, source)
