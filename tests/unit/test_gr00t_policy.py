@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from embodrl.config.model_schema import FlowConfig, Gr00tArchitectureConfig, ModelConfig, SiglipConfig, ValueHeadConfig
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.base import LoadReport
-from embodrl.models.common import checkpoint
 from embodrl.models.gr00t import build as gr00t_build
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.registry import build_policy
@@ -373,13 +373,14 @@ def test_a_checkpoint_without_tokenizer_takes_the_public_one(saved, tmp_path, mo
     (saved / "tokenizer.json").rename(tmp_path / "eagle" / "tokenizer.json")
     asked = []
 
-    def resolve(name: str) -> Path:
+    def download(name: str, allow_patterns: list[str]) -> str:
         asked.append(name)
+        assert "merges.txt" in allow_patterns and not any("safetensors" in part for part in allow_patterns)
         if len(asked) > 1:
-            raise CheckpointError("no network")
-        return tmp_path / "eagle"
+            raise OSError("no network")
+        return str(tmp_path / "eagle")
 
-    monkeypatch.setattr(checkpoint, "resolve", lambda name: saved if name == str(saved) else resolve(name))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     policy, _ = build_with_report(model_path=str(saved))
     assert asked == [gr00t_build.EAGLE_TOKENIZER]
     assert policy.processor.tokenizer.encode("<img>") == [642]

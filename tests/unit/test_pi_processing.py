@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from embodrl.errors import CheckpointError, EmbodrlError, MissingDependencyError
@@ -282,7 +284,7 @@ def test_own_config_survives_json():
         ({**LEROBOT, "use_relative_actions": True}, "use_relative_actions is not supported"),
         ({**LEROBOT, "image_resolution": [448, 448]}, r"image_resolution \(448, 448\)"),
         ({**OPENPI, "paligemma_variant": "gemma_2b_lora"}, "variant 'gemma_2b_lora' is not supported"),
-        ({"model_type": "openvla"}, "neither openpi's nor lerobot's: it has no type and no action_dim"),
+        ({"model_type": "other"}, "neither openpi's nor lerobot's: it has no type and no action_dim"),
         ({"embodrl": {"variant": "pi05"}}, "its part 'embodrl' does not fit"),
     ],
 )
@@ -302,9 +304,6 @@ def test_shipped_tokenizer_marks_no_ends():
 
 
 def test_tokenizer_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(CheckpointError, match=r"no tokenizer\.json and no tokenizer\.model") as error:
-        load_tokenizer(tmp_path, 640)
-    assert "paligemma" in error.value.remedy
     (tmp_path / "tokenizer.model").write_bytes(b"not one")
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
     with pytest.raises(MissingDependencyError, match="without sentencepiece") as missing:
@@ -314,3 +313,43 @@ def test_tokenizer_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load_tokenizer(tmp_path, 640).encode("cube") == tiny_tokenizer().encode("cube")
     with pytest.raises(CheckpointError, match="has 640 ids, the model 600"):
         load_tokenizer(tmp_path, 600)
+
+
+@pytest.mark.parametrize("named", [None, "someone/tokenizer"])
+def test_a_checkpoint_without_tokenizer_takes_that_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None
+):
+    here, cache = tmp_path / "checkpoint", tmp_path / "cache"
+    here.mkdir()
+    cache.mkdir()
+    if named is not None:
+        steps = [{"registry_name": "to_batch_processor"}, {"config": {"tokenizer_name": named, "max_length": 48}}]
+        (here / "policy_preprocessor.json").write_text(json.dumps({"steps": steps}))
+    wanted = named or "google/paligemma-3b-pt-224"
+    asked = []
+
+    def download(repository: str, allow_patterns: list[str]) -> str:
+        asked.append((repository, allow_patterns))
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match=f"{wanted} could not be fetched from the hub: it has no tokenizer.json"):
+        load_tokenizer(here, 640)
+    tiny_tokenizer().save(cache)
+    assert load_tokenizer(here, 640).encode("cube") == tiny_tokenizer().encode("cube")
+    assert asked == [(wanted, ["tokenizer.json"])] * 2
+    with pytest.raises(CheckpointError, match="has 640 ids, the model 600"):
+        load_tokenizer(here, 600)
+
+
+@pytest.mark.parametrize("failure", [OSError("no network"), LocalEntryNotFoundError("offline")])
+def test_a_tokenizer_that_can_not_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception):
+    def download(*_: object, **__: object) -> str:
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match="has no tokenizer, and google/paligemma-3b-pt-224") as error:
+        load_tokenizer(tmp_path, 640)
+    assert type(failure).__name__ in error.value.message
+    for part in ("tokenizer.json", "tokenizer.model", str(tmp_path), "licence"):
+        assert part in error.value.remedy

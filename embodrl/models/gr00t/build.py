@@ -13,6 +13,7 @@ from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
 from embodrl.models.gr00t.config import NEW_EMBODIMENT, Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
@@ -29,6 +30,14 @@ from embodrl.models.gr00t.processing import (
 
 RANDOM_SOURCE = "random weights"
 EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
+EAGLE_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 EAGLE = "backbone.eagle_model"
 EMBEDDING, LM_HEAD = f"{EAGLE}.language_model.model.embed_tokens.weight", f"{EAGLE}.language_model.lm_head.weight"
 POOLING_HEAD = f"{EAGLE}.vision_model.vision_model.head."
@@ -104,14 +113,8 @@ def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
     """Return the checkpoint's tokenizer, or Eagle's from the hub: NVIDIA's checkpoints come without one."""
     place = directory
     if not has_tokenizer(directory):
-        try:
-            place = checkpoint.resolve(EAGLE_TOKENIZER)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{directory} has no tokenizer, and {EAGLE_TOKENIZER} could not be fetched from the hub",
-                f"put vocab.json, merges.txt, added_tokens.json and tokenizer_config.json of {EAGLE_TOKENIZER} beside"
-                " the weights",
-            ) from error
+        remedy = f"put {', '.join(EAGLE_FILES[1:5])} of {EAGLE_TOKENIZER} beside the weights"
+        place = fetch_tokenizer(EAGLE_TOKENIZER, EAGLE_FILES, directory, remedy)
     tokenizer = load_chat_tokenizer(place)
     if tokenizer.vocab_size > config.qwen.vocab_size:
         raise CheckpointError(

@@ -10,7 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from embodrl.errors import CheckpointError, MissingDependencyError
+from embodrl.models.common.checkpoint import read_json
+from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
+from embodrl.models.pi.stats import LEROBOT_FILE
 
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -93,14 +96,15 @@ class SentencePieceTokenizer(TextTokenizer):
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
-    """Return the tokenizer in a checkpoint's directory.
+    """Return the tokenizer in a checkpoint's directory, or PaliGemma's from the hub: public checkpoints leave it out.
 
     Args:
-        directory: with tokenizer.json or tokenizer.model.
+        directory: with tokenizer.json or tokenizer.model; else lerobot's policy_preprocessor.json may name the
+            tokenizer's repository.
         vocab_size: rows of the model's embedding.
 
     Raises:
-        CheckpointError: neither file is there, or it is corrupt or of another model.
+        CheckpointError: neither file is there and it can't be fetched, or it is corrupt or of another model.
         MissingDependencyError: there is only tokenizer.model, and sentencepiece is not installed.
     """
     tokenizer: TextTokenizer
@@ -109,16 +113,30 @@ def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
     elif (directory / SENTENCEPIECE_FILE).is_file():
         tokenizer = SentencePieceTokenizer(directory / SENTENCEPIECE_FILE)
     else:
-        raise CheckpointError(
-            f"{directory} has no {JSON_FILE} and no {SENTENCEPIECE_FILE}: pi0 and pi0.5 checkpoints leave it out",
-            f"put {JSON_FILE} of {PALIGEMMA}, or big_vision's paligemma_tokenizer.model as {SENTENCEPIECE_FILE}, there",
+        repository = hub_name(directory)
+        remedy = (
+            f"put {JSON_FILE} of {repository}, or big_vision's paligemma_tokenizer.model as {SENTENCEPIECE_FILE}, in"
+            f" {directory}; to fetch it, accept its licence on the hub and log in (`hf auth login`)"
         )
+        tokenizer = JsonTokenizer(fetch_tokenizer(repository, [JSON_FILE], directory, remedy) / JSON_FILE)
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
             f"the tokenizer of {directory} has {tokenizer.vocab_size} ids, the model {vocab_size}",
             f"use the tokenizer of {PALIGEMMA}",
         )
     return tokenizer
+
+
+def hub_name(directory: Path) -> str:
+    """Return the repository of a checkpoint's tokenizer: the one that lerobot's file names, or PaliGemma.
+
+    Raises:
+        CheckpointError: the file is corrupt.
+    """
+    path = directory / LEROBOT_FILE
+    steps = read_json(path).get("steps", []) if path.is_file() else []
+    names = [step.get("config", {}).get("tokenizer_name") for step in steps]
+    return next((name for name in names if name), PALIGEMMA)
 
 
 def tiny_tokenizer() -> TextTokenizer:
