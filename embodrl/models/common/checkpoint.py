@@ -130,14 +130,7 @@ def load_strict(
                     if on_meta:
                         state[name] = torch.empty(shape, dtype=dtype, device="meta")
                         continue
-                    tensor = reader.get_tensor(stored)
-                    if floating[name] and not tensor.is_floating_point():
-                        raise CheckpointError(
-                            f"{report.source} stores {stored} as {tensor.dtype}; quantised weights can't be trained",
-                            "use the checkpoint in bfloat16 or float32",
-                        )
-                    # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
-                    state[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+                    state[name] = _read(reader.get_tensor(stored), stored, floating[name], dtype, report)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
     mismatched = {name for name, _, _ in report.mismatched}
@@ -154,6 +147,16 @@ def load_strict(
         parameter.requires_grad_(trainable[name])
     report.num_loaded += len(state)
     return report
+
+
+def _read(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, report: LoadReport) -> Tensor:
+    if floating and not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{report.source} stores {stored} as {tensor.dtype}; quantised weights can't be trained",
+            "use the checkpoint in bfloat16 or float32",
+        )
+    # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
+    return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
