@@ -91,7 +91,7 @@ def read_settings(directory: Path, defaults: Mapping[str, Setting], others: Coll
         if name not in defaults:
             raise CheckpointError(f"{path}: unknown setting '{SECTION}.{name}'", remedy)
         wanted = type(defaults[name])
-        if type(value) is not wanted or (wanted is int and value < 1):
+        if type(value) is not wanted or (wanted is int and int(value) < 1):
             raise CheckpointError(f"{path}: {SECTION}.{name} is {value!r}, not a valid {wanted.__name__}", remedy)
         found[name] = value
     return found
