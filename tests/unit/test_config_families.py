@@ -40,3 +40,9 @@ def test_settings_that_are_read_give_no_notes() -> None:
     assert not noted("model=pi05", "model.pi.discrete_state=true", "model.flow.num_steps=8", "env.include_state=true")
     assert not noted("model=openvla", "model.trainable=lora", "model.lora.rank=4", "sft.label_smoothing_bins=2")
     assert not noted("model=openvla_oft", "model.keep_stop_token=false")
+
+
+def test_a_checkpoint_that_reads_the_state_wants_it() -> None:
+    assert noted("model=pi0", "model.model_path=somebody/pi0") == {"model.model_path"}
+    assert not noted("model=pi0", "model.model_path=somebody/pi0", "env.include_state=true")
+    assert not noted("model=openvla", "model.model_path=openvla/openvla-7b")

@@ -201,3 +201,16 @@ def keys_without_their_switch(context: Context) -> Iterator[Finding]:
         if context.by_user(f"model.flow.{name}"):
             message = f"has no effect: model.flow.method is {model.flow.method}"
             yield Finding(f"model.flow.{name}", message, "leave it out")
+
+
+@note("model.model_type", "model.model_path", "env.include_state")
+def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
+    """A public flow checkpoint was trained with the robot's state."""
+    config = context.config
+    if (
+        config.model.model_path is not None
+        and facts(context).get("uses_state") is True
+        and not config.env.include_state
+    ):
+        message = f"{config.model.model_type} reads the robot's state, and gets zeros: env.include_state is false"
+        yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
