@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 
@@ -225,6 +226,27 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def source(config: ModelConfig) -> Path | None:
+    """Return the directory that a policy's weights come from; None for random ones.
+
+    For families without a warm start in the package.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    if config.model_path is not None:
+        return resolve(config.model_path)
+    if config.warm_start is None:
+        return None
+    directory = Path(config.warm_start).expanduser()
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"model.warm_start: {directory} holds no policy",
+            "give a directory that `embodrl sft` wrote, or null; no weights of this family ship with embodrl",
+        )
+    return directory
 
 
 def resolve(model_path: str) -> Path:

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import CheckpointError
@@ -62,7 +61,7 @@ def build_gr00t(
         CheckpointError: no such checkpoint, or it does not fit.
     """
     device = torch.device(device)
-    directory = _source(config)
+    directory = checkpoint.source(config)
     source = RANDOM_SOURCE if directory is None else str(directory)
     tokenizer = tiny_chat_tokenizer()
     metadata = identity_metadata(NEW_EMBODIMENT, config.action_dim)
@@ -93,20 +92,6 @@ def build_gr00t(
         config, head.hidden_size, head.action_dim, directory, report, device=device, generator=generator
     )
     return Gr00tPolicy(model, processor, robot, config, value_head, noise_head), report
-
-
-def _source(config: ModelConfig) -> Path | None:
-    if config.model_path is not None:
-        return checkpoint.resolve(config.model_path)
-    if config.warm_start is None:
-        return None
-    directory = Path(config.warm_start).expanduser()
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"model.warm_start: {directory} holds no policy",
-            "give a directory that `embodrl sft` wrote, or null; no weights of GR00T ship with embodrl",
-        )
-    return directory
 
 
 def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
@@ -149,7 +134,7 @@ def _build_model(
     files, aliases = [], {}
     if directory is not None:
         files = checkpoint.weight_files(directory)
-        config, aliases = fitted(config, stored_names(files))
+        config, aliases = fitted(config, checkpoint.stored_names(files))
     # Without memory first, so that a 3B model is never held twice.
     with torch.device("meta"):
         model = Gr00tModel(config)
@@ -177,19 +162,3 @@ def fitted(config: Gr00tConfig, names: set[str]) -> tuple[Gr00tConfig, dict[str,
     pooling = any(name.startswith(POOLING_HEAD) for name in names)
     aliases = {LM_HEAD: EMBEDDING} if tied else {}
     return replace(config, lm_head=LM_HEAD in names and not tied, pooling_head=pooling), aliases
-
-
-def stored_names(files: list[Path]) -> set[str]:
-    """Return the names of all tensors in safetensors files.
-
-    Raises:
-        CheckpointError: a file is corrupt.
-    """
-    names: set[str] = set()
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as reader:
-                names.update(reader.keys())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
-    return names

@@ -59,7 +59,7 @@ def build_pi(
         CheckpointError: no such checkpoint, or it does not fit.
         MissingDependencyError: its tokenizer needs a package that is not installed.
     """
-    directory = _source(config)
+    directory = checkpoint.source(config)
     tokenizer = tiny_tokenizer()
     model_config = PiConfig.from_architecture(config.pi, variant, tokenizer.vocab_size)
     report = LoadReport(RANDOM_SOURCE if directory is None else str(directory))
@@ -87,20 +87,6 @@ def build_pi(
         build_noise_head(config, feature_dim, model_config.max_action_dim, directory, report, device, generator),
     )
     return policy, report
-
-
-def _source(config: ModelConfig) -> Path | None:
-    if config.model_path is not None:
-        return checkpoint.resolve(config.model_path)
-    if config.warm_start is None:
-        return None
-    directory = Path(config.warm_start).expanduser()
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"model.warm_start: {directory} holds no policy",
-            "give a directory that `embodrl sft` wrote, or null; no weights of this family ship with embodrl",
-        )
-    return directory
 
 
 def _read(directory: Path, variant: Variant, config: ModelConfig) -> tuple[PiConfig, PiStats]:
