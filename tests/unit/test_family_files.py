@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_families import FAMILIES, FLOW_FAMILIES, tiny_config
+from tiny_families import FAMILIES, FLOW_FAMILIES, SIGLIP, TINY, tiny_config
 from torch import Tensor, nn
 
 from embodrl.config import load_config
@@ -16,6 +16,7 @@ from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.registry import build_policy
+from embodrl.registry import MODELS
 from embodrl.workers import policy as policy_worker
 
 WEIGHTS = "model.safetensors"
@@ -139,3 +140,13 @@ def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
     policy.sft_loss(policy.sft_inputs(observation(family, 2), torch.zeros(2, policy.action_horizon, 7)))[0].backward()
     language = {name: number for name, number in calls.items() if "language_model" in name}
     assert language and set(language.values()) <= {2}, calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_warm_start_of_another_size_is_refused_by_dimension(family: str, tmp_path: Path) -> None:
+    policy, _ = build(family)
+    policy.save_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
+    section = MODELS.entry(family).facts["dimensions"]
+    wider = {**TINY[section], "siglip": {**SIGLIP, "mlp_dim": 40}}
+    with pytest.raises(CheckpointError, match=rf"siglip\.mlp_dim 24 instead of 40(.|\n)*set model\.{section}"):
+        build(family, warm_start=str(tmp_path / "saved"), **{section: wider})

@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,36 @@ def source(config: ModelConfig) -> Path | None:
             "give a directory that `embodrl sft` wrote, or null; no weights of this family ship with embodrl",
         )
     return directory
+
+
+def check_size(found: Any, wanted: Any, parts: Sequence[str], directory: Path, section: str) -> None:
+    """Refuse a warm start of another size than the configuration asks for.
+
+    Args:
+        found: the configuration in the directory, a dataclass.
+        wanted: that of the section.
+        parts: fields to compare; of a field that is a dataclass, its fields.
+        directory: named in the error.
+        section: of the configuration, e.g. ``model.pi``.
+
+    Raises:
+        CheckpointError: with every difference.
+    """
+    have, want = _flat(asdict(found), parts), _flat(asdict(wanted), parts)
+    differences = [f"{name} {have[name]} instead of {want[name]}" for name in want if have[name] != want[name]]
+    if differences:
+        raise CheckpointError(
+            f"the warm start {directory} has another size than {section}: {'; '.join(differences)}",
+            f"set {section} to the size of the warm start, or model.warm_start=null for random weights",
+        )
+
+
+def _flat(values: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for part in parts:
+        inner = values[part]
+        flat |= {f"{part}.{name}": value for name, value in inner.items()} if isinstance(inner, dict) else {part: inner}
+    return flat
 
 
 def resolve(model_path: str) -> Path:

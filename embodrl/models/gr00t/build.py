@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -69,7 +69,7 @@ def build_gr00t(
     if directory is not None:
         found = Gr00tConfig.from_directory(directory)
         if config.model_path is None:
-            _check_architecture(found, model_config, directory)
+            checkpoint.check_size(found, model_config, ("siglip", "qwen", "head"), directory, "model.gr00t")
         model_config, tokenizer = found, _tokenizer(directory, found)
     robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, source)
     generator = new_generator(device, seed)
@@ -107,20 +107,6 @@ def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
             "use the model's own tokenizer",
         )
     return tokenizer
-
-
-def _check_architecture(found: Gr00tConfig, wanted: Gr00tConfig, directory: Path) -> None:
-    differences: list[str] = []
-    for part in ("siglip", "qwen", "head"):
-        have, want = asdict(getattr(found, part)), asdict(getattr(wanted, part))
-        differences += [
-            f"{part}.{name} {have[name]} instead of {want[name]}" for name in want if have[name] != want[name]
-        ]
-    if differences:
-        raise CheckpointError(
-            f"the warm start {directory} has another size than model.gr00t: {'; '.join(differences)}",
-            "set model.gr00t to the size of the warm start, or model.warm_start=null for random weights",
-        )
 
 
 def _build_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -109,7 +109,7 @@ def build_parts(
         model_config = OpenVLAConfig.from_directory(directory)
         tokenizer = PromptTokenizer(directory / "tokenizer.json", model_config.bos_id, model_config.prompt_end_id)
         if config.model_path is None:
-            _check_architecture(model_config, tiny, directory)
+            checkpoint.check_size(model_config, tiny, ("dino", "siglip", "llama"), directory, "model.architecture")
     report = LoadReport(RANDOM_SOURCE if directory is None else str(directory))
     stats = choose_stats(model_config.norm_stats, config.unnorm_key, config.action_dim, report.source)
     generator = new_generator(device, seed)
@@ -144,20 +144,6 @@ def _source(config: ModelConfig, builtin: Path | None) -> Path | None:
             "give a directory that `embodrl sft` wrote, builtin or null",
         )
     return directory
-
-
-def _check_architecture(found: OpenVLAConfig, wanted: OpenVLAConfig, directory: Path) -> None:
-    differences: list[str] = []
-    for part in ("dino", "siglip", "llama"):
-        have, want = asdict(getattr(found, part)), asdict(getattr(wanted, part))
-        differences += [
-            f"{part}.{name} {have[name]} instead of {want[name]}" for name in want if have[name] != want[name]
-        ]
-    if differences:
-        raise CheckpointError(
-            f"the warm start {directory} has another size than model.architecture: {'; '.join(differences)}",
-            "set model.architecture to the size of the warm start, or model.warm_start=null for random weights",
-        )
 
 
 def _build_model(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -23,6 +22,8 @@ from embodrl.models.pi.weights import aliases_and_ignored, variant_of
 
 TINY_STATS_KEY = "maniskill"
 RANDOM_SOURCE = "random weights"
+
+_SIZES = ("siglip", "vlm", "expert", "max_action_dim", "action_horizon", "num_images", "discrete_state")
 
 
 def build_pi0(
@@ -70,7 +71,7 @@ def build_pi(
         tiny = model_config
         model_config, stats = _read(directory, variant, config)
         if config.model_path is None:
-            _check_architecture(model_config, tiny, directory)
+            checkpoint.check_size(model_config, tiny, _SIZES, directory, "model.pi")
         tokenizer = load_tokenizer(directory, model_config.vocab_size)
     generator = new_generator(device, seed)
     model = _build_model(model_config, directory, report, device, dtype, generator)
@@ -99,17 +100,6 @@ def _read(directory: Path, variant: Variant, config: ModelConfig) -> tuple[PiCon
         model_config = model_config.with_normalization(methods)
     stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, str(directory))
     return model_config.with_data_set(stats.key, raw), stats
-
-
-def _check_architecture(found: PiConfig, wanted: PiConfig, directory: Path) -> None:
-    have, want = asdict(found), asdict(wanted)
-    names = ("siglip", "vlm", "expert", "max_action_dim", "action_horizon", "num_images", "discrete_state")
-    differences = [f"{name} {have[name]} instead of {want[name]}" for name in names if have[name] != want[name]]
-    if differences:
-        raise CheckpointError(
-            f"the warm start {directory} has another size than model.pi: {'; '.join(differences)}",
-            "set model.pi to the size of the warm start, or model.warm_start=null for random weights",
-        )
 
 
 def _build_model(
