@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from embodrl.algorithms.advantages import compute_advantages
 from embodrl.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
@@ -24,6 +23,8 @@ from embodrl.metrics.log import RunLog
 from embodrl.metrics.report import write_report
 from embodrl.metrics.sinks import METRICS_FILE, MetricsLogger, read_metrics
 from embodrl.models.base import VLAPolicy
+from embodrl.pipelines.context import Context
+from embodrl.pipelines.select import build_graph
 from embodrl.run_files import (
     CONFIG_FILE,
     LEAST_FREE_BYTES,
@@ -78,6 +79,7 @@ class Runner:
     ) -> None:
         self.config, self.run_dir, self.pool = config, run_dir, pool
         self.metrics, self.console, self.stop = metrics, console, stop
+        self.graph = build_graph(config)
         runner, cores = config.runner, num_threads(config)
         self.needs_reference = config.algorithm.kl.coef > 0
         self.engine = NativeTrainEngine(
@@ -120,45 +122,36 @@ class Runner:
         return 0 if self.finished else self.stop.exit_code
 
     def _iterate(self) -> None:
-        """Roll out and update once; the metrics are pending.
+        """Walk the pipeline once; the metrics are pending.
 
         Raises:
             InterruptedError: a signal came during the rollout; the run is as it was before.
+            EmbodrlError: a node failed.
         """
-        self.console.phase("rollout")
         start = time.perf_counter()
         self.pool.call("mark", restart=True)
         before = self.rollout_engine.random_state()
+        context = Context(self.config, self.iteration, self.engine, self.rollout, self.rewards, self.shuffle)
         try:
-            batch, rollout_metrics = self.rollout.gather(self.iteration)
+            metrics = self.graph.run(context, on_node=lambda node: self.console.phase(node.name))
         except InterruptedError:
             self.rollout_engine.set_random_state(before)
             self.pool.call("rewind", restart=True)
             raise
-        self.console.phase("update")
-        clock = time.perf_counter()
-        env_steps = int(batch.meta["env_steps"])
-        reward_metrics = self.rewards.apply(batch)
-        if self.needs_reference:
-            batch.ref_logprobs = self.engine.reference_logprobs(batch, self.config.algorithm)
-        advantages = compute_advantages(batch, self.config.algorithm)
-        train_metrics = self.engine.update(batch, advantages, self.config.algorithm, self.shuffle)
+        env_steps = int(metrics.pop("env_steps", None) or 0)
         self.iteration += 1
         self.env_steps += env_steps
         self.saved = False
         faults = self.pool.faults
-        end = time.perf_counter()
+        seconds = time.perf_counter() - start
         self.pending = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
-            **rollout_metrics,
-            **reward_metrics,
-            **train_metrics,
+            **metrics,
             "env/restarts": faults.restarts,
             "env/quarantined": faults.quarantined,
-            "time/train_s": end - clock,
-            "time/total_s": end - start,
-            "time/env_steps_per_s": env_steps / (end - start),
+            "time/total_s": seconds,
+            "time/env_steps_per_s": env_steps / seconds,
         }
 
     def _complete(self) -> None:

@@ -258,6 +258,18 @@ class RewardConfig(Section):
     )
 
 
+class PipelineConfig(Section):
+    """The graph that an iteration walks."""
+
+    name: str | None = Field(
+        default=None,
+        description="a name of `embodrl list pipelines`; null takes the one that belongs to the algorithm's settings",
+    )
+    fn: str | None = Field(
+        default=None, description="module:function of yours, from the configuration to a Pipeline; null for none"
+    )
+
+
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
@@ -401,6 +413,7 @@ class Config(Section):
     model: ModelConfig = Field(default=ModelConfig(), description="the policy")
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
     reward: RewardConfig = Field(default=RewardConfig(), description="a reward function of yours")
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
     actor: ActorConfig = Field(default=ActorConfig(), description="training backend and optimizer")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="inference backend")
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="devices and placement")

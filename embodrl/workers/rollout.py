@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodrl.algorithms.episodes import split_episodes
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
+from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.registry import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
@@ -115,6 +115,7 @@ class RolloutWorker:
         size = self.num_envs // len(pools)
         self.stages = [Stage(part, slice(i * size, (i + 1) * size)) for i, part in enumerate(pools)]
         self.seconds = {"env": 0.0, "policy": 0.0}
+        self.stats = EpisodeStats()
 
     def seeds(self, iteration: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return reset seeds ``int64[B]`` and tasks ``int32[B]``, equal within a group."""
@@ -127,53 +128,35 @@ class RolloutWorker:
         return drawn[groups].astype(np.int64), tasks.astype(np.int32)
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-        """Return a rollout with the present policy, and metrics.
+        """Return ``rollout_epoch`` rollouts with the present policy, and metrics.
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
         """
         self.seconds = {"env": 0.0, "policy": 0.0}
-        stats = EpisodeStats()
-        selection, wanted = self.config.algorithm.filter, self.config.algorithm.rollout_epoch
-        if selection.enabled:
-            batch, selected = self._gather_mixed(iteration, stats)
-        else:
-            parts = [part for epoch in range(wanted) for part in self._play(iteration, epoch, stats)]
-            batch = TrajectoryBatch.concat(parts)
-            batch.meta["env_steps"] = int(batch.valid.sum())
-            selected = {}
-        metrics = stats.metrics() | selected
-        return batch, metrics | {"time/env_s": self.seconds["env"], "time/policy_s": self.seconds["policy"]}
+        self.stats = EpisodeStats()
+        return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
 
-    def _gather_mixed(self, iteration: int, stats: EpisodeStats) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-        """Return groups with both successes and failures, from further rollouts if need be (DAPO's dynamic sampling).
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, dict[str, float | None]]:
+        """Return one rollout more, ``epoch`` counted from 0 over the iteration; metrics are of all since ``gather``.
 
-        DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Groups left over are dropped.
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
         """
-        algorithm = self.config.algorithm
-        selection, size = algorithm.filter, algorithm.group_size
-        wanted = algorithm.rollout_epoch * (self.num_envs // size)
-        parts: list[TrajectoryBatch] = []
-        kept, seen, env_steps, rounds = 0, 0, 0, 0
-        for _ in range(algorithm.rollout_epoch + selection.max_resamples):
-            if kept >= wanted:
-                break
-            batch = TrajectoryBatch.concat(self._play(iteration, rounds, stats))
-            rounds += 1
-            env_steps += int(batch.valid.sum())
-            rates = group_success_rates(batch, size)
-            chosen = ((rates > selection.min_rate) & (rates < selection.max_rate)).nonzero().squeeze(-1)
-            seen, chosen = seen + len(rates), chosen[: wanted - kept]
-            kept += len(chosen)
-            parts.append(batch[(chosen.unsqueeze(1) * size + torch.arange(size)).flatten()])
+        return self._rollouts(iteration, range(epoch, epoch + 1))
+
+    def update_weights(self, engine: TrainEngine) -> None:
+        """Act with the weights of the engine from now on.
+
+        There is nothing to do: this worker's policy and the engine share their weights.
+        """
+
+    def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, dict[str, float | None]]:
+        parts = [part for epoch in epochs for part in self._play(iteration, epoch, self.stats)]
         batch = TrajectoryBatch.concat(parts)
-        batch.meta["env_steps"] = env_steps
-        return batch, {
-            "rollout/groups_kept": float(kept),
-            "rollout/groups_dropped": float(seen - kept),
-            "rollout/groups_missing": float(wanted - kept),
-            "rollout/resamples": float(max(rounds - algorithm.rollout_epoch, 0)),
-        }
+        batch.meta["env_steps"] = int(batch.valid.sum())
+        times: dict[str, float | None] = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
+        return batch, self.stats.metrics() | times
 
     def _play(self, iteration: int, epoch: int, stats: EpisodeStats) -> list[TrajectoryBatch]:
         """Return one rollout of all environments, a batch a stage.
@@ -287,17 +270,3 @@ class RolloutWorker:
         now = time.perf_counter()
         self.seconds[name] += now - clock
         return now
-
-
-def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:
-    """Return ``float32[B / group_size]``: the part of a group's episodes that succeeded; lost ones do not count.
-
-    A group without episodes has a rate of 0.
-    """
-    assert batch.success is not None
-    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-    known = ~episodes.lost
-    group = episodes.column[known] // group_size
-    count = torch.zeros(batch.success.shape[1] // group_size)
-    successes = count.clone().index_add_(0, group, episodes.of(batch.success)[known].float())
-    return successes / count.index_add_(0, group, torch.ones(len(group))).clamp_min(1)
