@@ -258,6 +258,18 @@ class RewardConfig(Section):
     )
 
 
+class PipelineConfig(Section):
+    """The graph that an iteration walks."""
+
+    name: str | None = Field(
+        default=None,
+        description="a name of `embodrl list pipelines`; null takes the one that belongs to the algorithm's settings",
+    )
+    fn: str | None = Field(
+        default=None, description="module:function of yours, from the configuration to a Pipeline; null for none"
+    )
+
+
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
@@ -346,6 +358,11 @@ class RunnerConfig(Section):
     name: str = Field(default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
     output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
     max_iterations: PositiveInt = Field(default=40, description="rollout + update cycles")
+    max_staleness: NonNegativeInt = Field(
+        default=0,
+        description="updates that rollouts may run ahead: 0 takes turns, 1 plays the next rollout while training, more"
+        " let rollouts run freely; best with algorithm.decoupled",
+    )
     seed: Seed = Field(default=0, description="of everything random")
     eval_interval: NonNegativeInt = Field(
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
@@ -401,6 +418,7 @@ class Config(Section):
     model: ModelConfig = Field(default=ModelConfig(), description="the policy")
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
     reward: RewardConfig = Field(default=RewardConfig(), description="a reward function of yours")
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
     actor: ActorConfig = Field(default=ActorConfig(), description="training backend and optimizer")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="inference backend")
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="devices and placement")

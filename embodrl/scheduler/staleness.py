@@ -11,12 +11,12 @@ class StalenessGate:
 
     A shard is what one stage plays in one go; an update takes ``batch_size`` of them. With v updates done, at most
     ``(max_staleness + v + 1) * batch_size`` shards are accepted or running (AReaL: Fu et al. 2025, arXiv 2505.24298,
-    sec. 5.1, counted in shards). That alone does not bound the staleness: a slow shard may be overtaken again and again.
-    So an update also waits for running shards where leaving them to later ones would make one too old; a shard that
-    began under version b has to be trained on by the update that makes version ``b + max_staleness + 1``.
+    sec. 5.1, counted in shards). That alone does not bound the staleness, since a slow shard may be overtaken again
+    and again. So an update also waits for running shards where leaving them to later updates would make one too old:
+    a shard that began under version b has to be trained on while the version is ``b + max_staleness`` at most.
 
     Attributes:
-        max_staleness: eta, largest number of updates between the weights that chose an action and those it trains.
+        max_staleness: eta, most updates between the weights that chose an action and those it trains.
         batch_size: B, shards an update.
         max_running: C, shards at the same time.
         version: v, updates done.
