@@ -14,7 +14,7 @@ from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError
+from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError, PipelineError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
@@ -138,7 +138,13 @@ class Runner:
             self.rollout_engine.set_random_state(before)
             self.pool.call("rewind", restart=True)
             raise
-        env_steps = int(metrics.pop("env_steps", None) or 0)
+        steps = metrics.pop("env_steps", None)
+        if steps is None:
+            raise PipelineError(
+                f"no node of the pipeline '{self.graph.name}' reports how many steps were simulated",
+                "return (batch, {'env_steps': STEPS}) from the node that gathers experience",
+            )
+        env_steps = int(steps)
         self.iteration += 1
         self.env_steps += env_steps
         self.saved = False

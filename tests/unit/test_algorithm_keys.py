@@ -20,6 +20,7 @@ from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.workers.dynamic_sampling import sample_mixed_groups
 from embodrl.workers.reward import RewardWorker
 
 
@@ -154,6 +155,8 @@ def gathered(changes: dict[str, Any]) -> Tensor:
     policy = HalfExpert()
     worker, policy.pool = worker_of(config, policy)
     batch, _ = worker.gather(0)
+    if config.algorithm.filter.enabled:
+        batch, _ = sample_mixed_groups(worker, batch, 0)
     return torch.cat([batch.rewards.flatten(), batch.bootstrap_values.flatten()])
 
 

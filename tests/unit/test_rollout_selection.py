@@ -11,7 +11,7 @@ from test_algorithm_keys import HalfExpert
 from test_rollout import CHUNK, KnownPolicy, config_of, worker_of
 
 from embodrl.envs.toy import ToyVectorEnv
-from embodrl.workers.rollout import group_success_rates
+from embodrl.workers.dynamic_sampling import group_success_rates, sample_mixed_groups
 
 # Success of the groups of two that HalfExpert plays: both, one, none, one.
 FOUR_GROUPS = (
@@ -26,8 +26,13 @@ FOUR_GROUPS = (
 
 def gather(*overrides: str, iteration: int = 0) -> Any:
     policy = HalfExpert()
-    worker, policy.pool = worker_of(config_of(*FOUR_GROUPS, *overrides), policy)
-    return worker.gather(iteration)
+    config = config_of(*FOUR_GROUPS, *overrides)
+    worker, policy.pool = worker_of(config, policy)
+    batch, metrics = worker.gather(iteration)
+    if not config.algorithm.filter.enabled:
+        return batch, metrics
+    batch, sampled = sample_mixed_groups(worker, batch, iteration)
+    return batch, metrics | sampled
 
 
 def test_success_rates_of_groups() -> None:
