@@ -232,6 +232,7 @@ class Runner:
             )
         names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
         self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
+        self.rollout.update_weights(self.engine.weights(), self.engine.version)
         self.pool.set_state([checkpoint.blob(f"env_{rank}") for rank in range(processes)])
         if state.get("rewards"):
             self.rewards.load_state(checkpoint.tensors("rewards"))

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from embodrl.config.schema import Config
 
 if TYPE_CHECKING:
     import torch
 
+    from embodrl.data.trajectory import TrajectoryBatch
     from embodrl.hybrid_engines.base import TrainEngine
     from embodrl.workers.reward import RewardWorker
-    from embodrl.workers.rollout import RolloutWorker
+
+
+class RolloutSource(Protocol):
+    """Where experience comes from, e.g. a ``RolloutWorker``."""
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, dict[str, float | None]]:
+        """Return the batch of an iteration, with ``meta["env_steps"]``, and metrics.
+
+        Raises:
+            InterruptedError: the run is to stop.
+        """
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Act with these weights from now on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,6 @@ class Context:
     config: Config
     iteration: int
     engine: TrainEngine
-    rollout: RolloutWorker
+    rollout: RolloutSource
     rewards: RewardWorker
     shuffle: torch.Generator

@@ -74,6 +74,7 @@ def written_out(runner: Runner) -> None:
     if algorithm.kl.coef > 0:
         batch.ref_logprobs = runner.engine.reference_logprobs(batch, algorithm)
     row |= runner.engine.update(batch, compute_advantages(batch, algorithm), algorithm, runner.shuffle)
+    runner.rollout.update_weights(runner.engine.weights(), runner.engine.version)
     runner.iteration += 1
     runner.env_steps += env_steps
     faults = runner.pool.faults
@@ -105,7 +106,8 @@ def build_retried(config: Config) -> Pipeline:
     pipeline = Pipeline("retried").add_node("rollout", f"{NODES}:rollout", role="rollout")
     pipeline.add_node("unsteady", unsteady, ("rollout",), retries=1)
     pipeline.add_node("advantage", f"{NODES}:advantage", ("unsteady",), "advantage")
-    return pipeline.add_node("train", f"{NODES}:train", ("unsteady", "advantage"), "train")
+    pipeline.add_node("train", f"{NODES}:train", ("unsteady", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
 def test_a_node_that_is_tried_again_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
@@ -123,7 +125,8 @@ def build_silent(config: Config) -> Pipeline:
     """A pipeline whose steps nobody counts."""
     pipeline = Pipeline("silent").add_node("rollout", silent, role="rollout")
     pipeline.add_node("advantage", f"{NODES}:advantage", ("rollout",), "advantage")
-    return pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
+    pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
 def build_failing(config: Config) -> Pipeline:

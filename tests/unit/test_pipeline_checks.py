@@ -26,6 +26,7 @@ def sound() -> Pipeline:
         Pipeline("test")
         .add_node("rollout", anything, role="rollout")
         .add_node("train", anything, deps=("rollout",), role="train")
+        .add_node("sync", anything, deps=("train",), role="sync")
     )
 
 
@@ -49,7 +50,7 @@ def test_a_sound_pipeline_has_no_problem_and_does_not_change_any_more() -> None:
     assert pipeline.problems() == []
     graph = pipeline.build()
     pipeline.add_node("sink", anything, ("train",), "sink")
-    assert [node.name for node in graph.nodes] == ["rollout", "train"]
+    assert [node.name for node in graph.nodes] == ["rollout", "train", "sync"]
     with pytest.raises(AttributeError):
         graph.nodes = ()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -75,9 +76,10 @@ def test_all_problems_come_in_one_report() -> None:
         ("odd", "nobody uses its output"),
         ("", "no node has the role 'train'"),
         ("", "no node has the role 'rollout'"),
+        ("", "no node has the role 'sync'"),
     ]  # fmt: skip
     assert found[2][1].startswith("unknown role 'rewards'; known: rollout, ")
-    with pytest.raises(PipelineError, match="the pipeline 'bad' has 10 problems:"):
+    with pytest.raises(PipelineError, match="the pipeline 'bad' has 11 problems:"):
         pipeline.build()
 
 
@@ -211,12 +213,13 @@ def test_one_node_trains_and_not_twice() -> None:
     twice = sound().add_node("again", anything, ("rollout",), "train")
     assert only_problem(twice, "again").startswith("has the role 'train', and so has 'train'")
     retried = Pipeline("test").add_node("rollout", anything, role="rollout")
-    retried.add_node("train", anything, ("rollout",), "train", retries=1)
+    retried.add_node("train", anything, ("rollout",), "train", retries=1).add_node("sync", anything, ("train",), "sync")
     assert "repeat the optimizer steps" in only_problem(retried, "train")
     nothing = Pipeline("test").add_node("end", anything, role="sink")
     assert [p.message for p in problems_of(nothing)] == [
         "no node has the role 'train'",
         "no node has the role 'rollout'",
+        "no node has the role 'sync'",
     ]
 
 
@@ -225,19 +228,27 @@ def test_training_depends_on_every_rollout() -> None:
     assert only_problem(pipeline, "more").startswith("'train', which trains, does not depend on it")
 
 
+def test_weights_are_handed_over_after_training() -> None:
+    early = sound().add_node("early", anything, ("rollout",), "sync")
+    assert only_problem(early, "early").startswith("does not depend on 'train', so the weights might be those before")
+    late = sound().add_node("between", anything, ("train",)).add_node("later", anything, ("between",), "sync")
+    assert late.problems() == []
+
+
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
 def diamond() -> Graph:
     """Named and added so that neither the alphabet nor a set gives the order by chance."""
     pipeline = Pipeline("diamond").add_node("train", anything, ("right", "left", "middle"), "train")
+    pipeline.add_node("sync", anything, ("train",), "sync")
     for name in ("right", "left", "middle"):
         pipeline.add_node(name, anything, ("rollout",))
     return pipeline.add_node("log", anything, ("left",), "sink").add_node("rollout", anything, role="rollout").build()
 
 
 def test_the_order_is_that_of_the_dependencies_then_of_insertion() -> None:
-    assert [node.name for node in diamond().nodes] == ["rollout", "right", "left", "middle", "train", "log"]
+    assert [node.name for node in diamond().nodes] == ["rollout", "right", "left", "middle", "train", "sync", "log"]
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "2", "3"])
@@ -246,4 +257,4 @@ def test_the_order_does_not_depend_on_the_hash_seed(seed: str) -> None:
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])  # noqa: PTH120
     environ = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["rollout", "right", "left", "middle", "train", "log"]
+    assert done.stdout.split() == ["rollout", "right", "left", "middle", "train", "sync", "log"]

@@ -107,7 +107,8 @@ def build_plain(config: Config) -> Pipeline:
     """A pipeline of the user's without any of the optional nodes."""
     pipeline = Pipeline("mine").add_node("rollout", f"{NODES}:rollout", role="rollout")
     pipeline.add_node("advantage", f"{NODES}:advantage", ("rollout",), "advantage")
-    return pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
+    pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
 def build_full(config: Config) -> Pipeline:
@@ -116,7 +117,8 @@ def build_full(config: Config) -> Pipeline:
     pipeline.add_node("again", f"{NODES}:dynamic_sampling", ("rollout",), "dynamic_sampling")
     pipeline.add_node("old", f"{NODES}:reference", ("again",), "reference")
     pipeline.add_node("advantage", f"{NODES}:advantage", ("old",), "advantage")
-    return pipeline.add_node("train", f"{NODES}:train", ("old", "advantage"), "train")
+    pipeline.add_node("train", f"{NODES}:train", ("old", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
 def build_broken(config: Config) -> Pipeline:
@@ -135,7 +137,8 @@ FN = "pipeline.fn={}:{}"
 def test_a_pipeline_of_the_users_is_taken() -> None:
     config = config_of(FN.format(__name__, "build_plain"))
     assert build_graph(config).name == "mine"
-    assert links(build_graph(config)) == {"rollout": (), "advantage": ("rollout",), "train": ("rollout", "advantage")}
+    found = {"rollout": (), "advantage": ("rollout",), "train": ("rollout", "advantage"), "sync": ("train",)}
+    assert links(build_graph(config)) == found
 
 
 SRPO = ("algorithm=srpo",)
@@ -209,7 +212,8 @@ def fan() -> Graph:
 
     pipeline = Pipeline("a & b").add_node("rollout", node, role="rollout")
     pipeline.add_node("reward", node, ("rollout",), "reward", retries=2).add_node("end", node, ("reward",), "sink")
-    return pipeline.add_node("train", node, ("rollout", "reward"), "train").build()
+    pipeline.add_node("train", node, ("rollout", "reward"), "train")
+    return pipeline.add_node("sync", node, ("train",), "sync").build()
 
 
 def test_the_table_has_a_line_a_node() -> None:
@@ -222,6 +226,7 @@ def test_the_table_has_a_line_a_node() -> None:
         ["2", "reward", "reward", "rollout", label, "2"],
         ["3", "end", "sink", "reward", label, "0"],
         ["4", "train", "train", "rollout, reward", label, "0"],
+        ["5", "sync", "sync", "train", label, "0"],
     ]
 
 
@@ -232,12 +237,14 @@ def test_mermaid_has_every_node_and_every_edge() -> None:
         ("reward", "end"),
         ("rollout", "train"),
         ("reward", "train"),
+        ("train", "sync"),
     ]
     assert re.findall(r'^    n_(\w+)\["(.*?)<br/>', text, re.MULTILINE) == [
         ("rollout", "rollout"),
         ("reward", "reward (retries 2)"),
         ("end", "end"),
         ("train", "train"),
+        ("sync", "sync"),
     ]
     assert "&lt;locals&gt;" in text and text.startswith("flowchart TD\n")
 
@@ -246,8 +253,8 @@ def test_the_picture_has_every_node_and_every_edge_and_no_boxes_overlap() -> Non
     root = ElementTree.fromstring(to_svg(fan()))
     tag = "{http://www.w3.org/2000/svg}"
     names = [text.text for text in root.iter(f"{tag}text") if text.get("font-weight")]
-    assert sorted(names) == ["end", "reward (retries 2)", "rollout", "train"]  # pyright: ignore[reportArgumentType]
-    assert len([path for path in root.iter(f"{tag}path") if path.get("fill") == "none"]) == 4
+    assert sorted(names) == ["end", "reward (retries 2)", "rollout", "sync", "train"]  # pyright: ignore[reportArgumentType]
+    assert len([path for path in root.iter(f"{tag}path") if path.get("fill") == "none"]) == 5
     boxes = [
         [float(rect.get(k, "0")) for k in ("x", "y", "width", "height")] for rect in root.findall(f"{tag}rect")[1:]
     ]

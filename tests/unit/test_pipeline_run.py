@@ -28,8 +28,8 @@ def ends(context: Any, *outputs: Any) -> None:
 
 
 def walk(pipeline: Pipeline, **options: Any) -> dict[str, float | None]:
-    """Walk a pipeline; metrics without times."""
-    metrics = pipeline.build().run(CONTEXT, **options)
+    """Walk a pipeline, with the node that it needs at its end; metrics without times."""
+    metrics = pipeline.add_node("sync", ends, ("train",), "sync").build().run(CONTEXT, **options)
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
@@ -59,16 +59,17 @@ def test_every_node_gets_the_context_and_all_outputs_in_the_order_of_its_deps() 
     order: list[str] = []
     assert walk(pipeline, on_node=lambda node: order.append(node.name)) == {}
     assert seen == {"rollout": (), "left": (1,), "right": (1,), "train": ("r", 1, "l"), "after": (None, "l")}
-    assert order == ["rollout", "left", "right", "train", "after"]
+    assert order == ["rollout", "left", "right", "train", "after", "sync"]
 
 
 def test_metrics_are_collected_with_the_seconds_of_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter([10.0, 10.5, 20.0, 24.0])
+    ticks = iter([10.0, 10.5, 20.0, 24.0, 30.0, 31.0])
     monkeypatch.setattr("embodrl.pipelines.graph.time.perf_counter", lambda: next(ticks))
     pipeline = source(lambda: ("batch", {"a": 1.0, "b": None}))
     pipeline.add_node("train", lambda context, batch: (None, {"a": 2, "c": np.float32(0.5)}), ("rollout",), "train")
-    metrics = pipeline.build().run(CONTEXT)
-    assert metrics == {"a": 2, "b": None, "c": 0.5, "time/rollout_s": 0.5, "time/train_s": 4.0}
+    metrics = pipeline.add_node("sync", ends, ("train",), "sync").build().run(CONTEXT)
+    times = {"time/rollout_s": 0.5, "time/train_s": 4.0, "time/sync_s": 1.0}
+    assert metrics == {"a": 2, "b": None, "c": 0.5} | times
     assert type(metrics["c"]) is float
 
 
