@@ -14,7 +14,7 @@ from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError
+from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError, PipelineError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
@@ -130,7 +130,13 @@ class Runner:
         start = time.perf_counter()
         context = Context(self.config, self.iteration, self.engine, self.rollout, self.rewards, self.shuffle)
         metrics = self.graph.run(context, on_node=lambda node: self.console.phase(node.name))
-        env_steps = int(metrics.pop("env_steps", None) or 0)
+        steps = metrics.pop("env_steps", None)
+        if steps is None:
+            raise PipelineError(
+                f"no node of the pipeline '{self.graph.name}' reports how many steps were simulated",
+                "return (batch, {'env_steps': STEPS}) from the node that gathers experience",
+            )
+        env_steps = int(steps)
         self.iteration += 1
         self.env_steps += env_steps
         self.saved = False

@@ -21,7 +21,7 @@ ROLES: dict[str, str] = {
     "proximal": "log-probs under the policy that the update begins with",
     "advantage": "advantages and returns",
     "train": "updates the weights; exactly one",
-    "sync": "hands the new weights to the rollout",
+    "sync": "hands the new weights to the rollout; at least one, after the node that trains",
     "compute": "anything else, and others use what it returns",
     "sink": "anything else that nobody depends on, such as a log",
 }
@@ -185,21 +185,32 @@ def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     for name in train[1:]:
         message = f"has the role 'train', and so has '{train[0]}'"
         yield PipelineProblem(name, message, "one node trains; several losses are one function of algorithm.loss_type")
-    if all(spec.role != "rollout" for spec in specs):
-        yield PipelineProblem("", "no node has the role 'rollout'", "add one, e.g. embodrl.pipelines.nodes:rollout")
+    for role in ("rollout", "sync"):
+        if all(spec.role != role for spec in specs):
+            yield PipelineProblem("", f"no node has the role '{role}'", f"add one, e.g. embodrl.pipelines.nodes:{role}")
 
 
 def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
-    """Yield rollouts that the training does not depend on: one of them might be interrupted after it."""
-    train = [spec.name for spec in specs if spec.role == "train"]
+    """Yield rollouts that the training does not depend on, which might be interrupted after it, and early syncs."""
     deps = {spec.name: spec.deps for spec in specs}
-    upstream, todo = set[str](), train[:1]
-    while todo:
-        name = todo.pop()
-        if name not in upstream:
-            upstream.add(name)
-            todo += deps[name]
+    train = next((spec.name for spec in specs if spec.role == "train"), None)
+    if train is None:
+        return
     for spec in specs:
-        if train and spec.role in ("rollout", "dynamic_sampling") and spec.name not in upstream:
-            message = f"'{train[0]}', which trains, does not depend on it"
-            yield PipelineProblem(spec.name, message, f"lead its output to '{train[0]}'")
+        if spec.role in ("rollout", "dynamic_sampling") and spec.name not in _upstream(train, deps):
+            message = f"'{train}', which trains, does not depend on it"
+            yield PipelineProblem(spec.name, message, f"lead its output to '{train}'")
+        elif spec.role == "sync" and train not in _upstream(spec.name, deps):
+            message = f"does not depend on '{train}', so the weights might be those before the update"
+            yield PipelineProblem(spec.name, message, f"name '{train}' in its deps")
+
+
+def _upstream(name: str, deps: dict[str, tuple[str, ...]]) -> set[str]:
+    """Return a node and all that it depends on."""
+    found, todo = set[str](), [name]
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found.add(one)
+            todo += deps[one]
+    return found

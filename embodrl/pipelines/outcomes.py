@@ -15,7 +15,7 @@ def outcome_of(result: Any) -> tuple[Any, Metrics]:
     """Return the value and the metrics of what a node returned: ``value``, ``(value, metrics)`` or None.
 
     Raises:
-        TypeError: there are metrics, and they are not numbers by name.
+        TypeError: there are metrics, and they are not numbers by name, or have a name that is taken.
     """
     pair = cast(tuple[Any, ...], result) if isinstance(result, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[1], dict):
@@ -25,6 +25,8 @@ def outcome_of(result: Any) -> tuple[Any, Metrics]:
     for name, number in cast(dict[Any, Any], metrics).items():
         if not isinstance(name, str) or not (number is None or isinstance(number, Real)):
             raise TypeError(f"the metric {name!r}, which is {described(number)}")
+        if name == "iteration":
+            raise TypeError("a metric called 'iteration', which is the name of the run's own")
         found[name] = number if number is None or isinstance(number, int | float) else float(number)
     return value, found
 

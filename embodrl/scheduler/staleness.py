@@ -23,7 +23,7 @@ class StalenessGate:
         rejected: shards finished and not trained on: filtered out, or too old.
         running: version at which each running shard began, by number.
         waiting: the same of shards that are finished and not given out yet.
-        given_out: shards that the present update trains on.
+        given_out: the same of shards that the present update trains on, or has turned down.
     """
 
     max_staleness: int
@@ -33,12 +33,12 @@ class StalenessGate:
     rejected: int = 0
     running: dict[int, int] = field(default_factory=dict[int, int])
     waiting: dict[int, int] = field(default_factory=dict[int, int])
-    given_out: int = 0
+    given_out: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def accepted(self) -> int:
         """Shards finished and kept since the start of the run: trained on, given out, or waiting for it."""
-        return self.version * self.batch_size + min(self.given_out, self.batch_size) + len(self.waiting)
+        return self.version * self.batch_size + min(len(self.given_out), self.batch_size) + len(self.waiting)
 
     def capacity(self) -> int:
         """Return how many shards may begin now."""
@@ -86,10 +86,15 @@ class StalenessGate:
     def give_out(self, chosen: list[int]) -> None:
         """Note that the present update trains on these shards; beyond B, it turned some of them down."""
         for shard in chosen:
-            del self.waiting[shard]
-        self.given_out += len(chosen)
+            self.given_out[shard] = self.waiting.pop(shard)
+
+    def take_back(self) -> None:
+        """Note that there is no update; the shards given out wait for the next one."""
+        self.waiting |= self.given_out
+        self.given_out.clear()
 
     def update(self, version: int) -> None:
         """Note that the update is done."""
-        self.rejected += max(0, self.given_out - self.batch_size)
-        self.version, self.given_out = version, 0
+        self.rejected += max(0, len(self.given_out) - self.batch_size)
+        self.version = version
+        self.given_out.clear()

@@ -87,10 +87,11 @@ class AsyncRolloutWorker:
         with self._changed:
             while (chosen := self._choose()) is None:
                 if self.should_stop():
+                    self.gate.take_back()  # what the update has had so far, if this is not its first batch
                     raise InterruptedError
                 self._changed.wait(_POLL_S)
             self.gate.give_out(chosen)
-            batches = [self._finished.pop(shard) for shard in chosen]
+            batches = [self._finished[shard] for shard in chosen]
             dropped, self._env_steps_dropped = self._env_steps_dropped, 0
             metrics: Metrics = {
                 "staleness/queue": float(len(self.gate.waiting)),
@@ -121,6 +122,8 @@ class AsyncRolloutWorker:
         """See RolloutSource; further shards may begin."""
         self.engine.update_weights(weights, version)
         with self._changed:
+            for shard in self.gate.given_out:
+                del self._finished[shard]
             self.gate.update(version)
             self._changed.notify_all()
 

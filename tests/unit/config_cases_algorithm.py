@@ -61,4 +61,21 @@ ALGORITHMS = [
         ("algorithm.srpo={enabled: true,encoder: resnet}",),
     ),
     Wrong("unknown KL estimator", "algorithm.kl.estimator", "k1, k2, k3", ("algorithm.kl.estimator=k4",)),
+    Wrong("misspelt pipeline", "pipeline.name", "nearest:  grpo", ("pipeline.name=gprpo",)),
+    Wrong("two pipelines", "pipeline.fn", "exclude each other", ("pipeline.fn='math:fsum'", "pipeline.name=ppo")),
+    Wrong("pipeline of no module", "pipeline.fn", "no_such_module", ("pipeline.fn='no_such_module:f'",)),
+    Wrong("pipeline that is no function", "pipeline.fn", "not a function", ("pipeline.fn='math:pi'",)),
+    Wrong("pipeline that is none", "pipeline.fn", "returned str, not a Pipeline", ("pipeline.fn='builtins:repr'",)),
+    Wrong("pipeline that fails", "pipeline.fn", "raised TypeError", ("pipeline.fn='math:fsum'",)),
+    Wrong(
+        "another algorithm's pipeline", "pipeline.name", "belongs to algorithm.adv_type=rloo", ("pipeline.name=rloo",)
+    ),
+    Wrong("sampling, no filter", "pipeline.name", "algorithm.filter.enabled=true, and it is", ("pipeline.name=dapo",)),
+    Wrong(
+        "filter without sampling",
+        "pipeline.name",
+        "needs a node of the role 'dynamic_sampling'",
+        ("pipeline.name=ppo", "algorithm.filter.enabled=true", "algorithm.group_size=8"),
+    ),
+    Wrong("function among the presets", "pipeline", "pipeline.fn=my.module:build", ("pipeline='my.module:build'",)),
 ]
