@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from embodrl.algorithms.advantages import compute_advantages
+from embodrl.algorithms.decoupled import needs_proximal
 from embodrl.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
@@ -141,6 +142,8 @@ class Runner:
         reward_metrics = self.rewards.apply(batch)
         if self.needs_reference:
             batch.ref_logprobs = self.engine.reference_logprobs(batch, self.config.algorithm)
+        if needs_proximal(self.config.algorithm):
+            batch.prox_logprobs = self.engine.proximal_logprobs(batch, self.config.algorithm)
         advantages = compute_advantages(batch, self.config.algorithm)
         train_metrics = self.engine.update(batch, advantages, self.config.algorithm, self.shuffle)
         self.iteration += 1

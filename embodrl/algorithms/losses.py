@@ -34,7 +34,11 @@ class LossCounts:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss with its gradient, and detached scalars to log."""
+    """A loss with its gradient, and detached scalars to log.
+
+    Metrics of micro-batches and updates are added up and averaged; of those whose name ends in ``_max`` the largest
+    counts.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -88,7 +92,7 @@ def element_counts(valid: Tensor, action_dim: int, level: Level) -> Tensor:
     return valid.sum(-1) * (action_dim if level == "token_level" else 1)
 
 
-def _importance(log_ratio: Tensor, valid: Tensor, level: Level, length_normalized: bool) -> tuple[Tensor, Tensor]:
+def reduce_to_ratio(log_ratio: Tensor, valid: Tensor, level: Level, length_normalized: bool) -> tuple[Tensor, Tensor]:
     """Return log ratios at a level and their mask; ``log_ratio float32[N,C,A]``, 0 where not valid."""
     at_level, mask = reduce_to_level(log_ratio, valid, level)
     if length_normalized and level != "token_level":
@@ -135,13 +139,16 @@ def actor_loss(
     entropy_type: Level = "token_level",
     entropy_bonus: float = 0.0,
     weights: Tensor | None = None,
+    prox_logprobs: Tensor | None = None,
+    behavior_weights: Tensor | None = None,
     counts: LossCounts | None = None,
 ) -> LossOutput:
     """The clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with one clip range a side, and entropy.
 
     Variants: dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5); the length-normalised ratio of GSPO (Zheng et al.
     2025, arXiv 2507.18071, eq. 7), the sequence being a chunk, that is what the policy answers to one observation; the
-    log ratio in place of the ratio and the policy drift of CPGD (Liu et al. 2025, arXiv 2505.12504).
+    log ratio in place of the ratio and the policy drift of CPGD (Liu et al. 2025, arXiv 2505.12504); decoupled PPO
+    (see ``decoupled.py``), in which ratio, drift and their metrics are relative to the proximal policy.
 
     Args:
         logprobs: ``float32[N,C,A]`` under the present policy.
@@ -162,6 +169,9 @@ def actor_loss(
         entropy_type: level at which the entropy is averaged.
         entropy_bonus: weight of the entropy.
         weights: ``float32[N]`` of the chunks in all but the entropy, 1 on average over the ratios; None for all 1.
+        prox_logprobs: ``float32[N,C,A]`` under the policy that the ratio is taken to; None for the one that acted.
+        behavior_weights: factors of surrogate and drift, without gradient, that broadcast to the ratios: ``[N,1,1]``,
+            or ``[N,C,A]`` where the ratio is per token; None for all 1. A weight of 0 does not change the count.
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
@@ -169,21 +179,27 @@ def actor_loss(
         ratios outside the range), ``ratio_mean`` and, where asked for, ``entropy``, ``drift`` and ``ref_kl``.
 
     Raises:
-        EmbodrlError: ``logprob_type`` is chunk level and the advantages are per action; or a KL without a reference.
+        EmbodrlError: ``logprob_type`` is chunk level and the advantages are per action; or a KL without a reference;
+            or the behaviour weights are finer than the ratio.
     """
     _check_levels(logprob_type, advantages)
     if counts is None:
         counts = count_elements(
             valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type
         )
-    token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - old_logprobs, 0.0)
-    log_ratio, mask = _importance(token_log_ratio, valid, logprob_type, length_normalized_ratio)
+    anchor = old_logprobs if prox_logprobs is None else prox_logprobs
+    token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - anchor, 0.0)
+    log_ratio, mask = reduce_to_ratio(token_log_ratio, valid, logprob_type, length_normalized_ratio)
     clips = (clip_ratio_low, clip_ratio_high, clip_ratio_dual)
     objective, outside = _surrogate(log_ratio, advantages.unsqueeze(-1), surrogate, *clips)
+    if behavior_weights is not None:
+        _check_weights(behavior_weights, log_ratio)
+        objective = behavior_weights * objective
     policy_loss = -_total(torch.where(mask, objective, 0.0), weights) / counts.policy
     extra: dict[str, Tensor] = {}
     if drift_coef:
-        extra["drift"] = _total(torch.where(mask, policy_drift(log_ratio), 0.0), weights) / counts.policy
+        drift = policy_drift(log_ratio) if behavior_weights is None else behavior_weights * policy_drift(log_ratio)
+        extra["drift"] = _total(torch.where(mask, drift, 0.0), weights) / counts.policy
         policy_loss = policy_loss + drift_coef * extra["drift"]
     loss = policy_loss
     if kl_coef:
@@ -201,6 +217,15 @@ def _check_levels(logprob_type: Level, advantages: Tensor) -> None:
         raise EmbodrlError(
             "a ratio per chunk can't be weighted by an advantage per action",
             "set algorithm.reward_type to chunk_level or algorithm.logprob_type to action_level",
+        )
+
+
+def _check_weights(behavior_weights: Tensor, log_ratio: Tensor) -> None:
+    shapes = [log_ratio.shape, (log_ratio.shape[0], 1, 1)]
+    if behavior_weights.shape not in shapes:
+        raise EmbodrlError(
+            f"behaviour weights {list(behavior_weights.shape)} do not fit ratios {list(log_ratio.shape)}",
+            "set algorithm.decoupled.level to chunk or episode, or algorithm.logprob_type to token_level",
         )
 
 
