@@ -147,8 +147,7 @@ def actor_loss(
 
     Variants: dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5); the length-normalised ratio of GSPO (Zheng et al.
     2025, arXiv 2507.18071, eq. 7), the sequence being a chunk, that is what the policy answers to one observation; the
-    log ratio in place of the ratio and the policy drift of CPGD (Liu et al. 2025, arXiv 2505.12504); decoupled PPO
-    (see ``decoupled.py``), in which ratio, drift and their metrics are relative to the proximal policy.
+    log ratio in place of the ratio and the policy drift of CPGD (Liu et al. 2025, arXiv 2505.12504).
 
     Args:
         logprobs: ``float32[N,C,A]`` under the present policy.
@@ -166,12 +165,11 @@ def actor_loss(
         kl_coef: weight of the KL to the reference.
         kl_estimator: of that KL.
         entropy: ``float32[N,C,A]`` in nats, or None.
-        entropy_type: level at which the entropy is averaged.
+        entropy_type: level of its average.
         entropy_bonus: weight of the entropy.
         weights: ``float32[N]`` of the chunks in all but the entropy, 1 on average over the ratios; None for all 1.
-        prox_logprobs: ``float32[N,C,A]`` under the policy that the ratio is taken to; None for the one that acted.
-        behavior_weights: factors of surrogate and drift, without gradient, that broadcast to the ratios: ``[N,1,1]``,
-            or ``[N,C,A]`` where the ratio is per token; None for all 1. A weight of 0 does not change the count.
+        prox_logprobs: ``float32[N,C,A]``; ratio and drift are relative to it if given (decoupled PPO, decoupled.py).
+        behavior_weights: ``float32[N,1,1]``, or of the ratios' shape, factors of surrogate and drift; None for all 1.
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
@@ -179,28 +177,19 @@ def actor_loss(
         ratios outside the range), ``ratio_mean`` and, where asked for, ``entropy``, ``drift`` and ``ref_kl``.
 
     Raises:
-        EmbodrlError: ``logprob_type`` is chunk level and the advantages are per action; or a KL without a reference;
-            or the behaviour weights are finer than the ratio.
+        EmbodrlError: advantages or behaviour weights are finer than the ratio; or a KL without a reference.
     """
     _check_levels(logprob_type, advantages)
-    if counts is None:
-        counts = count_elements(
-            valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type
-        )
-    anchor = old_logprobs if prox_logprobs is None else prox_logprobs
-    token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - anchor, 0.0)
+    counts = counts or count_elements(
+        valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type
+    )
+    before = old_logprobs if prox_logprobs is None else prox_logprobs
+    token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - before, 0.0)
     log_ratio, mask = reduce_to_ratio(token_log_ratio, valid, logprob_type, length_normalized_ratio)
     clips = (clip_ratio_low, clip_ratio_high, clip_ratio_dual)
     objective, outside = _surrogate(log_ratio, advantages.unsqueeze(-1), surrogate, *clips)
-    if behavior_weights is not None:
-        _check_weights(behavior_weights, log_ratio)
-        objective = behavior_weights * objective
-    policy_loss = -_total(torch.where(mask, objective, 0.0), weights) / counts.policy
-    extra: dict[str, Tensor] = {}
-    if drift_coef:
-        drift = policy_drift(log_ratio) if behavior_weights is None else behavior_weights * policy_drift(log_ratio)
-        extra["drift"] = _total(torch.where(mask, drift, 0.0), weights) / counts.policy
-        policy_loss = policy_loss + drift_coef * extra["drift"]
+    factors = (behavior_weights, weights)
+    policy_loss, extra = _policy_loss(objective, log_ratio, mask, factors, drift_coef, counts.policy)
     loss = policy_loss
     if kl_coef:
         extra["ref_kl"] = _total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
@@ -220,13 +209,33 @@ def _check_levels(logprob_type: Level, advantages: Tensor) -> None:
         )
 
 
-def _check_weights(behavior_weights: Tensor, log_ratio: Tensor) -> None:
-    shapes = [log_ratio.shape, (log_ratio.shape[0], 1, 1)]
-    if behavior_weights.shape not in shapes:
+def _policy_loss(
+    objective: Tensor,
+    log_ratio: Tensor,
+    mask: Tensor,
+    factors: tuple[Tensor | None, Tensor | None],
+    drift_coef: float,
+    num_ratios: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, with the drift, and the drift by itself if it has a weight.
+
+    ``factors`` are behaviour weights of ratios and weights of chunks. What a weight of 0 masks is still counted.
+    """
+    behavior, of_chunks = factors
+    if behavior is not None and behavior.shape not in (mask.shape, (len(mask), 1, 1)):
         raise EmbodrlError(
-            f"behaviour weights {list(behavior_weights.shape)} do not fit ratios {list(log_ratio.shape)}",
+            f"behaviour weights {list(behavior.shape)} do not fit ratios {list(mask.shape)}",
             "set algorithm.decoupled.level to chunk or episode, or algorithm.logprob_type to token_level",
         )
+
+    def mean(x: Tensor) -> Tensor:
+        return _total(torch.where(mask, x if behavior is None else behavior * x, 0.0), of_chunks) / num_ratios
+
+    loss = -mean(objective)
+    if not drift_coef:
+        return loss, {}
+    drift = mean(policy_drift(log_ratio))
+    return loss + drift_coef * drift, {"drift": drift}
 
 
 def _total(x: Tensor, weights: Tensor | None) -> Tensor:

@@ -45,8 +45,13 @@ ALGORITHMS = [
         ("algorithm.filter={enabled: true,min_rate: 0.3,max_rate: 0.4}", "algorithm.group_size=4"),
     ),
     Wrong("dual clip within the clip", "algorithm.clip_ratio_dual", "cut into it", ("algorithm.clip_ratio_dual=1.1",)),
-    Wrong("decoupled as a number", "algorithm.decoupled", "section", ("algorithm.decoupled=2",)),
-    Wrong("cap that fresh data reach", "algorithm.decoupled.cap", "a number above 1 or null", ("algorithm.decoupled.cap=1",)),
+    Wrong("decoupled as a number", "algorithm.decoupled", "not a mapping", ("algorithm.decoupled=2",)),
+    Wrong(
+        "cap that fresh data reach",
+        "algorithm.decoupled.cap",
+        "a number above 1 or null",
+        ("algorithm.decoupled.cap=1",),
+    ),
     Wrong("unknown way to cap", "algorithm.decoupled.on_exceed", "mask, clamp", ("algorithm.decoupled.on_exceed=cut",)),
     Wrong(
         "unknown proximal policy",
