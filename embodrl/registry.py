@@ -301,6 +301,8 @@ _LOSS_ARGUMENTS = {
     "logprobs": "",
     "old_logprobs": "",
     "ref_logprobs": "",
+    "prox_logprobs": "",
+    "behavior_weights": "",
     "advantages": "",
     "valid": "",
     "entropy": "",

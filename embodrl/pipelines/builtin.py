@@ -2,7 +2,7 @@
 
 Most algorithms differ in their advantages and losses, which are settings, and share one graph:
 
-    rollout -> reward -> (reference) -> advantage -> train -> sync
+    rollout -> reward -> (reference) -> (proximal) -> advantage -> train -> sync
 """
 
 from __future__ import annotations
@@ -81,4 +81,8 @@ def _add_logprobs(pipeline: Pipeline, config: Config, batch: str) -> str:
     if config.algorithm.kl.coef > 0:
         pipeline.add_node("reference", f"{NODES}:reference", (batch,), "reference")
         batch = "reference"
+    decoupled = config.algorithm.decoupled
+    if decoupled.enabled and decoupled.prox == "recompute":
+        pipeline.add_node("proximal", f"{NODES}:proximal", (batch,), "proximal")
+        batch = "proximal"
     return batch

@@ -46,6 +46,12 @@ def reference(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
     return batch
 
 
+def proximal(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Add the log-probs of the weights that this update begins with (decoupled PPO)."""
+    batch.prox_logprobs = context.engine.proximal_logprobs(batch, context.config.algorithm)
+    return batch
+
+
 def advantage(context: Context, batch: TrajectoryBatch) -> Advantages:
     """Estimate advantages and returns as ``algorithm.adv_type`` says."""
     from embodrl.algorithms.advantages import compute_advantages

@@ -40,6 +40,13 @@ NEEDS = (
         "algorithm.filter.enabled=false",
         True,
     ),
+    Need(
+        "proximal",
+        "algorithm.decoupled with prox=recompute",
+        lambda c: c.algorithm.decoupled.enabled and c.algorithm.decoupled.prox == "recompute",
+        "algorithm.decoupled.enabled=false",
+        True,
+    ),
     Need("reward", "reward.fn", lambda c: c.reward.fn is not None, "reward.fn=null", False),
     Need(
         "reward",
