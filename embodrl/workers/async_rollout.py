@@ -256,6 +256,8 @@ class AsyncRolloutWorker:
     def load_state(self, saved: RolloutState, version: int) -> None:
         """See RolloutSource."""
         state = saved.state
+        if "shards" not in state:
+            raise CheckpointError("the checkpoint is that of a synchronous run", "resume with runner.max_staleness=0")
         if state["batch_size"] != self.gate.batch_size or state["num_envs"] != self.num_envs:
             raise CheckpointError(
                 f"the checkpoint holds rollouts of {state['num_envs']} environments, {state['batch_size']} an update,"

@@ -160,6 +160,10 @@ class RolloutWorker:
 
     def load_state(self, saved: RolloutState, version: int) -> None:
         """See RolloutSource."""
+        if "random" not in saved.state:
+            raise CheckpointError(
+                "the checkpoint is that of an asynchronous run", "resume with runner.max_staleness above 0, as before"
+            )
         processes = len(self.pool.managers)
         if len(saved.blobs) != processes:
             raise CheckpointError(

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine, copy_for_rollout
+from embodrl.hybrid_engines.copies import frozen_copy
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.workers.async_rollout import AsyncRolloutWorker
 from embodrl.workers.rollout import RolloutSource, RolloutWorker
 
@@ -31,7 +32,7 @@ def make_rollout_source(
         return RolloutWorker(config, pool, engine, should_stop, keep_frames)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     apart = NativeRolloutEngine(
-        copy_for_rollout(engine.policy, trained),
+        frozen_copy(engine.policy, trained),
         config.rollout,
         config.algorithm.sampling,
         config.runner.seed,

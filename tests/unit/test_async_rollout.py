@@ -168,9 +168,7 @@ def test_a_checkpoint_loses_and_repeats_nothing(started: Any) -> None:
         expected, _ = plain.worker.gather(version)
         plain.worker.update_weights([], version + 1)
         torch.testing.assert_close(batch.rewards, expected.rewards, rtol=0, atol=0)
-        torch.testing.assert_close(
-            batch.forward_inputs["seen"], expected.forward_inputs["seen"], rtol=0, atol=0
-        )
+        torch.testing.assert_close(batch.forward_inputs["seen"], expected.forward_inputs["seen"], rtol=0, atol=0)
         assert batch.meta == expected.meta
 
 
