@@ -63,6 +63,7 @@ class AsyncRolloutWorker:
         self._again: list[int] = []
         self._finished: dict[int, TrajectoryBatch] = {}
         self._env_steps_dropped = 0
+        self._extra = 0  # shards that the present update asked for beyond its batch
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._drained = False
@@ -74,11 +75,14 @@ class AsyncRolloutWorker:
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource: the shards of an update, once they are there."""
-        self._seconds, self._stats, self._waited_s = Seconds(), EpisodeStats(), 0.0
+        self._seconds, self._stats, self._waited_s, self._extra = Seconds(), EpisodeStats(), 0.0, 0
         return self._gather()
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource: as many shards again."""
+        with self._changed:
+            self._extra += self.gate.batch_size
+            self._changed.notify_all()
         return self._gather()
 
     def _gather(self) -> tuple[TrajectoryBatch, Metrics]:
@@ -125,6 +129,7 @@ class AsyncRolloutWorker:
             for shard in self.gate.given_out:
                 del self._finished[shard]
             self.gate.update(version)
+            self._extra = 0  # they are counted as rejected now
             self._changed.notify_all()
 
     @contextmanager
@@ -194,8 +199,8 @@ class AsyncRolloutWorker:
         """Wait until a shard may begin; return its number, or None at the end."""
         with self._changed:
             while not self._closing and self._failure is None:
-                wanted = self.config.runner.max_iterations * self.gate.batch_size
-                enough = self.gate.accepted + len(self.gate.running) >= wanted
+                wanted = self.config.runner.max_iterations * self.gate.batch_size + self.gate.rejected + self._extra
+                enough = self._next_shard - len(self._again) >= wanted
                 if not (enough or self._drained) and self.gate.capacity():
                     shard = self._again.pop(0) if self._again else self._next_shard
                     self._next_shard = max(self._next_shard, shard + 1)
