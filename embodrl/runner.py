@@ -143,6 +143,7 @@ class Runner:
             batch.ref_logprobs = self.engine.reference_logprobs(batch, self.config.algorithm)
         advantages = compute_advantages(batch, self.config.algorithm)
         train_metrics = self.engine.update(batch, advantages, self.config.algorithm, self.shuffle)
+        self.rollout.update_weights(self.engine.weights(), self.engine.version)
         self.iteration += 1
         self.env_steps += env_steps
         self.saved = False
@@ -233,6 +234,7 @@ class Runner:
             )
         names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
         self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
+        self.rollout.update_weights(self.engine.weights(), self.engine.version)
         self.pool.set_state([checkpoint.blob(f"env_{rank}") for rank in range(processes)])
         if state.get("rewards"):
             self.rewards.load_state(checkpoint.tensors("rewards"))

@@ -134,10 +134,11 @@ class HalfExpert(KnownPolicy):
     pool: Any = None
     SOLVES = (1, 1, 1, 0, 0, 0, 1, 0)
 
-    def act(self, observation: Any, compute_values: bool) -> Any:
+    def act(self, observation: Any, compute_values: bool, generators: Any = None) -> Any:
         output = super().act(observation, compute_values)
         expert = self.pool.parts[0]._env.expert_actions()[:, None]
-        output.actions[:] = expert * torch.tensor(self.SOLVES).view(-1, 1, 1).numpy() * 0.5
+        chosen = expert * torch.tensor(self.SOLVES).view(-1, 1, 1).numpy() * 0.5
+        output.actions[:] = chosen[self.pool.parts[0].going]
         return output
 
 
