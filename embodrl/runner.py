@@ -40,9 +40,9 @@ from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.run_lock import run_lock
 from embodrl.workers.stop import StopSignal
+from embodrl.workers.workflow_rollout import make_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Runner:
         )
         self.rollout_engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
         self.rewards = RewardWorker(config, pool.spec.tasks)
-        self.rollout = RolloutWorker(
+        self.rollout = make_rollout(
             config, pool, self.rollout_engine, lambda: bool(stop), keep_frames=self.rewards.needs_frames
         )
         self.evaluator = Evaluator(config, pool, self.rollout_engine, should_stop=lambda: bool(stop))

@@ -10,6 +10,7 @@ Legend: C actions in a chunk, A action dimensions.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from embodrl.envs.environment import Environment, Tool, ToolResult
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import EnvError
 from embodrl.types import Observation
-
 
 
 @dataclass
@@ -46,6 +46,7 @@ class _Process:
         self.playing: set[int] = set()  # rows with an episode under way
         self.lost: set[int] = set()  # of those, rows whose process has been restarted since
         self.requests = self.calls = 0
+        self.busy_s = 0.0
         self._waiting: list[_Request] = []
         self._pump: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=pool.managers[0].name)
@@ -68,10 +69,12 @@ class _Process:
                     continue
                 before = manager.pid
                 answers: list[Any]
+                clock = time.perf_counter()
                 try:
                     answers = await loop.run_in_executor(self._thread, self._work(batch))
                 except Exception as error:  # noqa: BLE001  (it reaches all who asked)
                     answers = [error] * len(batch)
+                self.busy_s += time.perf_counter() - clock
                 if manager.pid != before:  # restarted: whoever was not asked has lost an episode, too
                     self.lost |= self.playing - {request.row for request in batch}
                 for request, answer in zip(batch, answers, strict=True):
@@ -170,6 +173,10 @@ class AsyncPool:
         """Return one environment a row, in the order of the pool."""
         return [PoolEnvironment(process, row) for process in self._processes for row in range(process.spec.num_envs)]
 
+    def busy_s(self) -> float:
+        """Return the seconds that a process has been at work, on average."""
+        return sum(process.busy_s for process in self._processes) / len(self._processes)
+
     def mean_batch(self) -> float:
         """Return how many calls of environments a request to a process was made of, on average; 0 before the first."""
         requests = sum(process.requests for process in self._processes)
@@ -200,9 +207,9 @@ class PoolEnvironment(Environment):
         """See Environment."""
         if task not in self.spec.tasks:
             raise EnvError(f"there is no task '{task}'", f"choose one of {', '.join(self.spec.tasks)}")
-        self._observation = await self._process.ask(self._row, episode=(seed, self.spec.tasks.index(task)))
-        self._done = False
-        return self._observation
+        observation = await self._process.ask(self._row, episode=(seed, self.spec.tasks.index(task)))
+        self._observation, self._done = observation, False
+        return observation
 
     def list_tools(self) -> list[Tool]:
         """See Environment; the one tool is ``act``."""
@@ -249,7 +256,7 @@ class PoolEnvironment(Environment):
         """See Environment."""
         if self._observation is None:
             raise EnvError("no episode has begun in this environment", "call initialize() first")
-        (row,) = await self._process.ask(self._row, call=("get_row_state", {"row": self._row}))
+        row = await self._process.ask(self._row, call=("get_row_state", {"row": self._row}))
         if self._row in self._process.lost:
             raise EnvError("the episode of this environment was lost with its simulator process", "begin a new one")
         seen = vars(self._observation)

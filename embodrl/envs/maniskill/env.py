@@ -18,7 +18,6 @@ from embodrl.envs.maniskill.tasks import TASKS
 from embodrl.envs.maniskill.video import VideoWriter
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
-
 _COLUMNS = ("_elapsed", "_returned", "_solved", "_seed", "_potential", "_images", "_state")
 
 
