@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_twelve_episodes_at_a_time_on_maniskill_equal_those_in_lockstep() -> Non
         raise
     never: Any = lambda: False  # noqa: E731
     engine: Any = Fixed()
-    with pool:
+    with closing(pool):
         wanted, _ = RolloutWorker(config, pool, engine, never).gather(0)
         pool.call("rebuild")  # what follows a reset depends on its seed alone
         worker = WorkflowRollout(config, pool, engine, never, workflow=ChunkWorkflow())
