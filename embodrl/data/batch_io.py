@@ -103,12 +103,12 @@ def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: 
         BatchError: these are no tensors of a batch.
     """
     tree: dict[str, Any] = {}
-    try:
-        for name, tensor in tensors.items():
+    for name, tensor in tensors.items():
+        try:
             path = json.loads(name)
             _node(tree, path[:-1])[path[-1]] = tensor
-    except (ValueError, TypeError, IndexError) as error:
-        raise BatchError(f"'{name}' is no column of a batch", "read what batch_to_tensors wrote") from error
+        except (ValueError, TypeError, IndexError) as error:
+            raise BatchError(f"'{name}' is no column of a batch", "read what batch_to_tensors wrote") from error
     return TrajectoryBatch(tree, None, meta, batch_size)
 
 

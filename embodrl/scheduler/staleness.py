@@ -11,19 +11,19 @@ class StalenessGate:
 
     A shard is what one stage plays in one go; an update takes ``batch_size`` of them. With v updates done, at most
     ``(max_staleness + v + 1) * batch_size`` shards are accepted or running (AReaL: Fu et al. 2025, arXiv 2505.24298,
-    sec. 5.1, counted in shards). That alone does not bound the staleness: a slow shard may be overtaken again and again.
-    So an update also waits for running shards where leaving them to later ones would make one too old; a shard that
-    began under version b has to be trained on by the update that makes version ``b + max_staleness + 1``.
+    sec. 5.1, counted in shards). That alone does not bound the staleness, since a slow shard may be overtaken again
+    and again. So an update also waits for running shards where leaving them to later updates would make one too old:
+    a shard that began under version b has to be trained on while the version is ``b + max_staleness`` at most.
 
     Attributes:
-        max_staleness: eta, largest number of updates between the weights that chose an action and those it trains.
+        max_staleness: eta, most updates between the weights that chose an action and those it trains.
         batch_size: B, shards an update.
         max_running: C, shards at the same time.
         version: v, updates done.
         rejected: shards finished and not trained on: filtered out, or too old.
         running: version at which each running shard began, by number.
         waiting: the same of shards that are finished and not given out yet.
-        given_out: shards that the present update trains on.
+        given_out: the same of shards that the present update trains on, or has turned down.
     """
 
     max_staleness: int
@@ -33,12 +33,12 @@ class StalenessGate:
     rejected: int = 0
     running: dict[int, int] = field(default_factory=dict[int, int])
     waiting: dict[int, int] = field(default_factory=dict[int, int])
-    given_out: int = 0
+    given_out: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def accepted(self) -> int:
         """Shards finished and kept since the start of the run: trained on, given out, or waiting for it."""
-        return self.version * self.batch_size + min(self.given_out, self.batch_size) + len(self.waiting)
+        return self.version * self.batch_size + min(len(self.given_out), self.batch_size) + len(self.waiting)
 
     def capacity(self) -> int:
         """Return how many shards may begin now."""
@@ -86,10 +86,15 @@ class StalenessGate:
     def give_out(self, chosen: list[int]) -> None:
         """Note that the present update trains on these shards; beyond B, it turned some of them down."""
         for shard in chosen:
-            del self.waiting[shard]
-        self.given_out += len(chosen)
+            self.given_out[shard] = self.waiting.pop(shard)
+
+    def take_back(self) -> None:
+        """Note that there is no update; the shards given out wait for the next one."""
+        self.waiting |= self.given_out
+        self.given_out.clear()
 
     def update(self, version: int) -> None:
         """Note that the update is done."""
-        self.rejected += max(0, self.given_out - self.batch_size)
-        self.version, self.given_out = version, 0
+        self.rejected += max(0, len(self.given_out) - self.batch_size)
+        self.version = version
+        self.given_out.clear()

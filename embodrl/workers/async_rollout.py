@@ -20,9 +20,10 @@ from embodrl.config.schema import Config
 from embodrl.data.batch_io import batch_from_tensors, batch_to_tensors
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
+from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.scheduler.staleness import StalenessGate
-from embodrl.workers.rollout import EpisodeSchedule, RolloutState, make_stages
+from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutState, make_stages
 from embodrl.workers.stage import EpisodeStats, Seconds, Stage
 
 # How long a signal may wait until it is looked at.
@@ -66,35 +67,49 @@ class AsyncRolloutWorker:
         self._failure: BaseException | None = None
         self._drained = False
         self._closing = False
+        self._seconds, self._stats, self._waited_s = Seconds(), EpisodeStats(), 0.0
         self._threads: list[threading.Thread] = []
 
     # -- the side of the trainer --------------------------------------------------------------------------------------
 
-    def gather(self, iteration: int) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-        """Return the shards of an update, once they are there, and metrics.
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource: the shards of an update, once they are there."""
+        self._seconds, self._stats, self._waited_s = Seconds(), EpisodeStats(), 0.0
+        return self._gather()
 
-        Raises:
-            InterruptedError: ``should_stop`` answered True; what was gathered stays.
-        """
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource: as many shards again."""
+        return self._gather()
+
+    def _gather(self) -> tuple[TrajectoryBatch, Metrics]:
         clock = time.perf_counter()
         self._start()
         with self._changed:
             while (chosen := self._choose()) is None:
                 if self.should_stop():
+                    self.gate.take_back()  # what the update has had so far, if this is not its first batch
                     raise InterruptedError
                 self._changed.wait(_POLL_S)
             self.gate.give_out(chosen)
-            batches = [self._finished.pop(shard) for shard in chosen]
-            in_queue, running = len(self.gate.waiting), len(self.gate.running)
+            batches = [self._finished[shard] for shard in chosen]
             dropped, self._env_steps_dropped = self._env_steps_dropped, 0
+            metrics: Metrics = {
+                "staleness/queue": float(len(self.gate.waiting)),
+                "staleness/running": float(len(self.gate.running)),
+                "staleness/rejected_shards": float(self.gate.rejected),
+            }
             self._changed.notify_all()
-        metrics = {
-            "staleness/queue": float(in_queue),
-            "staleness/running": float(running),
-            "staleness/rejected": float(self.gate.rejected),
-            "time/wait_s": time.perf_counter() - clock,
+        self._waited_s += time.perf_counter() - clock
+        for batch in batches:
+            self._stats.merge(EpisodeStats(**batch.meta["episodes"]))
+            self._seconds.env += batch.meta["seconds"]["env"]
+            self._seconds.policy += batch.meta["seconds"]["policy"]
+        metrics |= {
+            "time/env_s": self._seconds.env,
+            "time/policy_s": self._seconds.policy,
+            "time/wait_s": self._waited_s,
         }
-        return self._join(batches, dropped), self._stats(batches) | metrics
+        return _join(batches, dropped), self._stats.metrics() | metrics
 
     def _choose(self) -> list[int] | None:
         if self._failure is not None:
@@ -103,38 +118,18 @@ class AsyncRolloutWorker:
             self._env_steps_dropped += int(self._finished.pop(shard).meta["env_steps"])
         return self.gate.choose()
 
-    def _join(self, batches: list[TrajectoryBatch], dropped_env_steps: int) -> TrajectoryBatch:
-        num_groups = 0
-        for batch in batches:
-            assert batch.group_id is not None
-            batch.group_id = batch.group_id - int(batch.group_id.min()) + num_groups
-            num_groups = int(batch.group_id.max()) + 1
-        env_steps = sum(int(batch.meta["env_steps"]) for batch in batches) + dropped_env_steps
-        parts = [batch.replace() for batch in batches]
-        for part in parts:
-            part.meta = {}
-        whole = TrajectoryBatch.concat(parts)
-        whole.meta["env_steps"] = env_steps
-        return whole
-
-    def _stats(self, batches: list[TrajectoryBatch]) -> dict[str, float | None]:
-        stats, seconds = EpisodeStats(), Seconds()
-        for batch in batches:
-            stats.merge(EpisodeStats(**batch.meta["episodes"]))
-            seconds.env += batch.meta["seconds"]["env"]
-            seconds.policy += batch.meta["seconds"]["policy"]
-        return stats.metrics() | {"time/env_s": seconds.env, "time/policy_s": seconds.policy}
-
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Act with these weights from the next chunk on, and let further shards begin."""
+        """See RolloutSource; further shards may begin."""
         self.engine.update_weights(weights, version)
         with self._changed:
+            for shard in self.gate.given_out:
+                del self._finished[shard]
             self.gate.update(version)
             self._changed.notify_all()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Leave the environments to somebody else: shards under way are played to their end, and none begins.
+        """See RolloutSource: shards under way are played to their end, and none begins.
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
@@ -232,8 +227,11 @@ class AsyncRolloutWorker:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    def forget_history(self) -> None:
+        """See RolloutSource; ``state`` holds no simulators, since a shard that is under way begins anew."""
+
     def state(self) -> RolloutState:
-        """Return what is needed to go on: the shards that wait, and the numbers of those that will begin anew."""
+        """See RolloutSource: the shards that wait, and the numbers of those that will begin anew."""
         with self._changed:
             shards = {
                 str(shard): {
@@ -251,17 +249,19 @@ class AsyncRolloutWorker:
                 "rejected": self.gate.rejected,
                 "env_steps_dropped": self._env_steps_dropped,
                 "batch_size": self.gate.batch_size,
+                "num_envs": self.num_envs,
             }
         return RolloutState(state, tensors)
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """Go on from a state of ``state``.
-
-        Args:
-            saved: that state.
-            version: updates that the weights have seen.
-        """
+        """See RolloutSource."""
         state = saved.state
+        if state["batch_size"] != self.gate.batch_size or state["num_envs"] != self.num_envs:
+            raise CheckpointError(
+                f"the checkpoint holds rollouts of {state['num_envs']} environments, {state['batch_size']} an update,"
+                f" and this run has {self.num_envs} and {self.gate.batch_size}",
+                "resume with env.train.total_num_envs, rollout.pipeline_stages and algorithm.rollout_epoch as before",
+            )
         with self._changed:
             self.gate.version, self.gate.rejected = version, state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}
@@ -271,3 +271,18 @@ class AsyncRolloutWorker:
             }
             self._again, self._next_shard = list(state["again"]), state["next_shard"]
             self._env_steps_dropped = state["env_steps_dropped"]
+
+
+def _join(batches: list[TrajectoryBatch], dropped_env_steps: int) -> TrajectoryBatch:
+    """Return shards as one batch, whose groups have numbers of their own."""
+    parts: list[TrajectoryBatch] = []
+    num_groups = 0
+    for batch in batches:
+        assert batch.group_id is not None
+        part = batch.replace(group_id=batch.group_id - int(batch.group_id.min()) + num_groups)
+        part.meta = {}
+        num_groups = int(part["group_id"].max()) + 1
+        parts.append(part)
+    whole = TrajectoryBatch.concat(parts)
+    whole.meta["env_steps"] = sum(int(batch.meta["env_steps"]) for batch in batches) + dropped_env_steps
+    return whole

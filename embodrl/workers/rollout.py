@@ -5,26 +5,106 @@ Legend: T policy steps (chunks), B environments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodrl.algorithms.episodes import split_episodes
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
+from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.workers.stage import EpisodeStats, Seconds, Stage
 
+Metrics = dict[str, float | None]
+
+
+@dataclass
+class RolloutState:
+    """What a resumed run needs of its rollouts.
+
+    Attributes:
+        state: what can be written as JSON.
+        tensors: groups of tensors by name.
+        blobs: opaque bytes by name.
+    """
+
+    state: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    blobs: dict[str, bytes] = field(default_factory=dict[str, bytes])
+
+
+class RolloutSource(Protocol):
+    """Where the batches that a run trains on come from."""
+
+    config: Config
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """Return the batch of an update, and metrics.
+
+        Raises:
+            InterruptedError: the run is to stop; what was gathered is not lost, or will be gathered again.
+        """
+        ...
+
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        """Return a further batch for the same update; metrics are of all since ``gather``.
+
+        Args:
+            iteration: as for ``gather``.
+            epoch: rollouts that the iteration has had.
+
+        Raises:
+            InterruptedError: as ``gather``.
+        """
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Act with these weights from the next chunk on.
+
+        Args:
+            weights: names and tensors of the policy.
+            version: updates that they have seen.
+        """
+        ...
+
+    def quiet(self) -> Any:
+        """Return a context in which the environments are left to somebody else."""
+        ...
+
+    def forget_history(self) -> None:
+        """See to it that what follows depends on nothing but ``state``."""
+        ...
+
+    def state(self) -> RolloutState:
+        """Return what is needed to go on."""
+        ...
+
+    def load_state(self, saved: RolloutState, version: int) -> None:
+        """Go on from a state of ``state``, with weights that have seen ``version`` updates.
+
+        Raises:
+            CheckpointError: it was made with other settings.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what is under way."""
+        ...
+
 
 class RolloutWorker:
-    """Plays ``rollout_epoch`` rollouts of T chunks in all environments.
+    """Plays ``rollout_epoch`` rollouts of T chunks in all environments, while nothing else happens.
 
     Every rollout begins with fresh episodes, whose seeds follow from ``runner.seed`` and the iteration; environments
-    of a group (``algorithm.group_size``) get the same ones.
+    of a group (``algorithm.group_size``) get the same ones. A rollout that is interrupted leaves simulators and random
+    numbers as if it had never begun.
 
     Args:
         config: the run.
@@ -42,69 +122,77 @@ class RolloutWorker:
         should_stop: Callable[[], bool],
         keep_frames: bool = False,
     ) -> None:
-        self.config = config
-        self.engine = engine
-        self.should_stop = should_stop
+        self.config, self.pool, self.engine, self.should_stop = config, pool, engine, should_stop
         self.schedule = EpisodeSchedule(config, pool.spec.num_envs, len(pool.spec.tasks))
-        self.num_envs = pool.spec.num_envs
         self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
         self.stages = make_stages(config, pool, engine, keep_frames)
-        self.seconds = Seconds()
+        self.seconds, self.stats = Seconds(), EpisodeStats()
+        self._before: list[str] = []
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource."""
+        self.seconds, self.stats = Seconds(), EpisodeStats()
+        self.pool.call("mark", restart=True)
+        self._before = self.engine.random_state()
+        return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
+
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource."""
+        return self._rollouts(iteration, range(epoch, epoch + 1))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Act with these weights from the next chunk on."""
+        """See RolloutSource; where the engine shares the weights, only the version is new."""
         self.engine.update_weights(weights, version)
 
-    def gather(self, iteration: int) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-        """Return a rollout with the present policy, and metrics.
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """See RolloutSource; between two rollouts the environments have nothing to do."""
+        yield
 
-        Raises:
-            InterruptedError: ``should_stop`` answered True.
-        """
-        self.seconds = Seconds()
-        stats = EpisodeStats()
-        selection, wanted = self.config.algorithm.filter, self.config.algorithm.rollout_epoch
-        if selection.enabled:
-            batch, selected = self._gather_mixed(iteration, stats)
-        else:
-            parts = [part for epoch in range(wanted) for part in self._play(iteration, epoch, stats)]
-            batch = TrajectoryBatch.concat(parts)
-            batch.meta["env_steps"] = int(batch.valid.sum())
-            selected = {}
-        metrics = stats.metrics() | selected
-        return batch, metrics | {"time/env_s": self.seconds.env, "time/policy_s": self.seconds.policy}
+    def forget_history(self) -> None:
+        """See RolloutSource; simulators carry history that a checkpoint would have to replay."""
+        self.pool.call("rebuild", restart=True)
 
-    def _gather_mixed(self, iteration: int, stats: EpisodeStats) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-        """Return groups with both successes and failures, from further rollouts if need be (DAPO's dynamic sampling).
+    def state(self) -> RolloutState:
+        """See RolloutSource."""
+        blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state(restart=True))}
+        return RolloutState({"random": self.engine.random_state()}, blobs=blobs)
 
-        DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Groups left over are dropped.
-        """
-        algorithm = self.config.algorithm
-        selection, size = algorithm.filter, algorithm.group_size
-        wanted = algorithm.rollout_epoch * (self.num_envs // size)
-        parts: list[TrajectoryBatch] = []
-        kept, seen, env_steps, rounds = 0, 0, 0, 0
-        for _ in range(algorithm.rollout_epoch + selection.max_resamples):
-            if kept >= wanted:
-                break
-            batch = TrajectoryBatch.concat(self._play(iteration, rounds, stats))
-            rounds += 1
-            env_steps += int(batch.valid.sum())
-            rates = group_success_rates(batch, size)
-            chosen = ((rates > selection.min_rate) & (rates < selection.max_rate)).nonzero().squeeze(-1)
-            seen, chosen = seen + len(rates), chosen[: wanted - kept]
-            kept += len(chosen)
-            parts.append(batch[(chosen.unsqueeze(1) * size + torch.arange(size)).flatten()])
+    def load_state(self, saved: RolloutState, version: int) -> None:
+        """See RolloutSource."""
+        processes = len(self.pool.managers)
+        if len(saved.blobs) != processes:
+            raise CheckpointError(
+                f"the checkpoint was made with {len(saved.blobs)} simulator processes, not with {processes}",
+                f"resume with env.num_processes={len(saved.blobs)}",
+            )
+        self.pool.set_state([saved.blobs[f"env_{rank}"] for rank in range(processes)])
+        try:
+            self.engine.set_random_state(saved.state["random"])
+        except ValueError as error:
+            threads = len(saved.state["random"])
+            raise CheckpointError(
+                f"the checkpoint was made with {threads} threads, not with {self.engine.num_threads}",
+                f"resume with cluster.num_threads={threads}",
+            ) from error
+        self.engine.version = version
+
+    def close(self) -> None:
+        """See RolloutSource; nothing is under way between two rollouts."""
+
+    def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
+        try:
+            parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
+        except InterruptedError:
+            self.engine.set_random_state(self._before)
+            self.pool.call("rewind", restart=True)
+            raise
         batch = TrajectoryBatch.concat(parts)
-        batch.meta["env_steps"] = env_steps
-        return batch, {
-            "rollout/groups_kept": float(kept),
-            "rollout/groups_dropped": float(seen - kept),
-            "rollout/groups_missing": float(wanted - kept),
-            "rollout/resamples": float(max(rounds - algorithm.rollout_epoch, 0)),
-        }
+        batch.meta["env_steps"] = int(batch.valid.sum())
+        times: Metrics = {"time/env_s": self.seconds.env, "time/policy_s": self.seconds.policy}
+        return batch, self.stats.metrics() | times
 
-    def _play(self, iteration: int, epoch: int, stats: EpisodeStats) -> list[TrajectoryBatch]:
+    def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return one rollout of all environments, a batch a stage.
 
         Raises:
@@ -128,7 +216,7 @@ class RolloutWorker:
         groups = self.schedule.group_ids(epoch)
         batches = [stage.stack(groups[stage.rows]) for stage in self.stages]
         for stage in self.stages:
-            stats.merge(stage.stats)
+            self.stats.merge(stage.stats)
             self.seconds.env += stage.seconds.env
             self.seconds.policy += stage.seconds.policy
         return batches
@@ -168,17 +256,3 @@ def make_stages(config: Config, pool: EnvPool, engine: NativeRolloutEngine, keep
     size = pool.spec.num_envs // len(pools)
     rows = [slice(i * size, (i + 1) * size) for i in range(len(pools))]
     return [Stage(config, part, engine, mine, keep_frames) for part, mine in zip(pools, rows, strict=True)]
-
-
-def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:
-    """Return ``float32[B / group_size]``: the part of a group's episodes that succeeded; lost ones do not count.
-
-    A group without episodes has a rate of 0.
-    """
-    assert batch.success is not None
-    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-    known = ~episodes.lost
-    group = episodes.column[known] // group_size
-    count = torch.zeros(batch.success.shape[1] // group_size)
-    successes = count.clone().index_add_(0, group, episodes.of(batch.success)[known].float())
-    return successes / count.index_add_(0, group, torch.ones(len(group))).clamp_min(1)

@@ -20,8 +20,7 @@ from embodrl.hybrid_engines.async_engine import AsyncEngine, EpisodeEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.registry import LOSSES, import_workflow
 from embodrl.scheduler.task_runner import AsyncTaskRunner, TaskResult
-from embodrl.workers.rollout import RolloutWorker
-from embodrl.workers.stage import EpisodeStats
+from embodrl.workers.rollout import Metrics, RolloutWorker
 from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
 
 logger = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class WorkflowRollout(RolloutWorker):
         workflow: RolloutWorkflow | None = None,
     ) -> None:
         super().__init__(config, pool, engine, should_stop, keep_frames)
-        self.pool, self.keep_frames = pool, keep_frames
+        self.keep_frames, self.num_envs = keep_frames, pool.spec.num_envs
         if workflow is None:
             assert config.rollout.workflow is not None
             workflow = cast("RolloutWorkflow", import_workflow(config.rollout.workflow))
@@ -70,8 +69,8 @@ class WorkflowRollout(RolloutWorker):
         self._failed = self._rejected = 0
         self._mean_batches: list[tuple[float, float]] = []
 
-    def gather(self, iteration: int) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-        """Return a rollout with the present policy, and metrics.
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource.
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
@@ -80,7 +79,10 @@ class WorkflowRollout(RolloutWorker):
         """
         self._failed = self._rejected = 0
         self._mean_batches = []
-        batch, metrics = super().gather(iteration)
+        return super().gather(iteration)
+
+    def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
+        batch, metrics = super()._rollouts(iteration, epochs)
         env_batch, policy_batch = (sum(column) / len(column) for column in zip(*self._mean_batches, strict=True))
         return batch, metrics | {
             "workflow/failed_episodes": float(self._failed),
@@ -89,7 +91,7 @@ class WorkflowRollout(RolloutWorker):
             "workflow/policy_batch": policy_batch,
         }
 
-    def _play(self, iteration: int, epoch: int, stats: EpisodeStats) -> list[TrajectoryBatch]:
+    def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return the episodes of all environments as one batch.
 
         Raises:
@@ -116,7 +118,7 @@ class WorkflowRollout(RolloutWorker):
         self.seconds.policy += engine.busy_s
         self._mean_batches.append((environments.mean_batch(), engine.mean_batch()))
         trajectories = self._trajectories(results)
-        self._count(trajectories, stats)
+        self._count(trajectories)
         groups = self.schedule.group_ids(epoch)
         return [stack_trajectories(trajectories, self.num_steps, groups, self.bootstrap, self.keep_frames)]
 
@@ -163,7 +165,8 @@ class WorkflowRollout(RolloutWorker):
             f"mend {self.config.rollout.workflow or type(self.workflow).__name__}",
         ) from (errors[0] if errors else None)
 
-    def _count(self, trajectories: list[Trajectory | None], stats: EpisodeStats) -> None:
+    def _count(self, trajectories: list[Trajectory | None]) -> None:
+        stats = self.stats
         for trajectory in trajectories:
             if trajectory is None:
                 continue
@@ -174,11 +177,3 @@ class WorkflowRollout(RolloutWorker):
                 stats.successes += trajectory.success
                 stats.returns += trajectory.total_reward
                 stats.lengths += trajectory.num_actions
-
-
-def make_rollout(
-    config: Config, pool: EnvPool, engine: NativeRolloutEngine, should_stop: Callable[[], bool], keep_frames: bool
-) -> RolloutWorker:
-    """Return what plays the episodes of a run: in lockstep, or by a workflow."""
-    kind = RolloutWorker if config.rollout.workflow is None else WorkflowRollout
-    return kind(config, pool, engine, should_stop, keep_frames)

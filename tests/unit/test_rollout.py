@@ -50,11 +50,15 @@ class LocalPool:
         self.spec = self._env.spec
         self.resets: list[tuple[list[int], list[int]]] = []
         self.pending: EnvStep | None = None
+        self.called: list[str] = []
 
     def split(self, num_parts):
         parts = [LocalPool(self._config, self.spec.num_envs // num_parts, self._faults) for _ in range(num_parts)]
         self.parts = parts
         return parts
+
+    def call(self, method, *, restart=False):
+        self.called.append(method)
 
     def reset(self, seeds, task_ids):
         self.resets.append((seeds.tolist(), task_ids.tolist()))
@@ -93,6 +97,15 @@ class KnownPolicy:
     def update_weights(self, weights, version):
         assert not list(weights)
         self.version = version
+
+    def make_generators(self, seed):
+        return [torch.Generator().manual_seed(sum(seed))]
+
+    def random_state(self):
+        return ["before"]
+
+    def set_random_state(self, states):
+        self.restored = states
 
     def act(self, observation: Observation, compute_values: bool, generators=None) -> PolicyOutput:
         self.seen.append(observation.batch_size)

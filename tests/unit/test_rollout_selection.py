@@ -11,7 +11,7 @@ from test_algorithm_keys import HalfExpert
 from test_rollout import CHUNK, KnownPolicy, config_of, worker_of
 
 from embodrl.envs.toy import ToyVectorEnv
-from embodrl.workers.rollout import group_success_rates
+from embodrl.workers.dynamic_sampling import group_success_rates, sample_mixed_groups
 
 # Success of the groups of two that HalfExpert plays: both, one, none, one.
 FOUR_GROUPS = (
@@ -27,7 +27,11 @@ FOUR_GROUPS = (
 def gather(*overrides: str, iteration: int = 0) -> Any:
     policy = HalfExpert()
     worker, policy.pool = worker_of(config_of(*FOUR_GROUPS, *overrides), policy)
-    return worker.gather(iteration)
+    batch, metrics = worker.gather(iteration)
+    if not worker.config.algorithm.filter.enabled:
+        return batch, metrics
+    batch, selected = sample_mixed_groups(worker, batch, iteration)
+    return batch, metrics | selected
 
 
 def test_success_rates_of_groups() -> None:

@@ -101,6 +101,16 @@ def test_what_is_turned_down_makes_room() -> None:
     assert gate.rejected == 2 and gate.accepted == 2 and gate.capacity() == 4
 
 
+def test_what_an_interrupted_update_was_given_waits_for_the_next() -> None:
+    gate = StalenessGate(1, batch_size=1, max_running=2)
+    for shard in range(2):
+        gate.begin(shard)
+        gate.finish(shard)
+    gate.give_out([0])
+    gate.take_back()
+    assert gate.choose() == [0] and gate.capacity() == 0 and not gate.given_out
+
+
 def test_a_lower_bound_makes_waiting_shards_too_old() -> None:
     gate = StalenessGate(1, batch_size=1, max_running=4, version=6, waiting={9: 2, 10: 5, 11: 6})
     assert gate.drop_too_old() == [9] and gate.rejected == 1

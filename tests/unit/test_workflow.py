@@ -58,6 +58,12 @@ class Compass:
     def row_generators(self, seeds: Any) -> None:
         return None
 
+    def random_state(self) -> list[str]:
+        return []
+
+    def set_random_state(self, states: list[str]) -> None:
+        assert states == []
+
     def act(self, observation: Observation, compute_values: bool, generators: Any = None) -> PolicyOutput:
         self.threads.add(threading.current_thread().name)
         batch = observation.batch_size

@@ -23,7 +23,7 @@ def workflow_exists(context: Context) -> Iterator[Finding]:
             yield Finding(KEY, error.message, remedy, "module:Class, or null")
 
 
-@rule(KEY, "env.train.auto_reset", "env.sim_backend", "env.env_type", "rollout.pipeline_stages")
+@rule(KEY, "env.train.auto_reset", "env.sim_backend", "env.env_type", "rollout.pipeline_stages", "runner.max_staleness")
 def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
     """A workflow begins and ends episodes itself, each in an environment that waits for it."""
     config = context.config
@@ -38,3 +38,6 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
     if config.rollout.pipeline_stages > 1:
         message = f"{config.rollout.pipeline_stages} stages have no effect on the episodes of a workflow"
         yield Finding("rollout.pipeline_stages", message, "set rollout.pipeline_stages=1", "1", others=(KEY,))
+    if config.runner.max_staleness > 0:
+        message = f"workflows play synchronously, and a staleness of {config.runner.max_staleness} would have no effect"
+        yield Finding("runner.max_staleness", message, "set runner.max_staleness=0", "0", others=(KEY,))
