@@ -19,6 +19,7 @@ class Benchmark(StrEnum):
     e2e = "e2e"
     inference = "inference"
     asynchrony = "async"
+    tasks = "tasks"
 
 
 def bench(
@@ -34,6 +35,7 @@ def bench(
     e2e        environment steps a second of a whole training iteration, and where the time goes
     inference  actions a second of every model family, against the plain way of their reference implementations
     async      rollouts beside training, against taking turns, and the ideal of both
+    tasks      coroutines a second of the asynchronous task runner, against asyncio.gather
 
     \b
     Examples:
