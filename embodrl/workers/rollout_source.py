@@ -20,7 +20,7 @@ def make_rollout_source(
     should_stop: Callable[[], bool],
     keep_frames: bool,
 ) -> RolloutSource:
-    """Return what ``rollout.workflow`` or ``runner.max_staleness`` asks for.
+    """Return what ``runner.max_staleness`` and ``rollout.workflow`` ask for.
 
     Args:
         config: the run.
@@ -29,10 +29,9 @@ def make_rollout_source(
         should_stop: asked now and then; True interrupts a rollout.
         keep_frames: keep what the first camera sees.
     """
-    if config.rollout.workflow is not None:
-        return WorkflowRollout(config, pool, engine, should_stop, keep_frames)
     if config.runner.max_staleness == 0:
-        return RolloutWorker(config, pool, engine, should_stop, keep_frames)
+        worker = RolloutWorker if config.rollout.workflow is None else WorkflowRollout
+        return worker(config, pool, engine, should_stop, keep_frames)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     apart = NativeRolloutEngine(
         frozen_copy(engine.policy, trained),
