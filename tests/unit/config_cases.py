@@ -32,6 +32,8 @@ BASE = (
     "sft.max_steps=1000",
 )
 
+NO_AUTO_RESET = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
+
 FORM = [
     Wrong("misspelt key", "algorithm.gama", "algorithm.gamma", ("algorithm.gama=0.9",)),
     Wrong("misspelt key with plus", "runner.sed", "runner.seed", ("+runner.sed=3",)),
@@ -140,8 +142,18 @@ RULES = [
         "set it to 8 or 10",
         ("env.eval.total_num_envs=9",),
     ),
-    Wrong("workflow of no module", "rollout.workflow", "no_such_module", ("rollout.workflow='no_such_module:W'",)),
-    Wrong("workflow that is none", "rollout.workflow", "run_episode", ("rollout.workflow='fractions:Fraction'",)),
+    Wrong(
+        "workflow of no module",
+        "rollout.workflow",
+        "no_such_module",
+        ("rollout.workflow='no_such_module:W'", *NO_AUTO_RESET),
+    ),
+    Wrong(
+        "workflow that is none",
+        "rollout.workflow",
+        "run_episode",
+        ("rollout.workflow='fractions:Fraction'", *NO_AUTO_RESET),
+    ),
     Wrong(
         "workflow with auto-reset",
         "env.train.auto_reset",
