@@ -32,6 +32,7 @@ BASE = (
     "sft.max_steps=1000",
 )
 
+WORKFLOW = "rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'"
 NO_AUTO_RESET = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
 
 FORM = [
@@ -158,19 +159,19 @@ RULES = [
         "workflow with auto-reset",
         "env.train.auto_reset",
         "a workflow begins episodes itself",
-        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'",),
+        (WORKFLOW,),
     ),
     Wrong(
         "workflow on one GPU scene",
         "env.sim_backend",
         "go their own ways",
-        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'", "env.sim_backend=physx_cuda"),
+        (WORKFLOW, *NO_AUTO_RESET, "env.num_processes=1", "env.sim_backend=physx_cuda"),
     ),
     Wrong(
         "workflow in stages",
         "rollout.pipeline_stages",
         "no effect on the episodes",
-        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'", "rollout.pipeline_stages=2"),
+        (WORKFLOW, *NO_AUTO_RESET, "rollout.pipeline_stages=2"),
     ),
     Wrong("stages and processes", "rollout.pipeline_stages", "2 / 4 leaves 2", ("rollout.pipeline_stages=4",)),
     Wrong("groups and processes", "algorithm.group_size", "= 16 a process", ("algorithm.group_size=3",)),
