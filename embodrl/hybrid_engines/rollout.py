@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource, RowGenerators, generator_state, restore_generator
@@ -27,7 +26,7 @@ class NativeRolloutEngine:
     at once: one batch is computed at a time, and weights change only between batches.
 
     Args:
-        policy: shared with the train engine, or a copy (``copy_for_rollout``).
+        policy: shared with the train engine, or a copy (``frozen_copy``).
         config: section ``rollout``.
         sampling: section ``algorithm.sampling``.
         seed: of the actions that are drawn.
@@ -138,17 +137,6 @@ class NativeRolloutEngine:
         """
         for generator, state in zip(self.generators, states, strict=True):
             restore_generator(generator, state)
-
-
-def copy_for_rollout(policy: VLAPolicy, trained: Iterable[nn.Parameter]) -> VLAPolicy:
-    """Return a policy with own, frozen copies of the weights that train; the others are shared."""
-    copied = {id(p) for p in trained}
-    shared = {id(p): p for p in policy.parameters() if id(p) not in copied}
-    twin = copy.deepcopy(policy, shared)
-    for parameter in twin.parameters():
-        if id(parameter) not in shared:
-            parameter.requires_grad_(False)
-    return twin
 
 
 def concat_outputs(parts: list[PolicyOutput]) -> PolicyOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from embodrl.envs.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError
 from embodrl.hybrid_engines.async_engine import AsyncEngine
 from embodrl.types import Observation, PolicyOutput
+from embodrl.workers.async_rollout import AsyncRolloutWorker
 from embodrl.workers.env import make_pool
 from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
@@ -379,3 +381,38 @@ def test_rows_draw_from_their_own_generators_whatever_their_company() -> None:
     assert torch.equal(standard_normal((4, 2, 5), rows(3, 7), cpu, dim=1)[:, 1:], alone)
     with pytest.raises(ValueError, match="2 generators for 3 rows"):
         exponential_noise((3, 5), rows(1, 2), cpu)
+
+
+def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
+    """What an episode draws follows from its numbers, so that one that nobody interferes with is as in turns."""
+    overrides = ["rollout.workflow=embodrl.workers.workflow:ChunkWorkflow", "runner.max_iterations=3"]
+    ahead = [*overrides, "runner.max_staleness=1", "rollout.pipeline_stages=2", "env.num_processes=2"]
+    config = load_config([*SETTINGS, *ahead]).config
+    with make_pool(config, NUM_ENVS) as pool:
+        policy: Any = Compass()
+        policy.update_weights = lambda weights, version: setattr(policy, "version", version)
+        worker = AsyncRolloutWorker(config, pool, policy, lambda: False)
+        with closing(worker):
+            policy.version = 0
+            batches = []
+            for version in range(3):
+                batch, metrics = worker.gather(version)
+                batches.append(batch)
+                assert metrics["workflow/failed_episodes"] == 0 and metrics["rollout/episodes"] == NUM_ENVS
+                assert int(batch.policy_version.max()) <= version
+                worker.update_weights([], version + 1)
+    with make_pool(config, NUM_ENVS) as pool:
+        plain: Any = Compass()
+        for iteration, batch in enumerate(batches):
+            expected, _ = WorkflowRollout(config, pool, plain, lambda: False, workflow=ChunkWorkflow()).gather(
+                iteration
+            )
+            # Either stage may have played either half.
+            for column in ("rewards", "valid", "group_id"):
+                left, right = batch[column], expected[column]
+                if not torch.equal(left[:, :6], right[:, :6]):
+                    left = torch.cat([left[:, 6:], left[:, :6]], 1)
+                if column != "group_id":
+                    torch.testing.assert_close(left, right, rtol=0, atol=0)
+                else:
+                    assert sorted(left[0].tolist()) == sorted(right[0].tolist())

@@ -35,9 +35,7 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
     if config.env.env_type == "maniskill" and config.env.sim_backend == "physx_cuda":
         message = "physx_cuda steps all its environments at once, but the episodes of a workflow go their own ways"
         yield Finding("env.sim_backend", message, "set env.sim_backend=physx_cpu", "auto, physx_cpu", others=(KEY,))
-    if config.rollout.pipeline_stages > 1:
-        message = f"{config.rollout.pipeline_stages} stages have no effect on the episodes of a workflow"
-        yield Finding("rollout.pipeline_stages", message, "set rollout.pipeline_stages=1", "1", others=(KEY,))
-    if config.runner.max_staleness > 0:
-        message = f"workflows play synchronously, and a staleness of {config.runner.max_staleness} would have no effect"
-        yield Finding("runner.max_staleness", message, "set runner.max_staleness=0", "0", others=(KEY,))
+    if config.rollout.pipeline_stages > 1 and config.runner.max_staleness == 0:
+        message = f"{config.rollout.pipeline_stages} stages have no effect on the episodes of a workflow in turns"
+        remedy = "set rollout.pipeline_stages=1, or runner.max_staleness to 1 or more"
+        yield Finding("rollout.pipeline_stages", message, remedy, "1", others=(KEY, "runner.max_staleness"))
