@@ -159,9 +159,6 @@ RULES = [
         "no effect on the episodes",
         ("rollout.pipeline_stages=2", WORKFLOW, *EPISODES),
     ),
-    Wrong(
-        "stale workflow", "runner.max_staleness", "play synchronously", ("runner.max_staleness=1", WORKFLOW, *EPISODES)
-    ),
     Wrong("stages and processes", "rollout.pipeline_stages", "2 / 4 leaves 2", ("rollout.pipeline_stages=4",)),
     Wrong("groups and processes", "algorithm.group_size", "= 16 a process", ("algorithm.group_size=3",)),
     Wrong(
