@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from config_case import Wrong
 
+KEY = "rollout.workflow"
+WORKFLOW = f"{KEY}='embodrl.workers.workflow:ChunkWorkflow'"
+EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
+
 # Cases do arithmetic with these, whatever the presets say.
 BASE = (
     "env.tasks=[PushCube-v1]",
@@ -31,9 +35,6 @@ BASE = (
     "collect.num_episodes=400",
     "sft.max_steps=1000",
 )
-
-WORKFLOW = "rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'"
-NO_AUTO_RESET = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
 
 FORM = [
     Wrong("misspelt key", "algorithm.gama", "algorithm.gamma", ("algorithm.gama=0.9",)),
@@ -143,35 +144,20 @@ RULES = [
         "set it to 8 or 10",
         ("env.eval.total_num_envs=9",),
     ),
+    Wrong("workflow of no module", KEY, "no_such_module", (f"{KEY}='no_such_module:W'", *EPISODES)),
+    Wrong("workflow that is none", KEY, "run_episode", (f"{KEY}='fractions:Fraction'", *EPISODES)),
+    Wrong("workflow with auto-reset", "env.train.auto_reset", "begins episodes itself", (WORKFLOW,)),
     Wrong(
-        "workflow of no module",
-        "rollout.workflow",
-        "no_such_module",
-        ("rollout.workflow='no_such_module:W'", *NO_AUTO_RESET),
-    ),
-    Wrong(
-        "workflow that is none",
-        "rollout.workflow",
-        "run_episode",
-        ("rollout.workflow='fractions:Fraction'", *NO_AUTO_RESET),
-    ),
-    Wrong(
-        "workflow with auto-reset",
-        "env.train.auto_reset",
-        "a workflow begins episodes itself",
-        (WORKFLOW,),
-    ),
-    Wrong(
-        "workflow on one GPU scene",
+        "workflow on the GPU",
         "env.sim_backend",
         "go their own ways",
-        (WORKFLOW, *NO_AUTO_RESET, "env.num_processes=1", "env.sim_backend=physx_cuda"),
+        ("env.sim_backend=physx_cuda", "env.num_processes=1", WORKFLOW, *EPISODES),
     ),
     Wrong(
         "workflow in stages",
         "rollout.pipeline_stages",
         "no effect on the episodes",
-        (WORKFLOW, *NO_AUTO_RESET, "rollout.pipeline_stages=2"),
+        ("rollout.pipeline_stages=2", WORKFLOW, *EPISODES),
     ),
     Wrong("stages and processes", "rollout.pipeline_stages", "2 / 4 leaves 2", ("rollout.pipeline_stages=4",)),
     Wrong("groups and processes", "algorithm.group_size", "= 16 a process", ("algorithm.group_size=3",)),
