@@ -67,7 +67,8 @@ class Sides:
 def build(config: Config, pool: EnvPool) -> Sides:
     """Return fresh weights, optimizer and rollouts on a started pool."""
     policy, cores = build_policy(config), num_threads(config)
-    engine = NativeTrainEngine(policy, config.actor, 1000, policy.device, cores)
+    ahead = config.runner.max_staleness > 0
+    engine = NativeTrainEngine(policy, config.actor, 1000, policy.device, cores, may_be_stale=ahead)
     acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, config.runner.seed, cores)
     source = make_rollout_source(config, pool, acting, lambda: False, False)
     return Sides(config, policy, engine, source, torch.Generator().manual_seed(config.runner.seed))
