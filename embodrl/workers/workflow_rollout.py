@@ -24,7 +24,7 @@ from embodrl.hybrid_engines.async_engine import AsyncEngine, EpisodeEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.registry import LOSSES, import_workflow
 from embodrl.scheduler.task_runner import AsyncTaskRunner, TaskResult
-from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutWorker
+from embodrl.workers.rollout import Metrics, RolloutWorker
 from embodrl.workers.stage import EpisodeStats, Seconds, Shard, combine_extras, shard_meta
 from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
 
@@ -243,11 +243,7 @@ class WorkflowRollout(RolloutWorker):
         keep_frames: bool = False,
         workflow: RolloutWorkflow | None = None,
     ) -> None:
-        # Not RolloutWorker's, which makes stages: episodes of a workflow are not played in lockstep.
-        self.config, self.pool, self.engine, self.should_stop = config, pool, engine, should_stop
-        self.schedule = EpisodeSchedule(config, pool.spec.num_envs, len(pool.spec.tasks))
-        self.seconds, self.stats = Seconds(), EpisodeStats()
-        self._before: list[str] = []
+        super().__init__(config, pool, engine, should_stop, keep_frames)
         self.player = WorkflowPlayer(config, pool, engine, keep_frames, workflow)
         self._metas: list[dict[str, Any]] = []
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_workflow import CONFIG, NUM_ENVS, SETTINGS, TASK, Compass, rollout
+from test_workflow import CONFIG, NUM_ENVS, SETTINGS, Compass, rollout
 
 from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import EmbodrlError
-from embodrl.workers import rollout as lockstep
 from embodrl.workers.env import make_pool
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, Trajectory, stack_trajectories
 from embodrl.workers.workflow_rollout import MAX_PLAYS, WorkflowError
@@ -184,9 +183,3 @@ def test_frames_are_kept_where_they_are_wanted(pool: EnvPool, keep: bool) -> Non
     if not keep:
         with pytest.raises(EmbodrlError, match="without frames"):
             stack_trajectories(workflow.played, 4, torch.zeros(NUM_ENVS).long(), keep_frames=True)
-
-
-def test_no_stages_are_made_for_workflows(pool: EnvPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep, "make_stages", lambda *_: pytest.fail("stages for a workflow"))
-    assert rollout(pool, ChunkWorkflow()).gather(0)[0].valid.any()
-    assert not TASK.keep_frames
