@@ -135,7 +135,11 @@ class Runner:
         """
         start = time.perf_counter()
         context = Context(self.config, self.iteration, self.engine, self.rollout, self.rewards, self.shuffle)
-        metrics = self.graph.run(context, on_node=lambda node: self.console.phase(node.name))
+        try:
+            metrics = self.graph.run(context, on_node=lambda node: self.console.phase(node.name))
+        except InterruptedError:
+            self.rollout.undo()
+            raise
         steps = metrics.pop("env_steps", None)
         if steps is None:
             raise PipelineError(

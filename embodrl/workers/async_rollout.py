@@ -103,8 +103,7 @@ class AsyncRolloutWorker:
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource: the shards of an update, once they are there; the same ones again if it is asked twice."""
-        with self._changed:
-            self.gate.take_back()
+        self.undo()
         self._seconds, self._stats, self._metas, self._waited_s, self._extra = Seconds(), EpisodeStats(), [], 0.0, 0
         return self._gather()
 
@@ -161,6 +160,11 @@ class AsyncRolloutWorker:
             self._extra = 0  # they are counted as rejected now
             self._env_steps_dropped = 0
             self._changed.notify_all()
+
+    def undo(self) -> None:
+        """See RolloutSource; the shards that were given out wait for the next update."""
+        with self._changed:
+            self.gate.take_back()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -266,7 +270,7 @@ class AsyncRolloutWorker:
     def state(self) -> RolloutState:
         """See RolloutSource: the shards that wait, and the numbers of those that will begin anew."""
         with self._changed:
-            # What was given out for an update that has not happened waits for the next one.
+            # An error may have left an update unfinished, whose shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
             shards = {
                 str(shard): {

@@ -50,7 +50,7 @@ class RolloutSource(Protocol):
         """Return the batch of an update, and metrics.
 
         Raises:
-            InterruptedError: the run is to stop; what was gathered is not lost, or will be gathered again.
+            InterruptedError: the run is to stop; ``undo`` follows.
         """
         ...
 
@@ -73,6 +73,10 @@ class RolloutSource(Protocol):
             weights: names and tensors of the policy.
             version: updates that they have seen.
         """
+        ...
+
+    def undo(self) -> None:
+        """Be as before ``gather``: the update that it was for does not happen."""
         ...
 
     def quiet(self) -> Any:
@@ -104,8 +108,7 @@ class RolloutWorker:
     """Plays ``rollout_epoch`` rollouts of T chunks in all environments, while nothing else happens.
 
     Every rollout begins with fresh episodes, whose seeds follow from ``runner.seed`` and the iteration; environments
-    of a group (``algorithm.group_size``) get the same ones. A rollout that is interrupted leaves simulators and random
-    numbers as if it had never begun.
+    of a group (``algorithm.group_size``) get the same ones.
 
     Args:
         config: the run.
@@ -153,6 +156,13 @@ class RolloutWorker:
         self._before = None
         self.engine.update_weights(weights, version)
 
+    def undo(self) -> None:
+        """See RolloutSource."""
+        if self._before is not None:
+            self.engine.set_random_state(self._before)
+            self.pool.call("rewind", restart=True)
+            self._before = None
+
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """See RolloutSource; between two rollouts the environments have nothing to do."""
@@ -194,14 +204,7 @@ class RolloutWorker:
         """See RolloutSource; nothing is under way between two rollouts."""
 
     def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
-        try:
-            parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
-        except InterruptedError:
-            assert self._before is not None
-            self.engine.set_random_state(self._before)
-            self.pool.call("rewind", restart=True)
-            self._before = None
-            raise
+        parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
         batch = TrajectoryBatch.concat(parts)
         batch.meta["env_steps"] = int(batch.valid.sum())
         times: Metrics = {"time/env_s": self.seconds.env, "time/policy_s": self.seconds.policy}

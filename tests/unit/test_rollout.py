@@ -263,7 +263,21 @@ def test_a_second_attempt_goes_back_to_the_same_mark():
     worker.gather(0)
     with pytest.raises(InterruptedError):
         worker.gather(0)
+    worker.undo()
     assert pool.called == ["mark", "rewind"] and worker.engine.restored == ["before"]
+    worker.undo()
+    assert pool.called == ["mark", "rewind"], "there is nothing left to undo"
+
+
+def test_an_update_that_a_later_node_interrupts_is_undone_one_that_happened_is_not():
+    worker, pool = worker_of(config_of())
+    worker.gather(0)
+    worker.undo()
+    assert pool.called == ["mark", "rewind"]
+    worker.gather(0)
+    worker.update_weights([], 1)
+    worker.undo()
+    assert pool.called == ["mark", "rewind", "mark"]
 
 
 def test_means_are_over_the_episodes_that_ended():
