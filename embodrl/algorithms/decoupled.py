@@ -157,11 +157,6 @@ def weight_metrics(
     }
 
 
-def needs_proximal(algorithm: AlgorithmConfig) -> bool:
-    """Tell whether a rollout needs ``prox_logprobs`` before the update."""
-    return algorithm.decoupled.enabled and algorithm.decoupled.prox == "recompute"
-
-
 def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, staleness: Tensor) -> dict[str, Tensor]:
     """Return the columns ``[T,B,...]`` that minibatches carry for ``proximal_terms``; none without decoupling.
 

@@ -88,6 +88,11 @@ class DecoupledConfig(Section):
         " of logprob_type or coarser",
     )
 
+    @property
+    def needs_proximal(self) -> bool:
+        """A rollout needs log-probs under the weights that its update begins with."""
+        return self.enabled and self.prox == "recompute"
+
 
 class AlgorithmConfig(Section):
     """PPO, its kin, and their parts."""

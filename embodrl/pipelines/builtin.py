@@ -81,8 +81,7 @@ def _add_logprobs(pipeline: Pipeline, config: Config, batch: str) -> str:
     if config.algorithm.kl.coef > 0:
         pipeline.add_node("reference", f"{NODES}:reference", (batch,), "reference")
         batch = "reference"
-    decoupled = config.algorithm.decoupled
-    if decoupled.enabled and decoupled.prox == "recompute":
+    if config.algorithm.decoupled.needs_proximal:
         pipeline.add_node("proximal", f"{NODES}:proximal", (batch,), "proximal")
         batch = "proximal"
     return batch

@@ -43,7 +43,7 @@ NEEDS = (
     Need(
         "proximal",
         "algorithm.decoupled with prox=recompute",
-        lambda c: c.algorithm.decoupled.enabled and c.algorithm.decoupled.prox == "recompute",
+        lambda c: c.algorithm.decoupled.needs_proximal,
         "algorithm.decoupled.enabled=false",
         True,
     ),

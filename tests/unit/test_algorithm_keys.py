@@ -15,7 +15,6 @@ from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.algorithms.decoupled import needs_proximal
 from embodrl.config import load_config
 from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
@@ -132,7 +131,7 @@ def trained(changes: dict[str, Any]) -> Tensor:
         batch = recorded_batch()
         if engine.reference is not None:
             batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
-        if needs_proximal(algorithm):  # of version 0, and in the second update stale
+        if algorithm.decoupled.needs_proximal:  # of version 0, and in the second update stale
             batch.prox_logprobs = engine.proximal_logprobs(batch, algorithm)
         engine.update(batch, compute_advantages(batch, algorithm), algorithm, generator)
     return torch.cat([tensor.flatten() for _, tensor in engine.weights()])

@@ -13,7 +13,6 @@ from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.algorithms.decoupled import needs_proximal
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.algorithms.losses import LossOutput
 from embodrl.config import load_config
@@ -45,7 +44,7 @@ def engine_of(policy: ToyPolicy | None = None, version: int = 0, **changes: Any)
 
 def update(engine: NativeTrainEngine, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
-    if needs_proximal(algorithm):
+    if algorithm.decoupled.needs_proximal:
         batch.prox_logprobs = engine.proximal_logprobs(batch, algorithm)
     advantages = compute_advantages(batch, algorithm)
     return engine.update(batch, advantages, algorithm, torch.Generator().manual_seed(0))
