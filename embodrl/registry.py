@@ -247,20 +247,82 @@ MODELS.register(
 )
 
 ENVS = Registry("environment")
+# Facts of an environment: ``tasks``, names or where the table of their instructions is; ``action_dim``, if fixed;
+# ``settings``, the keys of the section env that it reads beside those that all do; ``reward_modes``; ``cameras``, names
+# that it knows without a place; ``max_cameras``; ``needs``, modules; ``extra``, which installs them; what is listed.
+_REWARDS = ("reward_mode", "success_bonus")
 ENVS.register(
     "maniskill",
     "embodrl.envs.maniskill.env:ManiSkillVectorEnv",
     "ManiSkill 3 (SAPIEN) table-top manipulation",
-    tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
+    tasks="embodrl.envs.maniskill.tasks:INSTRUCTIONS",
     action_dim=7,
+    settings=("cameras", *_REWARDS, "sim_backend", "render_backend", "mesh_decimation", "video"),
+    needs=("mani_skill", "sapien", "fast_simplification"),
+    extra="maniskill",
+    actions="change of the gripper's pose (x, y, z, three angles) and its opening, -1 to 1",
+    camera_list="base_camera, or any name with eye and target",
+    experts="PushCube, PullCube, PickCube, StackCube, LiftPegUpright",
+    verified="all tasks on a CPU; on a GPU not yet",
+)
+ENVS.register(
+    "metaworld",
+    "embodrl.envs.metaworld:MetaWorldVectorEnv",
+    "Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
+    tasks="embodrl.envs.metaworld_tasks:INSTRUCTIONS",
+    action_dim=4,
+    settings=("cameras", *_REWARDS, "render_detail", "video"),
+    cameras=("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"),
+    needs=("metaworld", "mujoco", "fast_simplification"),
+    extra="metaworld",
+    actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
+    camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
+    experts="all tasks",
+    verified="all tasks on a CPU (MUJOCO_GL=egl); on a GPU not yet",
+)
+ENVS.register(
+    "gymnasium",
+    "embodrl.envs.gymnasium:GymnasiumVectorEnv",
+    "any environment registered with Gymnasium: env.id, env.instruction, model.action_dim",
+    settings=(
+        "cameras",
+        *_REWARDS,
+        "id",
+        "instruction",
+        "success_key",
+        "success_threshold",
+        "action_dim",
+        "render_detail",
+        "video",
+    ),
+    reward_modes=("dense", "sparse"),
+    max_cameras=1,
+    needs=("gymnasium", "PIL"),
+    extra="gymnasium",
+    actions="a Box, mapped from -1 to 1; no discrete actions",
+    camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
+    verified="Reacher-v5, Hopper-v5 and Pendulum-v1 on a CPU",
 )
 ENVS.register(
     "toy",
     "embodrl.envs.toy:ToyVectorEnv",
     "a dot to be moved to a coloured goal; needs no simulator",
-    tasks=("reach-red", "reach-green"),
+    tasks="embodrl.envs.toy:INSTRUCTIONS",
     action_dim=7,
+    settings=("image_size",),
+    actions="the first two numbers move the dot, -1 to 1",
+    camera_list="one, from above",
+    experts="all tasks",
+    verified="everywhere",
 )
+
+
+def env_tasks(name: str) -> dict[str, str]:
+    """Return the tasks of an environment with what the policy is told ("" if unknown); empty if any name will do."""
+    tasks: Any = ENVS.entry(name).facts.get("tasks", ()) if name in ENVS else ()
+    found: Any = import_object(tasks) if isinstance(tasks, str) else tasks
+    return dict(found) if isinstance(found, Mapping) else dict.fromkeys(found, "")
+
 
 # What advantage estimators and losses of whatever origin may ask for, by the names of their parameters. Shapes are in
 # docs/algorithms.md.

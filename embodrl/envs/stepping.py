@@ -128,8 +128,10 @@ class SteppingEnv(VectorEnv):
         return np.zeros(len(rows), np.float32)
 
     def film(self, row: int) -> NDArray[np.uint8]:
-        """Return a frame for people, ``uint8[H,W,3]``."""
-        raise NotImplementedError(f"{type(self).__name__} makes no videos")
+        """Return a frame for people, ``uint8[H,W,3]``; by default what the first camera sees."""
+        images, state = np.empty_like(self._images), np.empty_like(self._state)
+        self.draw(np.array([row]), images, state)
+        return images[row, 0]
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 

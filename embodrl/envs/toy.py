@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
 
 _COLOURS = {"reach-red": (255, 0, 0), "reach-green": (0, 255, 0)}
-_INSTRUCTIONS = {
+INSTRUCTIONS = {
     "reach-red": "move the white dot to the red square",
     "reach-green": "move the white dot to the green square",
 }
@@ -90,7 +90,7 @@ class ToyVectorEnv(SteppingEnv):
 
     def instruction(self, task_id: int) -> str:
         """See SteppingEnv."""
-        return _INSTRUCTIONS[self.spec.tasks[task_id]]
+        return INSTRUCTIONS[self.spec.tasks[task_id]]
 
     def get_sim_state(self) -> dict[str, NDArray[np.float32]]:
         """See SteppingEnv."""

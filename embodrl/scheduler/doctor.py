@@ -25,6 +25,7 @@ from embodrl.scheduler import vulkan
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
 from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, preset_lacks
+from embodrl.scheduler.simulators import check_others, troubles
 
 GIB = 1 << 30
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
@@ -241,16 +242,16 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
     ]
     if driver.usable and simulator.status == "ok":
         findings.append(check_rendering())
-    return findings
+    return findings + check_others()
 
 
 def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
     """Return what the presets need to know."""
     simulator_checks = ("ManiSkill", "system libraries", "Vulkan", "rendering")
-    troubles = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
+    lacking = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
     usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
     return Machine(
-        simulators={"maniskill": "; ".join(troubles)},
+        simulators={"maniskill": "; ".join(lacking), **troubles(findings)},
         memory_bytes=memory_limit_bytes(),
         gpu_bytes=tuple(size for _, size in usable_gpus),
         has_wandb=installed_version("wandb") is not None,
