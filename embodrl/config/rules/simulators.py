@@ -109,7 +109,7 @@ def gymnasium_is_told_what(context: Context) -> Iterator[Finding]:
     if not env.instruction:
         remedy = 'set env.instruction="move the finger to the ball", say'
         yield Finding("env.instruction", "is missing: Gymnasium has no words for the policy", remedy, "a sentence")
-    elif context.by_user("env.id") and not context.by_user("env.instruction"):
+    elif env.id and context.by_user("env.id") and not context.by_user("env.instruction"):
         remedy = 'set env.instruction="...": what the policy is told to do there'
         message = f"'{env.instruction}' is what another environment wants, not {env.id}"
         yield Finding("env.instruction", message, remedy, "a sentence", others=("env.id",))
