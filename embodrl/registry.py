@@ -321,7 +321,9 @@ def env_tasks(name: str) -> dict[str, str]:
     """Return the tasks of an environment with what the policy is told ("" if unknown); empty if any name will do."""
     tasks: Any = ENVS.entry(name).facts.get("tasks", ()) if name in ENVS else ()
     found: Any = import_object(tasks) if isinstance(tasks, str) else tasks
-    return dict(found) if isinstance(found, Mapping) else dict.fromkeys(found, "")
+    return (
+        {str(task): str(text) for task, text in found.items()} if hasattr(found, "items") else dict.fromkeys(found, "")
+    )
 
 
 # What advantage estimators and losses of whatever origin may ask for, by the names of their parameters. Shapes are in

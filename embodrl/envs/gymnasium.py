@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.mujoco import choose_gl, is_fast, simplify
+from embodrl.envs.mujoco_scene import choose_gl, is_fast, simplify
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules
 from embodrl.errors import EnvError, MissingDependencyError

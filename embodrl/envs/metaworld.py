@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.metaworld_tasks import INSTRUCTIONS
-from embodrl.envs.mujoco import SceneRenderer, choose_gl, make_camera
+from embodrl.envs.mujoco_scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules
 from embodrl.errors import MissingDependencyError

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-from embodrl.envs.mujoco import GL_LIBRARIES, GL_REMEDY
+from embodrl.envs.mujoco_scene import GL_LIBRARIES, GL_REMEDY
 from embodrl.errors import MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
@@ -18,7 +18,7 @@ from embodrl.scheduler.findings import Finding
 RENDER_TIMEOUT_S = 120.0
 DRAW = """
 import json
-from embodrl.envs.mujoco import choose_gl, draws_in_software
+from embodrl.envs.mujoco_scene import choose_gl, draws_in_software
 gl = choose_gl()
 import mujoco
 model = mujoco.MjModel.from_xml_string(

@@ -49,9 +49,9 @@ def choose_gl(required: bool = True) -> str:
 
 def draws_in_software() -> bool:
     """Tell whether the OpenGL context that is current draws on the CPU."""
-    from OpenGL import GL
+    gl: Any = import_module("OpenGL.GL")
 
-    name = GL.glGetString(GL.GL_RENDERER)
+    name = gl.glGetString(gl.GL_RENDERER)
     return any(part in (name or b"").decode().lower() for part in _SOFTWARE_RENDERERS)
 
 
@@ -60,7 +60,7 @@ def is_fast(detail: str) -> bool:
     """Tell what ``auto`` means on this machine: fast where OpenGL draws on the CPU. Makes a context to find out."""
     if detail != "auto":
         return detail == "fast"
-    import mujoco
+    mujoco: Any = import_module("mujoco")
 
     context = mujoco.GLContext(16, 16)
     context.make_current()
@@ -131,7 +131,7 @@ class SceneRenderer:
     """
 
     def __init__(self, model: Any, height: int, width: int, detail: str) -> None:
-        import mujoco
+        mujoco: Any = import_module("mujoco")
 
         self.fast = is_fast(detail)
         self._gl = mujoco.GLContext(width, height)
@@ -150,7 +150,7 @@ class SceneRenderer:
 
     def draw(self, model: Any, data: Any, camera: Any, height: int, width: int) -> NDArray[np.uint8]:
         """Return ``uint8[H,W,3]`` of an ``MjvCamera``."""
-        import mujoco
+        mujoco: Any = import_module("mujoco")
 
         self._gl.make_current()
         everything = mujoco.mjtCatBit.mjCAT_ALL.value
@@ -175,7 +175,7 @@ def make_camera(model: Any, settings: dict[str, Any]) -> Any:
     Raises:
         EnvError: the model has no camera of that name, and no place is given.
     """
-    import mujoco
+    mujoco: Any = import_module("mujoco")
 
     camera = mujoco.MjvCamera()
     fov_deg = None if settings.get("fov_rad") is None else math.degrees(settings["fov_rad"])
