@@ -300,6 +300,14 @@ class SimulatorVectorEnv(SteppingEnv):
         for sim, content in zip(self._sims, state, strict=True):
             sim.set_state(content)
 
+    def get_sim_row(self, row: int) -> Any:
+        """See SteppingEnv."""
+        return self._sims[row].get_state()
+
+    def set_sim_row(self, row: int, state: Any) -> None:
+        """See SteppingEnv."""
+        self._sims[row].set_state(state)
+
     def expert_reset(self, rows: list[int]) -> None:
         """See VectorEnv."""
         for row in rows:

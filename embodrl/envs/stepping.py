@@ -123,6 +123,14 @@ class SteppingEnv(VectorEnv):
     def set_sim_state(self, state: Any) -> None:
         """Continue from a state of ``get_sim_state`` to the bit; the tasks of all rows are known already."""
 
+    @abstractmethod
+    def get_sim_row(self, row: int) -> Any:
+        """Return the state of one row's simulator as plain values and arrays."""
+
+    @abstractmethod
+    def set_sim_row(self, row: int, state: Any) -> None:
+        """Continue in ``row`` from a state of ``get_sim_row``, maybe of another row, to the bit; its task is known."""
+
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return ``float32[len(rows)]``: what the dense reward of the initial states is, for ``dense_delta``."""
         return np.zeros(len(rows), np.float32)
@@ -249,6 +257,17 @@ class SteppingEnv(VectorEnv):
             setattr(self, name, value)
         self.assign(np.arange(self.spec.num_envs), self.task_id)
         self.set_sim_state(sim_state)
+
+    def get_row_state(self, row: int) -> dict[str, Any]:
+        """See VectorEnv."""
+        return {"sim": self.get_sim_row(row), **{name: getattr(self, name)[row].copy() for name in _BOOKS}}
+
+    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
+        """See VectorEnv."""
+        for name in _BOOKS:
+            getattr(self, name)[row] = state[name]
+        self.assign(np.array([row]), self.task_id[[row]])
+        self.set_sim_row(row, state["sim"])
 
     def set_auto_reset(self, value: bool) -> None:
         """See VectorEnv."""

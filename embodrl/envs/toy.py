@@ -100,6 +100,14 @@ class ToyVectorEnv(SteppingEnv):
         """See SteppingEnv."""
         self.position, self.goals = state["position"], state["goals"]
 
+    def get_sim_row(self, row: int) -> dict[str, NDArray[np.float32]]:
+        """See SteppingEnv."""
+        return {"position": self.position[row].copy(), "goals": self.goals[row].copy()}
+
+    def set_sim_row(self, row: int, state: dict[str, NDArray[np.float32]]) -> None:
+        """See SteppingEnv."""
+        self.position[row], self.goals[row] = state["position"], state["goals"]
+
     def expert_actions(self) -> NDArray[np.float32]:
         """See VectorEnv; the straight way to the goal."""
         actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)

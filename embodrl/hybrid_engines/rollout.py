@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.data.rng import generator_state, restore_generator
+from embodrl.data.rng import RandomSource, RowGenerators, generator_state, restore_generator
 from embodrl.hybrid_engines.parallel import on_threads
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy
@@ -54,6 +54,18 @@ class NativeRolloutEngine:
         seeds = np.random.SeedSequence(list(seed)).generate_state(self.num_threads)
         return [torch.Generator().manual_seed(int(s)) for s in seeds]
 
+    def row_generators(self, seeds: Sequence[Sequence[int]]) -> list[RandomSource] | None:
+        """Return generators for ``act`` such that each row draws from its own, which follows from its numbers.
+
+        None if the policy can't; it then draws from the engine's.
+        """
+        if not self.policy.draws_by_row:
+            return None
+        numbers = [int(np.random.SeedSequence(list(seed)).generate_state(1)[0]) for seed in seeds]
+        rows = [torch.Generator().manual_seed(number) for number in numbers]
+        parts = np.array_split(np.arange(len(rows)), min(self.num_threads, len(rows)))
+        return [RowGenerators(tuple(rows[i] for i in part)) for part in parts]
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over weights, between two batches.
 
@@ -72,7 +84,7 @@ class NativeRolloutEngine:
             self.version = version
 
     def act(
-        self, observation: Observation, compute_values: bool, generators: list[torch.Generator] | None = None
+        self, observation: Observation, compute_values: bool, generators: Sequence[RandomSource] | None = None
     ) -> PolicyOutput:
         """Draw a chunk of actions for each row, with the engine's own generators unless others are given."""
         return self._predict(observation, "train", compute_values, generators or self.generators)
@@ -97,9 +109,9 @@ class NativeRolloutEngine:
         observation: Observation,
         mode: Literal["train", "eval"],
         compute_values: bool,
-        generators: list[torch.Generator],
+        generators: Sequence[RandomSource],
     ) -> PolicyOutput:
-        def compute(part: Observation, generator: torch.Generator) -> PolicyOutput:
+        def compute(part: Observation, generator: RandomSource) -> PolicyOutput:
             with torch.no_grad(), autocast(self.precision, self.device):
                 return self.policy.predict_action_batch(part, mode, self.sampling, generator, compute_values)
 

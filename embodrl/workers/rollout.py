@@ -221,8 +221,7 @@ class RolloutWorker:
         batches = [stage.stack(groups[stage.rows]) for stage in self.stages]
         for stage in self.stages:
             self.stats.merge(stage.stats)
-            self.seconds.env += stage.seconds.env
-            self.seconds.policy += stage.seconds.policy
+            self.seconds.merge(stage.seconds)
         return batches
 
 

@@ -279,6 +279,51 @@ def test_a_state_goes_on_in_another_process_to_the_bit(case: Case, env: EnvManag
             same(other.step(noise(other, 100 + number)), step)
 
 
+def test_the_state_of_one_row_goes_on_in_any_row_and_disturbs_no_other(env: EnvManager) -> None:
+    def play(row: int) -> list[tuple[np.ndarray, ...]]:
+        """Play what row 1 played; return all that came of it."""
+        active, actions, seen = np.arange(3) == row, np.zeros((3, CHUNK, env.spec.action_dim), np.float32), []
+        for number in range(4):  # beyond an auto-reset
+            actions[row] = noise(env, 200 + number)[1]
+            step = env.step(actions, active, copy=True)
+            assert step.valid[row].any() and not step.valid[~active].any()
+            observation = step.observation
+            values = (step.reward, step.done, step.success, step.episode_return, step.episode_length, step.episode_seed)
+            seen.append(tuple(value[row] for value in (*values, *vars_of(observation))))
+        return seen
+
+    env.call("rebuild")
+    seeds, tasks = seeds_of(41, 42, 43), tasks_of(env)
+    env.reset(seeds, tasks)
+    for number in range(4):
+        env.step(noise(env, number))
+    state = env.call("get_row_state", {"row": 1})
+    first = play(1)
+    before = env.step(np.zeros((3, CHUNK, env.spec.action_dim), np.float32), ~EVERYONE, copy=True).observation
+    for row in (2, 1):
+        env.call("set_row_state", {"row": row, "state": state})
+        for found, expected in zip(play(row), first, strict=True):
+            for left, right in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(left, right)
+    after = env.step(np.zeros((3, CHUNK, env.spec.action_dim), np.float32), ~EVERYONE, copy=True).observation
+    for left, right in zip(vars_of(after), vars_of(before), strict=True):
+        np.testing.assert_array_equal(left[:2], right[:2])
+        np.testing.assert_array_equal(left[2], left[1])
+    moved = env.step(noise(env, 300), np.array([True, False, False]), copy=True)
+    env.call("rebuild")
+    env.reset(seeds, tasks)
+    for number in range(4):
+        env.step(noise(env, number))
+    undisturbed = env.step(noise(env, 300), copy=True)
+    np.testing.assert_array_equal(moved.reward[0], undisturbed.reward[0])
+    np.testing.assert_array_equal(moved.observation.images[0], undisturbed.observation.images[0])
+
+
+def vars_of(observation: Observation) -> tuple[np.ndarray, ...]:
+    assert observation.task_id is not None
+    return observation.images, observation.state, np.array(observation.instruction), observation.task_id
+
+
 @pytest.mark.parametrize("fault", ["raise", "nan"])
 def test_a_simulator_that_fails_ends_its_episodes_and_no_others(case: Case, fault: str, tmp_path: Path) -> None:
     python = interpreter(case)

@@ -140,6 +140,26 @@ RULES = [
         "set it to 8 or 10",
         ("env.eval.total_num_envs=9",),
     ),
+    Wrong("workflow of no module", "rollout.workflow", "no_such_module", ("rollout.workflow='no_such_module:W'",)),
+    Wrong("workflow that is none", "rollout.workflow", "run_episode", ("rollout.workflow='fractions:Fraction'",)),
+    Wrong(
+        "workflow with auto-reset",
+        "env.train.auto_reset",
+        "a workflow begins episodes itself",
+        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'",),
+    ),
+    Wrong(
+        "workflow on one GPU scene",
+        "env.sim_backend",
+        "go their own ways",
+        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'", "env.sim_backend=physx_cuda"),
+    ),
+    Wrong(
+        "workflow in stages",
+        "rollout.pipeline_stages",
+        "no effect on the episodes",
+        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'", "rollout.pipeline_stages=2"),
+    ),
     Wrong("stages and processes", "rollout.pipeline_stages", "2 / 4 leaves 2", ("rollout.pipeline_stages=4",)),
     Wrong("groups and processes", "algorithm.group_size", "= 16 a process", ("algorithm.group_size=3",)),
     Wrong(

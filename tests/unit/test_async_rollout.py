@@ -143,6 +143,8 @@ def test_a_second_batch_for_an_update_makes_room_for_another(started: Any) -> No
     assert worker.gate.rejected == 1 and worker.gate.accepted == 1 + len(worker.gate.waiting)
     worker.gather(1)
     assert len(parts.began()) == 3
+    worker.gather_more(1, 1)  # the last update may ask for more, too
+    assert len(parts.began()) == 4
 
 
 def test_a_checkpoint_loses_and_repeats_nothing(started: Any) -> None:

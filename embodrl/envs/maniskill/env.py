@@ -114,6 +114,14 @@ class ManiSkillVectorEnv(SteppingEnv):
         """See SteppingEnv; to the bit on a CPU, closely on a GPU."""
         self._fleet.set_state(state)
 
+    def get_sim_row(self, row: int) -> dict[str, Any]:
+        """See SteppingEnv; on a CPU only."""
+        return self._fleet.get_scene(row)
+
+    def set_sim_row(self, row: int, state: dict[str, Any]) -> None:
+        """See SteppingEnv; on a CPU only."""
+        self._fleet.set_scene(row, state)
+
     def rebuild(self) -> None:
         """See VectorEnv; new scenes, on a CPU."""
         self._fleet.rebuild()

@@ -221,6 +221,21 @@ class Fleet:
             self._sims[row, task] = ManiSkillSim(self.tasks[task], 1, **self._kwargs)
             self._journals[row, task] = Journal.replay(scene["journal"], self._sims[row, task])
 
+    def get_scene(self, row: int) -> dict[str, Any]:
+        """Return the journal of the scene of an environment and its present task (CPU only)."""
+        if self._batched is not None:
+            raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
+        return self._journal(row).to_arrays()
+
+    def set_scene(self, row: int, journal: dict[str, Any]) -> None:
+        """Build the scene of an environment and its present task anew and replay it to the bit (CPU only)."""
+        if self._batched is not None:
+            raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
+        key = (row, int(self.task_id[row]))
+        if key in self._sims:
+            self._sims.pop(key).close()
+        self._journals[key] = Journal.replay(journal, self._sim(row))
+
     def close(self) -> None:
         """Free all scenes."""
         for sim in self._sims.values():
