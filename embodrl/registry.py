@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from embodrl.errors import EmbodrlError, UnknownNameError
@@ -253,6 +255,20 @@ ENVS.register(
     "ManiSkill 3 (SAPIEN) table-top manipulation",
     tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
     action_dim=7,
+)
+_LIBERO_SUITES: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "envs" / "libero" / "suites.json").read_text(encoding="utf-8")
+)
+ENVS.register(
+    "libero",
+    "embodrl.envs.libero.env:LiberoVectorEnv",
+    "LIBERO (MuJoCo, Panda): the standard suites, their official tasks and initial states",
+    tasks=tuple(task for suite in _LIBERO_SUITES.values() for task in suite["tasks"]),
+    suites=_LIBERO_SUITES,
+    action_dim=7,
+    reward_modes=("sparse",),
+    cameras=("agentview", "wrist", "frontview", "birdview", "sideview"),
+    isolated=True,
 )
 ENVS.register(
     "toy",

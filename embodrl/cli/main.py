@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config
+from embodrl.cli import config, env
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
@@ -62,6 +62,7 @@ app.command()(collect)
 app.command()(sft)
 app.command()(resume)
 app.add_typer(config.app, name="config")
+app.add_typer(env.app, name="env")
 app.command("list")(list_names)
 app.command()(doctor)
 app.command()(bench)

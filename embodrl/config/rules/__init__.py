@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodrl.config.nodes import Node
-from embodrl.config.rules import algorithm, cluster, env, families, model, reward, runner
+from embodrl.config.rules import algorithm, cluster, env, families, libero, model, reward, runner
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
@@ -16,6 +16,7 @@ __all__ = [
     "cluster",
     "env",
     "families",
+    "libero",
     "model",
     "reward",
     "run_rules",

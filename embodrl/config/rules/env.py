@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from embodrl.config.isolated import AUTO
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule
 from embodrl.registry import ADVANTAGES, ENVS, nearest
 
@@ -324,10 +325,10 @@ def some_triangles_remain(context: Context) -> Iterator[Finding]:
 def interpreter_exists(context: Context) -> Iterator[Finding]:
     """The interpreter of the simulator processes can be run."""
     python = context.config.env.python
-    if python is not None and not (Path(python).is_file() and os.access(python, os.X_OK)):
-        remedy = "give the path of a Python interpreter that has the simulator, or null for this one"
+    if python is not None and python != AUTO and not (Path(python).is_file() and os.access(python, os.X_OK)):
+        remedy = "give the path of a Python interpreter that has the simulator, auto, or null for this one"
         yield Finding(
-            "env.python", f"'{python}' is not a program that can be run", remedy, "the path of an interpreter, or null"
+            "env.python", f"'{python}' is not a program that can be run", remedy, "the path of an interpreter, auto, or null"
         )
 
 
@@ -385,8 +386,11 @@ def keys_without_effect(context: Context) -> Iterator[Finding]:
     # an environment of the user's may film itself, at a size of its own
     toy_films = context.config.env.video.enabled
     videos = ["video"] * toy_films if name == "toy" else [f"video.{part}" for part in ("height", "width", "fps")]
+    if name == "libero":
+        videos = []
     for key in (f"env.{part}" for part in (*MANISKILL_ONLY, *videos)):
-        if context.by_user(key):
+        read = name == "libero" and key in ("env.reward_mode", "env.success_bonus")
+        if context.by_user(key) and not read:
             yield Finding(key, f"has no effect: only maniskill reads it, and env_type is '{name}'", "leave it out")
 
 

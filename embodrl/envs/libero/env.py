@@ -19,7 +19,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         cameras: ``[{name, height, width}]``, names of ``rendering.CAMERAS``, all of one size.
         include_state: add end effector position (m), rotation vector (rad) and both finger positions (m).
         max_chunk: largest number of actions in a chunk.
-        assets: LIBERO's asset folder; None for the one in the installed package.
+        libero_assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.
         settle_steps: steps without motion after a reset, before the first observation and not counted.
         render_detail: full, fast, or auto (fast where the CPU draws).
         video_size: height and width in pixels of videos.
@@ -35,7 +35,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         cameras: list[dict[str, Any]],
         include_state: bool = False,
         max_chunk: int = 8,
-        assets: str | None = None,
+        libero_assets: str | None = None,
         settle_steps: int = 10,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
@@ -45,7 +45,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         self._options = SceneOptions(
             suite=suite,
             num_tasks=len(tasks),
-            assets=assets,
+            assets=libero_assets,
             cameras=tuple(camera["name"] for camera in cameras),
             height=cameras[0]["height"],
             width=cameras[0]["width"],

@@ -34,7 +34,7 @@ class SceneOptions:
     Attributes:
         suite: a key of ``SUITES``.
         num_tasks: of the run; ``init_state_of`` wants it.
-        assets: LIBERO's asset folder; None for the one inside the installed package.
+        assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.
         cameras: names, keys of ``CAMERAS``.
         height, width: pixels of what the policy sees.
         video_size: height and width in pixels of videos.
@@ -76,7 +76,8 @@ def import_libero(assets: str | None) -> Path:
             _silence_robosuite()
             libero: Any = importlib.import_module("libero.libero")
             package = Path(libero.__file__).parent
-            folder_of_assets = Path(assets).expanduser() if assets else package / "assets"
+            named = assets or os.environ.get("EMBODRL_LIBERO_ASSETS")
+            folder_of_assets = Path(named).expanduser() if named else package / "assets"
             if not (folder_of_assets / "scenes").is_dir():
                 raise MissingDependencyError(
                     f"LIBERO's assets are not in {folder_of_assets}",
