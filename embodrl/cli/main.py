@@ -9,6 +9,7 @@ import typer
 from embodrl.cli import config, env
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
+from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.list import list_names
@@ -59,6 +60,7 @@ def about(
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(collect)
+app.command()(convert)
 app.command()(sft)
 app.command()(resume)
 app.add_typer(config.app, name="config")

@@ -74,6 +74,8 @@ class Renderer:
         if fast:
             decimate_visuals(model)
             model.vis.quality.offsamples = 0
+        if not model.light_castshadow.any():
+            model.vis.quality.shadowsize = 0  # a shadow map of 64 MB that nothing is drawn into
         model.vis.global_.offheight, model.vis.global_.offwidth = height, width
         self._con = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
         self._scene = mujoco.MjvScene(model, maxgeom=1000)

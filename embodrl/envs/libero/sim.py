@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import importlib.util
 import os
@@ -154,6 +156,8 @@ class LiberoScene:
         self.renderer = Renderer(self.model, height, width, fast)
         self.cameras = [self.env.sim.model.camera_name2id(CAMERAS[name]) for name in options.cameras]
         self._active: LiberoSim | None = None
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves a lot behind
 
     def new_data(self) -> Any:
         """Return robosuite's wrapper of a new ``MjData``."""
