@@ -18,6 +18,7 @@ class Benchmark(StrEnum):
     render = "render"
     e2e = "e2e"
     inference = "inference"
+    libero = "libero"
 
 
 def bench(
@@ -32,6 +33,7 @@ def bench(
     render     camera pictures on this machine, against stock ManiSkill
     e2e        environment steps a second of a whole training iteration, and where the time goes
     inference  actions a second of every model family, against the plain way of their reference implementations
+    libero     LIBERO's steps a second on one core, against its own SubprocVectorEnv
 
     \b
     Examples:

@@ -52,7 +52,9 @@ def install(
 
         python = make(name, prefix, force, lambda line: print(line, flush=True))
         at_default = python == python_of(default_prefix(name))
-        print(f"use it with env={name} (env.python=auto finds it)" if at_default else f"use it with env.python={python}")
+        print(
+            f"use it with env={name} (env.python=auto finds it)" if at_default else f"use it with env.python={python}"
+        )
         if not at_default:
             print(f"or: export EMBODRL_{name.upper()}_ENV={python.parents[1]}, and env.python=auto finds it")
         print("embodrl doctor checks it by making one environment and drawing one frame")

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 AUTO = "auto"
 MARKER = "embodrl-environment.json"
@@ -46,10 +46,10 @@ def fingerprint(name: str) -> str:
 def read_marker(prefix: Path) -> dict[str, Any] | None:
     """Return what `embodrl env install` wrote at its end; None if it did not get that far."""
     try:
-        content = json.loads((prefix / MARKER).read_text())
+        content: Any = json.loads((prefix / MARKER).read_text())
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
+    return cast(dict[str, Any], content) if isinstance(content, dict) else None
 
 
 def installed_python(name: str) -> Path | None:

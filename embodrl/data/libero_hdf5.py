@@ -101,9 +101,7 @@ def _instruction(task: str, attributes: Any) -> str:
     return "".join(words).strip('"') if isinstance(words, list) else str(words).strip('"')
 
 
-def _episode(
-    demo: Any, task: str, instruction: str, number: int, cameras: tuple[str, ...], keep_idle: bool
-) -> Episode:
+def _episode(demo: Any, task: str, instruction: str, number: int, cameras: tuple[str, ...], keep_idle: bool) -> Episode:
     actions = np.asarray(demo["actions"], np.float32)
     kept = np.arange(len(actions)) if keep_idle else moving(actions)
     obs = demo["obs"]

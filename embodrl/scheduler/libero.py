@@ -20,7 +20,7 @@ from embodrl.scheduler.findings import Finding
 INSTALL = "embodrl env install libero"
 ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
 # Library -> Debian and Ubuntu packages that bring it and a driver behind it.
-LIBRARIES = {"libEGL.so.1": "libegl1 libegl-mesa0 libgl1-mesa-dri", "libOSMesa.so.8": "libosmesa6"}
+LIBRARIES = {"libEGL.so.1": "libegl1 libegl-mesa0", "libOSMesa.so.8": "libosmesa6"}
 CHECK_TIMEOUT_S = 300.0
 _PROBE = (
     "import importlib.util as u, pathlib; s = u.find_spec('libero'); "

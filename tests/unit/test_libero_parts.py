@@ -138,7 +138,7 @@ def test_what_is_wrong_is_one_problem_with_a_remedy(arguments: list[str], key: s
 
 def test_assets_in_a_folder_below_are_pointed_out(tmp_path: Path):
     (tmp_path / "assets" / "scenes").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="give .*assets"):
+    with pytest.raises(ConfigError, match=r"give .*assets"):
         load_config(["env=libero", f"env.libero_assets={tmp_path}"])
     load_config(["env=libero", f"env.libero_assets={tmp_path / 'assets'}"])
 

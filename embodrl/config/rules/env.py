@@ -328,7 +328,10 @@ def interpreter_exists(context: Context) -> Iterator[Finding]:
     if python is not None and python != AUTO and not (Path(python).is_file() and os.access(python, os.X_OK)):
         remedy = "give the path of a Python interpreter that has the simulator, auto, or null for this one"
         yield Finding(
-            "env.python", f"'{python}' is not a program that can be run", remedy, "the path of an interpreter, auto, or null"
+            "env.python",
+            f"'{python}' is not a program that can be run",
+            remedy,
+            "the path of an interpreter, auto, or null",
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,10 @@ class ArmModel:
     """
 
     def __init__(self, env: Any) -> None:
-        import mujoco
-        from robosuite.utils import control_utils, transform_utils
-
         robot = env.robots[0]
-        self._mujoco, self.control, self.transform = mujoco, control_utils, transform_utils
+        self._mujoco: Any = import_module("mujoco")
+        self.control: Any = import_module("robosuite.utils.control_utils")
+        self.transform: Any = import_module("robosuite.utils.transform_utils")
         self.model = env.sim.model._model
         names = env.sim.model
         self.site = names.site_name2id(robot.controller.eef_name)
@@ -152,5 +152,3 @@ class OscController:
         """Continue from there."""
         for name, value in state.items():
             setattr(self, name, value)
-
-

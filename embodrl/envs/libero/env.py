@@ -1,4 +1,4 @@
-"""LIBERO as a VectorEnv: its official tasks, initial states and cameras under the stepping that all simulators share."""
+"""LIBERO as a VectorEnv: its tasks, initial states and cameras under the stepping that all simulators share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         render_detail: full, fast, or auto (fast where the CPU draws).
         video_size: height and width in pixels of videos.
         video_fps: frames a second of videos.
-        rules: the fields of ``EpisodeRules``; LIBERO has no dense reward.
+        rules: the fields of ``EpisodeRules``; LIBERO has no dense reward, so every mode but ``sparse`` adds nothing.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
             settle_steps=settle_steps,
         )
         self._scenes: dict[str, LiberoScene] = {}
-        episodes = EpisodeRules(**{"reward_mode": "sparse"} | rules)
+        episodes = EpisodeRules(**rules)
         super().__init__(num_envs, tasks, cameras, episodes, include_state, max_chunk, video_fps)
 
     def make_simulator(self, task: str) -> Simulator:

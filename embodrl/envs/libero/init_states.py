@@ -1,4 +1,4 @@
-"""The official initial states, which the package ships as pickled numpy arrays: read without running what is in them."""
+"""The official initial states, which the package ships as pickled arrays: read without running what is in them."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,8 @@ def decimate_visuals(model: Any) -> int:
     collides = (model.geom_contype != 0) | (model.geom_conaffinity != 0)
     solid = set(model.geom_dataid[is_mesh & collides].tolist())
     drawn = set(model.geom_dataid[is_mesh & ~collides].tolist()) - solid
-    textured = {
-        int(model.geom_dataid[geom]) for geom in np.flatnonzero(is_mesh & ~collides) if _has_texture(model, geom)
-    }
+    visual = np.flatnonzero(is_mesh & ~collides).tolist()
+    textured = {int(model.geom_dataid[geom]) for geom in visual if _has_texture(model, geom)}
     for mesh in sorted(drawn):
         if model.mesh_facenum[mesh] >= MIN_FACES:
             _reduce(model, mesh, mesh in textured)
@@ -81,8 +81,7 @@ def simplify(corners: NDArray[np.float32], uv: NDArray[np.float32] | None) -> _R
         corners: ``float32[3F,3]``, three a triangle.
         uv: ``float32[3F,2]``; corners are one vertex where position and texture agree, so that seams stay seams.
     """
-    import fast_simplification
-
+    fast_simplification: Any = import_module("fast_simplification")
     keys = corners if uv is None else np.concatenate([corners, uv], axis=1)
     unique, index = np.unique(keys, axis=0, return_inverse=True)
     points = np.ascontiguousarray(unique[:, :3])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -30,29 +31,29 @@ def choose_backend() -> str:
     Raises:
         MissingDependencyError: there is neither.
     """
-    chosen = os.environ.get("MUJOCO_GL", "")
+    chosen = os.environ.get("MUJOCO_GL") or next((name for name, lib in _LIBRARIES.items() if _loads(lib)), "")
     if not chosen:
-        for chosen, library in _LIBRARIES.items():
-            try:
-                ctypes.CDLL(library)
-            except OSError:
-                continue
-            break
-        else:
-            raise MissingDependencyError(
-                "MuJoCo has nothing to render with: neither libEGL nor libOSMesa can be loaded",
-                "apt install libegl1 libegl-mesa0 libgl1-mesa-dri",
-            )
-        os.environ["MUJOCO_GL"] = chosen
+        raise MissingDependencyError(
+            "MuJoCo has nothing to render with: neither libEGL nor libOSMesa can be loaded",
+            "apt install libegl1 libegl-mesa0",
+        )
+    os.environ["MUJOCO_GL"] = chosen
     os.environ["PYOPENGL_PLATFORM"] = chosen
     return chosen
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 @cache
 def _context() -> Any:
     """Return this process's OpenGL context, made current."""
-    import mujoco
-
+    mujoco: Any = import_module("mujoco")
     context = mujoco.GLContext(64, 64)
     context.make_current()
     return context
@@ -68,8 +69,7 @@ class Renderer:
     """
 
     def __init__(self, model: Any, height: int, width: int, fast: bool) -> None:
-        import mujoco
-
+        mujoco: Any = import_module("mujoco")
         self._mujoco, self._model, self._gl = mujoco, model, _context()
         if fast:
             decimate_visuals(model)
@@ -108,7 +108,6 @@ class Renderer:
 def renders_in_software() -> bool:
     """Tell whether the context draws on the CPU (Mesa's llvmpipe or softpipe)."""
     _context()
-    from OpenGL import GL
-
-    name = GL.glGetString(GL.GL_RENDERER)
+    gl: Any = import_module("OpenGL.GL")
+    name = gl.glGetString(gl.GL_RENDERER)
     return any(software in (name or b"").lower() for software in (b"llvmpipe", b"softpipe", b"swrast"))

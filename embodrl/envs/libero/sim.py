@@ -119,18 +119,17 @@ class LiberoScene:
 
     def __init__(self, task: str, options: SceneOptions) -> None:
         package = import_libero(options.assets)
-        import mujoco
-        import robosuite
-        from libero.libero.envs import TASK_MAPPING, bddl_utils
-        from robosuite.utils import binding_utils, errors
-
-        self.mujoco, self._binding, self._randomization_error = mujoco, binding_utils, errors.RandomizationError
+        self.mujoco: Any = importlib.import_module("mujoco")
+        self._binding: Any = importlib.import_module("robosuite.utils.binding_utils")
+        self._randomization_error: Any = importlib.import_module("robosuite.utils.errors").RandomizationError
+        robosuite: Any = importlib.import_module("robosuite")
+        problems: Any = importlib.import_module("libero.libero.envs")
         self.task, self.options = task, options
         bddl = package / "bddl_files" / options.suite / f"{task}.bddl"
         with contextlib.redirect_stdout(None):
-            problem = bddl_utils.get_problem_info(str(bddl))["problem_name"]
+            problem = problems.bddl_utils.get_problem_info(str(bddl))["problem_name"]
             np.random.seed(0)
-            self.env: Any = TASK_MAPPING[problem](
+            self.env: Any = problems.TASK_MAPPING[problem](
                 str(bddl),
                 robots=["Panda"],
                 controller_configs=robosuite.load_controller_config(default_controller="OSC_POSE"),
