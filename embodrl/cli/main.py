@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, env
+from embodrl.cli import config, env, pipeline
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
 from embodrl.cli.convert import convert
@@ -65,6 +65,7 @@ app.command()(sft)
 app.command()(resume)
 app.add_typer(config.app, name="config")
 app.add_typer(env.app, name="env")
+app.add_typer(pipeline.app, name="pipeline")
 app.command("list")(list_names)
 app.command()(doctor)
 app.command()(bench)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodrl.config.nodes import Node
-from embodrl.config.rules import algorithm, cluster, env, families, libero, model, reward, runner
+from embodrl.config.rules import algorithm, cluster, env, families, libero, model, pipeline, reward, runner
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
@@ -18,6 +18,7 @@ __all__ = [
     "families",
     "libero",
     "model",
+    "pipeline",
     "reward",
     "run_rules",
     "runner",
