@@ -247,7 +247,8 @@ class SimulatorVectorEnv(SteppingEnv):
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
         """See SteppingEnv."""
         self._with_expert[rows] = False  # the expert was one of another episode, maybe of another task
-        changed = [(row, task) for row, task in zip(rows.tolist(), task_ids.tolist()) if self._sim_tasks[row] != task]
+        pairs = zip(rows.tolist(), task_ids.tolist(), strict=True)
+        changed = [(row, task) for row, task in pairs if self._sim_tasks[row] != task]
         for row, _ in changed:
             self._idle[self._sim_tasks[row]].append(self._sims[row])
         for row, task in changed:

@@ -113,7 +113,8 @@ def check_libero() -> Finding:
             picture = manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images
             contrast = float(picture.std())
     except EnvError as error:
-        return Finding("LIBERO", "error", error.message.strip().splitlines()[-1], error.remedy or f"{INSTALL} --force")
+        lines = [line for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
+        return Finding("LIBERO", "error", lines[-1].strip(), error.remedy or f"{INSTALL} --force")
     if contrast == 0:
         return Finding("LIBERO", "error", "it draws an empty picture", "try MUJOCO_GL=osmesa, or another driver")
     where = python or "this environment"

@@ -72,7 +72,7 @@ def import_libero(assets: str | None) -> Path:
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Its first import reads a configuration file from here, and asks for one where there is none.
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-        os.environ["LIBERO_CONFIG_PATH"] = folder
+        os.environ["LIBERO_CONFIG_PATH"] = os.environ["MPLCONFIGDIR"] = folder
         (Path(folder) / "config.yaml").write_text("{}")
         try:
             _silence_robosuite()
