@@ -87,6 +87,8 @@ def envs() -> str:
         facts = {label: entry.facts[key] for key, label in ENV_FACTS.items() if key in entry.facts}
         if "extra" in entry.facts:
             facts[INSTALL] = f"pip install 'embodrl[{entry.facts['extra']}]'"
+        if "isolated" in entry.facts:
+            facts[INSTALL] = f"embodrl env install {name}"
         table.append((name, entry.description))
         table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
         table += [

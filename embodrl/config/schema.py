@@ -116,6 +116,18 @@ class EnvConfig(Section):
         description="of Gymnasium's info, or return; null takes success or is_success, and nothing if there is neither",
     )
     success_threshold: float = Field(default=0.5, description="success is a value of success_key at or above it")
+    suite: str | None = Field(
+        default=None,
+        description="of LIBERO: libero_spatial, libero_object, libero_goal or libero_10; tasks and max_episode_steps"
+        " follow from it where they are not given",
+    )
+    libero_assets: str | None = Field(
+        default=None,
+        description="LIBERO's asset folder; null takes $EMBODRL_LIBERO_ASSETS, or else the one in its package",
+    )
+    settle_steps: NonNegativeInt = Field(
+        default=10, description="LIBERO: steps without motion after a reset, not counted; 10 as published"
+    )
     control_mode: Literal["pd_ee_delta_pose"] = Field(default="pd_ee_delta_pose", description="meaning of an action")
     max_episode_steps: PositiveInt = Field(
         default=50, description="environment steps after which an episode is truncated"
@@ -149,7 +161,9 @@ class EnvConfig(Section):
     num_processes: PositiveInt = Field(default=2, description="simulator processes (EnvManagers)")
     pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
     python: str | None = Field(
-        default=None, description="another interpreter for the simulator processes; null is this one"
+        default=None,
+        description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
+        " there is one; null is this one",
     )
     start_timeout_s: PositiveFloat = Field(default=180.0, description="seconds a process may take to come up")
     reset_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a reset may take")

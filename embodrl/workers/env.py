@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config
 from embodrl.envs.manager import EnvTimeouts
 from embodrl.envs.pool import EnvPool
@@ -22,10 +23,22 @@ def check_simulator(config: Config) -> None:
         from embodrl.scheduler.doctor import preflight_rendering
 
         preflight_rendering()
+    elif config.env.env_type == "libero":
+        from embodrl.scheduler.libero import preflight_libero
+
+        preflight_libero(interpreter_of(config), config.env.libero_assets)
     elif config.env.python is None:
         from embodrl.scheduler.simulators import preflight
 
         preflight(config.env.env_type)
+
+
+def interpreter_of(config: Config) -> str | None:
+    """Return the interpreter of the simulator processes; None is this one."""
+    if config.env.python != AUTO:
+        return config.env.python
+    found = installed_python(config.env.env_type)
+    return None if found is None else str(found)
 
 
 def env_kwargs(config: Config) -> dict[str, Any]:
@@ -73,7 +86,7 @@ def make_pool(
         num_processes=env.num_processes,
         cpus=[None if slot is None else slot.cpu for slot in slots],
         numa_nodes=[None if slot is None else slot.numa_node for slot in slots],
-        python=env.python,
+        python=interpreter_of(config),
         timeouts=EnvTimeouts(env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s),
         log_dir=log_dir,
         extensions=config.extensions,

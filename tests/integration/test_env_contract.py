@@ -1,6 +1,7 @@
 """What every environment must do alike, each in a process of its own.
 
 Simulators that this interpreter lacks are skipped, unless EMBODRL_SIMULATORS_PYTHON names an interpreter that has them.
+LIBERO needs what test_libero.py says.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodrl.config.isolated import installed_python
 from embodrl.envs.manager import EnvManager
 from embodrl.envs.pool import EnvPool
 from embodrl.envs.stepping import next_seed
@@ -27,6 +29,8 @@ from embodrl.types import EnvStep, Observation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ELSEWHERE = os.environ.get("EMBODRL_SIMULATORS_PYTHON")
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "libero_assets" / "assets"
+ASSETS = os.environ.get("EMBODRL_LIBERO_ASSETS") or (str(SHARED) if SHARED.is_dir() else "")
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "new_environment"))  # processes inherit it
 LIMIT, CHUNK = 10, 4
 CAMERA = {"name": "base_camera", "height": 24, "width": 32, "fov_rad": None, "eye": None, "target": None}
@@ -43,6 +47,9 @@ class Case:
         ending: kwargs with which an episode that goes on is terminated early by random actions, or by the expert.
         expert: it is the expert that succeeds, within so many steps; 0 for random actions.
         modules: that must be importable.
+        extensions: modules that register it.
+        isolated: it has an interpreter of its own.
+        ends_early: random actions or the expert can end an episode.
     """
 
     env_type: str
@@ -51,6 +58,8 @@ class Case:
     expert: int = 0
     modules: tuple[str, ...] = ()
     extensions: tuple[str, ...] = ()
+    isolated: bool = False
+    ends_early: bool = True
 
 
 def gym(env_id: str, ending: dict[str, Any], *modules: str) -> Case:
@@ -76,6 +85,18 @@ CASES = {
         expert=90,
         modules=("metaworld", "fast_simplification"),
     ),
+    "libero": Case(
+        "libero",
+        {
+            "suite": "libero_goal",
+            "tasks": ["turn_on_the_stove", "open_the_middle_drawer_of_the_cabinet"],
+            "cameras": [CAMERA | {"name": "agentview"}],
+            "reward_mode": "sparse",
+            "libero_assets": ASSETS,
+        },
+        isolated=True,
+        ends_early=False,
+    ),
     "Reacher-v5": gym("Reacher-v5", {"success_key": "reward_dist", "success_threshold": -10.0}, "mujoco"),
     "Hopper-v5": gym("Hopper-v5", {"max_episode_steps": 200}, "mujoco"),
     "Pendulum-v1": gym("Pendulum-v1", {"success_key": "return", "success_threshold": -1e9}, "pygame"),
@@ -94,6 +115,11 @@ def missing_elsewhere(python: str, modules: tuple[str, ...]) -> bool:
 
 def interpreter(case: Case) -> str | None:
     """Return the interpreter that has the packages; None is this one."""
+    if case.isolated:
+        python = installed_python(case.env_type)
+        if python is None or not ASSETS:
+            pytest.skip(f"embodrl env install {case.env_type} has not been run, or its assets are not here")
+        return str(python)
     missing = [name for name in case.modules if importlib.util.find_spec(name) is None]
     if not missing:
         return None
@@ -234,6 +260,8 @@ def test_only_active_environments_move(env: EnvManager) -> None:
 
 @pytest.mark.parametrize("ignore", [False, True], ids=["heeded", "ignored"])
 def test_what_terminates_an_episode(case: Case, ignore: bool) -> None:
+    if not case.ends_early:
+        pytest.skip("neither random actions nor an expert end an episode of it")
     limit = case.expert or 60
     options = {"max_episode_steps": limit, "ignore_terminations": ignore, **case.ending}
     limit = options["max_episode_steps"]

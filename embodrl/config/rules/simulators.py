@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from embodrl.config.isolated import AUTO
 from embodrl.config.rules.base import Context, Finding, note, rule
-from embodrl.registry import ENVS, env_tasks, nearest
+from embodrl.names import nearest
+from embodrl.registry import ENVS, env_tasks
 
 OPTIONAL = (
     "reward_mode",
@@ -20,6 +22,9 @@ OPTIONAL = (
     "instruction",
     "success_key",
     "success_threshold",
+    "suite",
+    "libero_assets",
+    "settle_steps",
 )
 """Settings that some environments do not read."""
 
@@ -79,19 +84,16 @@ def env_offers_it(context: Context) -> Iterator[Finding]:
     facts = ENVS.entry(env.env_type).facts if env.env_type in ENVS else {}
     modes: tuple[str, ...] = facts.get("reward_modes", (env.reward_mode,))
     if env.reward_mode not in modes:
-        yield Finding(
-            "env.reward_mode",
-            f"{env.env_type} has no reward of which the change could be taken",
-            f"set it to {modes[0]}",
-            ", ".join(modes),
-            others=("env.env_type",),
-        )
+        lack = "reward of which the change could be taken" if "dense" in modes else "dense reward"
+        message, remedy = f"{env.env_type} has no {lack}", f"set it to {modes[0]}"
+        yield Finding("env.reward_mode", message, remedy, ", ".join(modes), others=("env.env_type",))
     known: tuple[str, ...] = facts.get("cameras", ())
+    movable = facts.get("movable_cameras", True)
     for index, camera in enumerate(env.cameras):
-        if known and camera.name not in known and camera.eye is None:
+        if known and camera.name not in known and not (movable and camera.eye is not None):
             hint = nearest(camera.name, list(known))
-            message = f"{env.env_type} has no camera '{camera.name}', and no place for one is given"
-            remedy = f"write {hint}" if hint else "name one, or give eye and target"
+            message = f"{env.env_type} has no camera '{camera.name}'" + ", and no place for one is given" * movable
+            remedy = f"write {hint}" if hint else "name one" + ", or give eye and target" * movable
             yield Finding(f"env.cameras.{index}.name", message, remedy, ", ".join(known), hint)
     if len(env.cameras) > facts.get("max_cameras", len(env.cameras)):
         message = f"{env.env_type} has {facts['max_cameras']} camera, not {len(env.cameras)}"
@@ -119,11 +121,10 @@ def gymnasium_is_told_what(context: Context) -> Iterator[Finding]:
 def interpreter_exists(context: Context) -> Iterator[Finding]:
     """The interpreter of the simulator processes can be run."""
     python = context.config.env.python
-    if python is not None and not (Path(python).is_file() and os.access(python, os.X_OK)):
-        remedy = "give the path of a Python interpreter that has the simulator, or null for this one"
-        yield Finding(
-            "env.python", f"'{python}' is not a program that can be run", remedy, "the path of an interpreter, or null"
-        )
+    if python is not None and python != AUTO and not (Path(python).is_file() and os.access(python, os.X_OK)):
+        remedy = "give the path of a Python interpreter that has the simulator, auto, or null for this one"
+        message = f"'{python}' is not a program that can be run"
+        yield Finding("env.python", message, remedy, "the path of an interpreter, auto, or null")
 
 
 @note("env")
