@@ -30,10 +30,18 @@ from embodrl.workers.workflow_rollout import WorkflowPlayer
 
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
+# Simulators keep a journal, from which synchronous runs are resumed to the bit; here it only grows.
+_SHARDS_A_JOURNAL = 64
 
 
 class Player(Protocol):
-    """A group of environments with a thread of its own."""
+    """A group of environments with a thread of its own.
+
+    Attributes:
+        pool: its simulators.
+    """
+
+    pool: EnvPool
 
     def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return the shard, with ``shard_meta``.
@@ -199,8 +207,12 @@ class AsyncRolloutWorker:
     def _work(self, player: Player) -> None:
         try:
             # Until the end: a simulator that this thread has restarted would end with it.
+            played = 0
             while (number := self._begin()) is not None:
                 batch = self._play(player, number)
+                played += 1
+                if played % _SHARDS_A_JOURNAL == 0:
+                    player.pool.call("rebuild", restart=True)
                 with self._changed:
                     if batch is None:
                         self.gate.abandon(number)

@@ -66,7 +66,10 @@ class Outcome:
 def embodrl(*args: object, stop_at: str = "", children: Path | None = None, search_path: Path | None = None) -> Outcome:
     """Run the command line to its end; ``children`` gets the process ids that live when the signal is sent."""
     process = start(*args, stop_at=stop_at, children=children, search_path=search_path)
-    stdout, stderr = process.communicate(timeout=240)
+    try:
+        stdout, stderr = process.communicate(timeout=480)
+    finally:
+        process.kill()
     return Outcome(process.returncode, stdout, stderr)
 
 

@@ -72,6 +72,7 @@ def test_twelve_episodes_at_a_time_on_maniskill_equal_those_in_lockstep() -> Non
         [
             f"env.train.total_num_envs={NUM_ENVS}",
             "env.pin_cpus=false",
+            "env.start_timeout_s=600",  # on a machine that others load
             "env.max_episode_steps=10",
             "env.train.max_steps_per_rollout_epoch=10",
             "env.train.auto_reset=false",

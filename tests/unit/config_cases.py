@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from config_case import Wrong
 
+KEY = "rollout.workflow"
+WORKFLOW = f"{KEY}='embodrl.workers.workflow:ChunkWorkflow'"
+EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
+
 # Cases do arithmetic with these, whatever the presets say.
 BASE = (
     "env.tasks=[PushCube-v1]",
@@ -140,25 +144,20 @@ RULES = [
         "set it to 8 or 10",
         ("env.eval.total_num_envs=9",),
     ),
-    Wrong("workflow of no module", "rollout.workflow", "no_such_module", ("rollout.workflow='no_such_module:W'",)),
-    Wrong("workflow that is none", "rollout.workflow", "run_episode", ("rollout.workflow='fractions:Fraction'",)),
+    Wrong("workflow of no module", KEY, "no_such_module", (f"{KEY}='no_such_module:W'", *EPISODES)),
+    Wrong("workflow that is none", KEY, "run_episode", (f"{KEY}='fractions:Fraction'", *EPISODES)),
+    Wrong("workflow with auto-reset", "env.train.auto_reset", "begins episodes itself", (WORKFLOW,)),
     Wrong(
-        "workflow with auto-reset",
-        "env.train.auto_reset",
-        "a workflow begins episodes itself",
-        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'",),
-    ),
-    Wrong(
-        "workflow on one GPU scene",
+        "workflow on the GPU",
         "env.sim_backend",
         "go their own ways",
-        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'", "env.sim_backend=physx_cuda"),
+        ("env.sim_backend=physx_cuda", "env.num_processes=1", WORKFLOW, *EPISODES),
     ),
     Wrong(
         "workflow in stages",
         "rollout.pipeline_stages",
         "no effect on the episodes",
-        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'", "rollout.pipeline_stages=2"),
+        ("rollout.pipeline_stages=2", WORKFLOW, *EPISODES),
     ),
     Wrong("stages and processes", "rollout.pipeline_stages", "2 / 4 leaves 2", ("rollout.pipeline_stages=4",)),
     Wrong("groups and processes", "algorithm.group_size", "= 16 a process", ("algorithm.group_size=3",)),

@@ -124,6 +124,15 @@ def test_stages_play_shards_of_their_own(started: Any) -> None:
     assert sorted(parts.began()) == sorted([seeds[:4].tolist(), seeds[4:].tolist()])
 
 
+def test_simulators_forget_their_history_now_and_then(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodrl.workers.async_rollout._SHARDS_A_JOURNAL", 2)
+    parts = started("runner.max_staleness=1", "runner.max_iterations=5")
+    for version in range(5):
+        parts.worker.gather(version)
+        parts.worker.update_weights([], version + 1)
+    assert parts.pool.parts[0].called == ["rebuild"] * 2
+
+
 def test_a_run_rolls_out_no_more_than_it_needs(started: Any) -> None:
     parts = started("runner.max_staleness=4", "runner.max_iterations=2")
     for version in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,27 +44,17 @@ def test_every_verb_refuses_a_wrong_configuration(verb: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_validation_is_quick_and_imports_no_torch() -> None:
-    # best of three: the machine may be busy with something else
+def test_validation_imports_nothing_that_takes_seconds() -> None:
     program = (
-        "import sys, time\n"
+        "import sys\n"
         "from embodrl.cli.main import main\n"
         f"sys.argv = ['embodrl', 'config', 'validate', *{WRONG!r}]\n"
         "try:\n    main()\nexcept SystemExit as leave:\n    code = leave.code\n"
         "heavy = {'torch', 'transformers', 'mani_skill', 'sapien', 'gymnasium', 'numpy', 'wandb'} & set(sys.modules)\n"
         "print(code, sorted(heavy))\n"
     )
-    seconds: list[float] = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-        )
-        seconds.append(time.perf_counter() - start)
-        assert result.stdout.strip() == "2 []"
-        if seconds[-1] < 2:
-            break
-    assert min(seconds) < 2
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout.strip() == "2 []"
 
 
 def test_show_is_yaml_with_origins(tmp_path: Path) -> None:

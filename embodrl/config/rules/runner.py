@@ -108,6 +108,22 @@ def intervals_are_reached(context: Context) -> Iterator[Finding]:
             yield Finding(f"runner.{key}", message, f"set it to at most {runner.max_iterations}")
 
 
+@note("runner.max_staleness", "algorithm.decoupled")
+def stale_data_is_corrected(context: Context) -> Iterator[Finding]:
+    """Old data without a correction, a correction without old data, and more staleness than there is time for."""
+    staleness, decoupled = context.config.runner.max_staleness, context.config.algorithm.decoupled.enabled
+    if staleness > 1 and not decoupled:
+        message = f"actions may be {staleness} updates old, and the loss clips against the policy that chose them"
+        yield Finding("runner.max_staleness", message, "consider algorithm.decoupled.enabled=true")
+    last = context.config.runner.max_iterations - 1
+    if staleness > last:
+        message = f"a run of {last + 1} iterations can get {last} ahead at most"
+        yield Finding("runner.max_staleness", message, f"set it to at most {last}, or raise runner.max_iterations")
+    if staleness == 0 and decoupled and context.by_user("algorithm.decoupled.enabled"):
+        message = "has no effect on what is learnt: with runner.max_staleness 0 no data are old"
+        yield Finding("algorithm.decoupled.enabled", message, "leave it out, or set runner.max_staleness")
+
+
 @note("runner.eval_interval", "env.eval", "env.video")
 def evaluation_happens(context: Context) -> Iterator[Finding]:
     """Settings of evaluations that do not happen."""
