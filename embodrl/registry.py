@@ -273,7 +273,7 @@ ENVS.register(
     "toy",
     "embodrl.envs.toy:ToyVectorEnv",
     "a dot to be moved to a coloured goal; needs no simulator",
-    tasks="embodrl.envs.toy:INSTRUCTIONS",
+    tasks="embodrl.envs.toy_tasks:INSTRUCTIONS",
     action_dim=7,
     settings=("image_size",),
     actions="the first two numbers move the dot, -1 to 1",

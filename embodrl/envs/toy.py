@@ -9,12 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
+from embodrl.envs.toy_tasks import INSTRUCTIONS
 
 _COLOURS = {"reach-red": (255, 0, 0), "reach-green": (0, 255, 0)}
-INSTRUCTIONS = {
-    "reach-red": "move the white dot to the red square",
-    "reach-green": "move the white dot to the green square",
-}
 _SPEED = 0.15
 _NEAR = 0.2
 

@@ -1,4 +1,4 @@
-"""Any environment of the registry, with a simulator that raises or returns a reward that is no number, once."""
+"""Any environment of the registry, with a simulator that fails once: it raises, or a reward or state is no number."""
 
 from pathlib import Path
 
@@ -18,7 +18,15 @@ def make(env_type, fault, marker, **kwargs):
             if fault == "raise":
                 raise RuntimeError("contact solver diverged")
             result.reward[1] = np.nan
+            env.draw = draw_nonsense if env.rules.reward_mode == "sparse" else draw
         return result
+
+    draw = env.draw
+
+    def draw_nonsense(rows, images, state):
+        draw(rows, images, state)
+        state[1] = np.nan
+        env.draw = draw
 
     env.play = broken
     return env
