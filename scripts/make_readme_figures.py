@@ -1,6 +1,7 @@
 """Draws docs/images from recorded runs: learning curves of several seeds, and frames of an evaluation video.
 
 python scripts/make_readme_figures.py curves docs/images/push_cube.png "PushCube-v1" RUN.jsonl [RUN.jsonl ...]
+python scripts/make_readme_figures.py modes docs/images/staleness.png "PushCube-v1" "synchronous=A.jsonl,B.jsonl" ...
 python scripts/make_readme_figures.py film docs/images/robot.png VIDEO.mp4 [VIDEO.mp4 ...]
 """
 
@@ -45,6 +46,37 @@ def curves(target: Path, title: str, runs: list[Path]) -> None:
     figure.savefig(target)
 
 
+def modes(target: Path, title: str, groups: list[str]) -> None:
+    """Draw evaluation success over environment steps, one colour a mode and one thin line a seed.
+
+    Args:
+        target: picture.
+        title: of the picture.
+        groups: ``LABEL=RUN.jsonl,RUN.jsonl`` each.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for number, group in enumerate(groups):
+        label, _, paths = group.partition("=")
+        runs = [
+            [row for row in read(Path(path)) if row.get("eval/success_rate") is not None] for path in paths.split(",")
+        ]
+        steps = np.mean([[row["env_steps"] / 1000 for row in rows] for rows in runs], axis=0)
+        rates = 100 * np.array([[row["eval/success_rate"] for row in rows] for rows in runs])
+        colour = f"C{number}"
+        axis.plot(steps, rates.mean(0), color=colour, marker="o", markersize=4, label=f"{label}, {len(runs)} seeds")
+        for rates_of_seed in rates:
+            axis.plot(steps, rates_of_seed, color=colour, linewidth=0.7, alpha=0.5)
+    axis.set(xlabel="environment steps (thousands)", ylabel="success on fixed seeds (%)", ylim=(50, 100), title=title)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right")
+    figure.savefig(target)
+
+
 def film(target: Path, videos: list[Path]) -> None:
     """Put evenly spaced frames of each video into a row."""
     import imageio.v2 as imageio
@@ -62,5 +94,7 @@ if __name__ == "__main__":
     target.parent.mkdir(parents=True, exist_ok=True)
     if command == "curves":
         curves(target, sys.argv[3], [Path(name) for name in sys.argv[4:]])
+    elif command == "modes":
+        modes(target, sys.argv[3], sys.argv[4:])
     else:
         film(target, [Path(name) for name in sys.argv[3:]])

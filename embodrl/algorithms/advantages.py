@@ -310,4 +310,10 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
                 f"adv_type '{name}' returned {field} of shape {list(tensor.shape)}",
                 f"return {list(shapes[0])}, a value a chunk, or {list(shapes[1])}, a value an action",
             )
+    for field, tensor in (("advantages", estimate.advantages), ("returns", estimate.returns)):
+        if not bool(tensor[estimate.valid].isfinite().all()):
+            raise EmbodrlError(
+                f"adv_type '{name}' returned {field} that are not finite",
+                "look for divisions by zero in the estimator, and for rewards and values that are not finite",
+            )
     return estimate

@@ -31,7 +31,7 @@ from embodrl.workers.policy import build_policy, configure_torch, num_threads
 from embodrl.workers.rollout import RolloutSource
 from embodrl.workers.rollout_source import make_rollout_source
 
-ITERATIONS = 8
+ITERATIONS = 6
 WARM_UP = 2
 MODES = (
     ("synchronous", ("runner.max_staleness=0",)),
@@ -47,7 +47,7 @@ SLOW = (
     "env.num_processes=4",
     "env.pin_cpus=false",
     "env.train.total_num_envs=16",
-    "env.train.max_steps_per_rollout_epoch=100",
+    "env.train.max_steps_per_rollout_epoch=50",
     "actor.optim.critic_warmup_iterations=0",
     "algorithm.update_epoch=3",
 )
@@ -67,7 +67,8 @@ class Sides:
 def build(config: Config, pool: EnvPool) -> Sides:
     """Return fresh weights, optimizer and rollouts on a started pool."""
     policy, cores = build_policy(config), num_threads(config)
-    engine = NativeTrainEngine(policy, config.actor, 1000, policy.device, cores)
+    ahead = config.runner.max_staleness > 0
+    engine = NativeTrainEngine(policy, config.actor, 1000, policy.device, cores, may_be_stale=ahead)
     acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, config.runner.seed, cores)
     source = make_rollout_source(config, pool, acting, lambda: False, False)
     return Sides(config, policy, engine, source, torch.Generator().manual_seed(config.runner.seed))
@@ -144,7 +145,8 @@ def overlap(iterations: int) -> dict[str, float]:
     """Return seconds a rollout with one and with two stages, and what two stages can reach at best.
 
     A stage waits for its simulators and then for the policy, which serves the stages in turn: with E seconds of
-    simulation and P of inference for all environments, two stages take ``max(E + P / 2, P)``.
+    simulation and P of inference, for both stages together, two stages take ``max(E + P / 2, P)``. P is more than that
+    of one stage, since half a batch takes more than half the time.
     """
     seconds: dict[str, float] = {}
     times: dict[str, float] = {}
@@ -157,9 +159,8 @@ def overlap(iterations: int) -> dict[str, float]:
             start_s = time.perf_counter()
             for iteration in range(1, 1 + iterations):
                 _, metrics = sides.source.gather(iteration)
-                if stages == 1:
-                    for name in ("env", "policy"):
-                        times[name] = times.get(name, 0.0) + float(metrics[f"time/{name}_s"] or 0.0) / iterations
+                name = "env" if stages == 1 else "policy"
+                times[name] = times.get(name, 0.0) + float(metrics[f"time/{name}_s"] or 0.0) / iterations
             seconds[str(stages)] = (time.perf_counter() - start_s) / iterations
     ideal = max(times["env"] + times["policy"] / 2, times["policy"])
     return {

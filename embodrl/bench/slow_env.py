@@ -15,8 +15,8 @@ from embodrl.envs.toy import ToyVectorEnv
 from embodrl.registry import ENVS
 from embodrl.types import EnvStep
 
-MEAN_S = 0.08
-LONGEST_S = 20 * MEAN_S
+MEAN_S = 0.4
+LONGEST_S = 10 * MEAN_S
 # Pareto with this exponent has no variance: most chunks take half the mean, one of 100 ten times as long.
 TAIL = 1.8
 CONSTANT = "bench_constant"

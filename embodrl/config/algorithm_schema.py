@@ -84,8 +84,8 @@ class DecoupledConfig(Section):
     )
     level: Literal["token", "chunk", "episode"] = Field(
         default="token",
-        description="a weight for each token, chunk or episode (geometric mean over its tokens); not finer than"
-        " logprob_type",
+        description="a weight for each token, chunk (product over its tokens) or episode (geometric mean); at the level"
+        " of logprob_type or coarser",
     )
 
 

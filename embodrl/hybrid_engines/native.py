@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 MAX_NONFINITE_IN_ROW = 5
 VALUE_GROUP = "value_head"
+# A chunk that waits for inference holds up simulators; a micro-batch that waits holds up nobody.
+NICENESS_BESIDE_ROLLOUTS = 10
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -46,7 +48,8 @@ class NativeTrainEngine(TrainEngine):
         num_threads: micro-batches computed at the same time on a CPU.
         keep_reference: keep a frozen copy of the policy as it is now. Only what trains is copied, the rest is shared,
             so that it costs as much memory again as the trained weights.
-        may_be_stale: rollouts may come from older policies; every update then tells how old they are.
+        may_be_stale: rollouts may come from older policies; every update then tells how old they are. Since they are
+            played at the same time, on a CPU inference and simulators then go before training.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class NativeTrainEngine(TrainEngine):
         self.num_threads = num_threads if self.device.type == "cpu" else 1
         self.precision: Precision = resolve_precision(config.precision, self.device)
         self.may_be_stale = may_be_stale
+        self.niceness = NICENESS_BESIDE_ROLLOUTS if may_be_stale and self.device.type == "cpu" else 0
         self.version = 0
         self.nonfinite_in_row = 0
         groups = policy.trainable_groups()
@@ -226,7 +230,7 @@ class NativeTrainEngine(TrainEngine):
             return output.logprobs.float().cpu()
 
         parts = chosen.split(self.config.micro_batch_size) if len(chosen) else ()
-        outputs = on_threads([lambda rows=rows: compute(rows) for rows in parts], self.num_threads)
+        outputs = on_threads([lambda rows=rows: compute(rows) for rows in parts], self.num_threads, self.niceness)
         for rows, logprobs in zip(parts, outputs, strict=True):
             rows_of_result[rows] = logprobs
         return rows_of_result.view_as(result)
@@ -242,7 +246,9 @@ class NativeTrainEngine(TrainEngine):
 
         chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
         trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
-        total, outputs = add_gradients([lambda rows=rows: compute(rows) for rows in chosen], trained, self.num_threads)
+        total, outputs = add_gradients(
+            [lambda rows=rows: compute(rows) for rows in chosen], trained, self.num_threads, self.niceness
+        )
         metrics: dict[str, Tensor] = {}
         for output in outputs:
             for name, value in output.items():

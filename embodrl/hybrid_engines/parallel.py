@@ -7,6 +7,9 @@ Gradients are summed in the order of the micro-batches, so that the result does 
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -17,16 +20,31 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
-def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int) -> list[T]:
-    """Return what the tasks return, in their order; ``torch.set_num_threads(1)`` must have been called."""
-    if num_threads <= 1 or len(tasks) <= 1:
+def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int, niceness: int = 0) -> list[T]:
+    """Return what the tasks return, in their order; ``torch.set_num_threads(1)`` must have been called.
+
+    Args:
+        tasks: each a piece of work.
+        num_threads: cores to use.
+        niceness: added to that of this process, so that other threads of it go first (Linux only).
+    """
+    if not niceness and (num_threads <= 1 or len(tasks) <= 1):
         return [task() for task in tasks]
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(num_threads, initializer=_be_nice, initargs=(niceness,)) as pool:
         return list(pool.map(lambda task: task(), tasks))
 
 
+def _be_nice(niceness: int) -> None:
+    if niceness and sys.platform == "linux":  # elsewhere threads have no niceness of their own
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))
+
+
 def add_gradients(
-    losses: Sequence[Callable[[], tuple[Tensor, T]]], parameters: Sequence[nn.Parameter], num_threads: int
+    losses: Sequence[Callable[[], tuple[Tensor, T]]],
+    parameters: Sequence[nn.Parameter],
+    num_threads: int,
+    niceness: int = 0,
 ) -> tuple[Tensor, list[T]]:
     """Add the gradients of several losses to ``parameters``.
 
@@ -34,6 +52,7 @@ def add_gradients(
         losses: each computes a scalar loss and something to return; they must not share a graph.
         parameters: with ``requires_grad``.
         num_threads: cores to use.
+        niceness: see ``on_threads``.
 
     Returns:
         the sum of the losses (scalar, detached), and what else they returned.
@@ -43,7 +62,7 @@ def add_gradients(
         loss, extra = compute()
         return loss.detach(), extra, torch.autograd.grad(loss, parameters, allow_unused=True)
 
-    results = on_threads([lambda compute=compute: differentiate(compute) for compute in losses], num_threads)
+    results = on_threads([lambda compute=compute: differentiate(compute) for compute in losses], num_threads, niceness)
     for _, _, gradients in results:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:

@@ -14,7 +14,7 @@ from embodrl.errors import EmbodrlError, PipelineProblem
 from embodrl.names import import_function, nearest
 
 ROLES: dict[str, str] = {
-    "rollout": "gathers experience; at least one",
+    "rollout": "gathers experience; exactly one",
     "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
     "reward": "judges episodes; goes with reward.fn and algorithm.srpo.enabled",
     "reference": "log-probs under the starting policy; goes with algorithm.kl.coef",
@@ -185,6 +185,10 @@ def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     for name in train[1:]:
         message = f"has the role 'train', and so has '{train[0]}'"
         yield PipelineProblem(name, message, "one node trains; several losses are one function of algorithm.loss_type")
+    rollouts = [spec.name for spec in specs if spec.role == "rollout"]
+    for name in rollouts[1:]:
+        message = f"has the role 'rollout', and so has '{rollouts[0]}', which gathers the same episodes"
+        yield PipelineProblem(name, message, "raise algorithm.rollout_epoch for more of them in an update")
     for role in ("rollout", "sync"):
         if all(spec.role != role for spec in specs):
             yield PipelineProblem("", f"no node has the role '{role}'", f"add one, e.g. embodrl.pipelines.nodes:{role}")

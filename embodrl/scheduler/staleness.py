@@ -61,7 +61,8 @@ class StalenessGate:
     def drop_too_old(self) -> list[int]:
         """Reject the waiting shards that no update may take any more; return them.
 
-        There are some only after ``max_staleness`` was lowered.
+        There are some only after ``max_staleness`` was lowered, or where an interrupted update that had been given more
+        than its batch asks for less the next time.
         """
         dropped = [shard for shard, began in self.waiting.items() if self.version - began > self.max_staleness]
         for shard in dropped:

@@ -9,6 +9,7 @@ Legend: T policy steps (chunks), B environments.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -101,7 +102,9 @@ class AsyncRolloutWorker:
     # -- the side of the trainer --------------------------------------------------------------------------------------
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource: the shards of an update, once they are there."""
+        """See RolloutSource: the shards of an update, once they are there; the same ones again if it is asked twice."""
+        with self._changed:
+            self.gate.take_back()
         self._seconds, self._stats, self._metas, self._waited_s, self._extra = Seconds(), EpisodeStats(), [], 0.0, 0
         return self._gather()
 
@@ -110,20 +113,19 @@ class AsyncRolloutWorker:
         with self._changed:
             self._extra += self.gate.batch_size
             self._changed.notify_all()
-        return self._gather()
+        return self._gather(more=True)
 
-    def _gather(self) -> tuple[TrajectoryBatch, Metrics]:
+    def _gather(self, more: bool = False) -> tuple[TrajectoryBatch, Metrics]:
         clock = time.perf_counter()
         self._start()
         with self._changed:
             while (chosen := self._choose()) is None:
                 if self.should_stop():
-                    self.gate.take_back()  # what the update has had so far, if this is not its first batch
                     raise InterruptedError
                 self._changed.wait(_POLL_S)
             self.gate.give_out(chosen)
             batches = [self._finished[shard] for shard in chosen]
-            dropped, self._env_steps_dropped = self._env_steps_dropped, 0
+            dropped = 0 if more else self._env_steps_dropped
             metrics: Metrics = {
                 "staleness/queue": float(len(self.gate.waiting)),
                 "staleness/running": float(len(self.gate.running)),
@@ -157,6 +159,7 @@ class AsyncRolloutWorker:
                 del self._finished[shard]
             self.gate.update(version)
             self._extra = 0  # they are counted as rejected now
+            self._env_steps_dropped = 0
             self._changed.notify_all()
 
     @contextmanager
@@ -177,6 +180,7 @@ class AsyncRolloutWorker:
                     self._changed.wait(_POLL_S)
             except BaseException:
                 self._drained = False
+                self._changed.notify_all()
                 raise
         try:
             yield
@@ -262,23 +266,24 @@ class AsyncRolloutWorker:
     def state(self) -> RolloutState:
         """See RolloutSource: the shards that wait, and the numbers of those that will begin anew."""
         with self._changed:
+            # What was given out for an update that has not happened waits for the next one.
+            waiting = self.gate.waiting | self.gate.given_out
             shards = {
                 str(shard): {
                     "began": began,
                     "batch_size": list(self._finished[shard].batch_size),
                     "meta": self._finished[shard].meta,
                 }
-                for shard, began in self.gate.waiting.items()
+                for shard, began in waiting.items()
             }
-            tensors = {f"shard_{shard}": batch_to_tensors(self._finished[shard]) for shard in self.gate.waiting}
+            tensors = {f"shard_{shard}": batch_to_tensors(self._finished[shard]) for shard in waiting}
             state: dict[str, Any] = {
                 "shards": shards,
                 "again": sorted([*self._again, *self.gate.running]),
                 "next_shard": self._next_shard,
                 "rejected": self.gate.rejected,
                 "env_steps_dropped": self._env_steps_dropped,
-                "batch_size": self.gate.batch_size,
-                "num_envs": self.num_envs,
+                "settings": shard_settings(self.config),
             }
         return RolloutState(state, tensors)
 
@@ -287,12 +292,12 @@ class AsyncRolloutWorker:
         state = saved.state
         if "shards" not in state:
             raise CheckpointError("the checkpoint is that of a synchronous run", "resume with runner.max_staleness=0")
-        if state["batch_size"] != self.gate.batch_size or state["num_envs"] != self.num_envs:
-            raise CheckpointError(
-                f"the checkpoint holds rollouts of {state['num_envs']} environments, {state['batch_size']} an update,"
-                f" and this run has {self.num_envs} and {self.gate.batch_size}",
-                "resume with env.train.total_num_envs, rollout.pipeline_stages and algorithm.rollout_epoch as before",
-            )
+        before, now = state["settings"], shard_settings(self.config)
+        other = [name for name in now if before.get(name) != now[name]]
+        if other:
+            told = ", ".join(f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other)
+            remedy = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
+            raise CheckpointError(f"the checkpoint holds rollouts made with {told}", f"resume with {remedy}")
         with self._changed:
             self.gate.version, self.gate.rejected = version, state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}
@@ -302,6 +307,29 @@ class AsyncRolloutWorker:
             }
             self._again, self._next_shard = list(state["again"]), state["next_shard"]
             self._env_steps_dropped = state["env_steps_dropped"]
+
+
+def shard_settings(config: Config) -> dict[str, Any]:
+    """Return what shards depend on, by key, as it comes back from JSON: a shard of other settings can't be used."""
+    env, algorithm = config.env, config.algorithm
+    settings = {
+        "env.tasks": list(env.tasks),
+        "env.max_episode_steps": env.max_episode_steps,
+        "env.train.total_num_envs": env.train.total_num_envs,
+        "env.train.max_steps_per_rollout_epoch": env.train.max_steps_per_rollout_epoch,
+        "env.train.auto_reset": env.train.auto_reset,
+        "env.train.ignore_terminations": env.train.ignore_terminations,
+        "rollout.pipeline_stages": config.rollout.pipeline_stages,
+        "rollout.workflow": config.rollout.workflow,
+        "algorithm.group_size": algorithm.group_size,
+        "algorithm.rollout_epoch": algorithm.rollout_epoch,
+        "algorithm.loss_type": algorithm.loss_type,
+        "algorithm.sampling.temperature": algorithm.sampling.temperature,
+        "algorithm.sampling.top_k": algorithm.sampling.top_k,
+        "algorithm.srpo.enabled": algorithm.srpo.enabled,
+        "reward.fn": config.reward.fn,
+    }
+    return json.loads(json.dumps(settings))
 
 
 def _join(batches: list[TrajectoryBatch], dropped_env_steps: int) -> TrajectoryBatch:

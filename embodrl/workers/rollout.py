@@ -127,13 +127,15 @@ class RolloutWorker:
         self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
         self.stages = make_stages(config, pool, engine, keep_frames)
         self.seconds, self.stats = Seconds(), EpisodeStats()
-        self._before: list[str] = []
+        # Random numbers at the mark that an interrupted rollout goes back to; None until an update has its first one.
+        self._before: list[str] | None = None
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource."""
         self.seconds, self.stats = Seconds(), EpisodeStats()
-        self.pool.call("mark", restart=True)
-        self._before = self.engine.random_state()
+        if self._before is None:  # a second attempt at the same update goes back to the same mark
+            self.pool.call("mark", restart=True)
+            self._before = self.engine.random_state()
         return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -142,6 +144,7 @@ class RolloutWorker:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutSource; where the engine shares the weights, only the version is new."""
+        self._before = None
         self.engine.update_weights(weights, version)
 
     @contextmanager
@@ -188,8 +191,10 @@ class RolloutWorker:
         try:
             parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
         except InterruptedError:
+            assert self._before is not None
             self.engine.set_random_state(self._before)
             self.pool.call("rewind", restart=True)
+            self._before = None
             raise
         batch = TrajectoryBatch.concat(parts)
         batch.meta["env_steps"] = int(batch.valid.sum())

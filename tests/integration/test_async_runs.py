@@ -66,7 +66,8 @@ def test_a_run_killed_at_random_moments_goes_on_without_losing_or_repeating_a_ro
     assert_gone(children)
     check_ledger(run_dir)
     for stop in stops[1:]:
-        embodrl("resume", run_dir, stop_at=stop)
+        outcome = embodrl("resume", run_dir, stop_at=stop)
+        assert outcome.code == -signal.SIGKILL, (stop, outcome.stderr)
         check_ledger(run_dir)
     outcome = embodrl("resume", run_dir)
     assert outcome.code == 0, outcome.stderr

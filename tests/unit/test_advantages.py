@@ -251,15 +251,30 @@ def test_explained_variance() -> None:
     assert explained_variance(torch.tensor([0.0, 2.0, 4.0, 0.0]), returns, valid) == pytest.approx(0.0)
 
 
-def test_compute_advantages_reads_the_configuration() -> None:
-    rollout = random_rollout(5, 4, 3, 2, 1)
-    batch = TrajectoryBatch.from_rollout(
+def batch_of(rollout: Rollout) -> TrajectoryBatch:
+    return TrajectoryBatch.from_rollout(
         forward_inputs={},
         logprobs=torch.zeros(4, 3, 2, 1),
         policy_version=torch.zeros(4, 3, dtype=torch.int64),
         task_id=torch.zeros(4, 3, dtype=torch.int64),
         **vars(rollout),
     )
+
+
+def test_estimates_that_are_not_finite_are_refused_where_they_count() -> None:
+    rollout = random_rollout(5, 4, 3, 2, 1)
+    rollout.valid[1, 1] = False
+    rollout.rewards[1, 1] = float("nan")
+    compute_advantages(batch_of(rollout), AlgorithmConfig())
+    rollout.rewards[2, 0] = float("inf")
+    rollout.valid[2, 0] = True
+    with pytest.raises(EmbodrlError, match="adv_type 'gae' returned advantages that are not finite"):
+        compute_advantages(batch_of(rollout), AlgorithmConfig())
+
+
+def test_compute_advantages_reads_the_configuration() -> None:
+    rollout = random_rollout(5, 4, 3, 2, 1)
+    batch = batch_of(rollout)
     raw = compute_advantages(batch, AlgorithmConfig(gamma=0.8, gae_lambda=0.7, normalize_advantages=False))
     expected = run(rollout, 0.8, 0.7, "chunk_level")
     assert torch.equal(raw.advantages, expected.advantages)

@@ -185,9 +185,28 @@ def test_a_checkpoint_loses_and_repeats_nothing(started: Any) -> None:
 
 def test_a_checkpoint_of_other_sizes_is_refused(started: Any) -> None:
     saved = started("runner.max_staleness=1").worker.state()
-    other = started("runner.max_staleness=1", "env.train.total_num_envs=8")
-    with pytest.raises(CheckpointError, match=r"4 environments.*has 8"):
+    other = started("runner.max_staleness=1", "env.train.total_num_envs=8", "algorithm.group_size=2")
+    with pytest.raises(CheckpointError, match=r"total_num_envs 4 and not 8.*group_size 1 and not 2") as caught:
         other.worker.load_state(saved, 0)
+    assert caught.value.remedy == "resume with env.train.total_num_envs=4 algorithm.group_size=1"
+
+
+def test_an_update_that_asks_twice_gets_the_same_rollouts(started: Any) -> None:
+    """A rollout node that fails after it has gathered may be retried, in the last update too."""
+    parts = started("runner.max_staleness=1", "runner.max_iterations=2")
+    for version in range(2):
+        first, _ = parts.worker.gather(version)
+        again, _ = parts.worker.gather(version)
+        assert first.equals(again)
+        parts.worker.update_weights([], version + 1)
+    assert parts.worker.gate.rejected == 0 and len(parts.began()) == 2
+
+
+def test_an_update_that_does_not_happen_keeps_its_rollouts(started: Any) -> None:
+    parts = started("runner.max_staleness=1", "runner.max_iterations=3", policy=PacedPolicy(CHUNKS))
+    parts.worker.gather(0)
+    saved = parts.worker.state()
+    assert list(saved.state["shards"]) == ["0"] and saved.state["again"] == [1]
 
 
 def test_an_interrupted_update_gives_back_what_it_had(started: Any) -> None:

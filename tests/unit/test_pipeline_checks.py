@@ -55,6 +55,19 @@ def test_a_sound_pipeline_has_no_problem_and_does_not_change_any_more() -> None:
         graph.nodes = ()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_experience_is_gathered_by_one_node() -> None:
+    pipeline = (
+        Pipeline("two")
+        .add_node("rollout", f"{NODES}:rollout", role="rollout")
+        .add_node("more", f"{NODES}:rollout", role="rollout")
+        .add_node("train", lambda context, one, two: None, ("rollout", "more"), "train")
+        .add_node("sync", f"{NODES}:sync", ("train",), "sync")
+    )
+    (problem,) = problems_of(pipeline)
+    assert problem.node == "more" and "so has 'rollout'" in problem.message
+    assert "algorithm.rollout_epoch" in problem.remedy
+
+
 def test_all_problems_come_in_one_report() -> None:
     pipeline = (
         Pipeline("bad")
@@ -225,7 +238,10 @@ def test_one_node_trains_and_not_twice() -> None:
 
 def test_training_depends_on_every_rollout() -> None:
     pipeline = sound().add_node("more", anything, ("train",), "rollout").add_node("log", anything, ("more",), "sink")
-    assert only_problem(pipeline, "more").startswith("'train', which trains, does not depend on it")
+    assert any(
+        problem.node == "more" and problem.message.startswith("'train', which trains, does not depend on it")
+        for problem in problems_of(pipeline)
+    )
 
 
 def test_weights_are_handed_over_after_training() -> None:

@@ -257,6 +257,15 @@ def test_a_stopped_rollout_leaves_no_step_under_way(stages):
     assert all(part.pending is None for part in pool.parts)
 
 
+def test_a_second_attempt_goes_back_to_the_same_mark():
+    calls = iter([False] * 4 + [False, True])
+    worker, pool = worker_of(config_of(), should_stop=lambda: next(calls))
+    worker.gather(0)
+    with pytest.raises(InterruptedError):
+        worker.gather(0)
+    assert pool.called == ["mark", "rewind"] and worker.engine.restored == ["before"]
+
+
 def test_means_are_over_the_episodes_that_ended():
     stats = EpisodeStats()
     assert stats.metrics()["rollout/success_rate"] is None

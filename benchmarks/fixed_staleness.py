@@ -1,0 +1,62 @@
+"""Learning with data of a fixed age: ``python benchmarks/fixed_staleness.py LAG [OVERRIDES ...]``.
+
+How old the data of an asynchronous run are depends on the machine. Here rollouts and updates take turns, and the policy
+that acts has the weights of LAG updates ago (of the start, in the first ones), so that runs can be compared. Such a run
+can't be resumed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from embodrl import runner
+from embodrl.config import load_config
+from embodrl.config.schema import Config
+from embodrl.envs.pool import EnvPool
+from embodrl.hybrid_engines.copies import frozen_copy
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.workers.rollout import RolloutSource, RolloutWorker
+
+
+class LaggedRollout(RolloutWorker):
+    """Takes over weights ``lag`` updates late."""
+
+    lag = 0
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See RolloutSource."""
+        if not hasattr(self, "_kept"):
+            self._kept: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=self.lag + 1)
+        self._kept.append((version, {name: tensor.detach().clone() for name, tensor in weights}))
+        if version >= self.lag:
+            known, tensors = self._kept[0]
+            super().update_weights(tensors.items(), known)
+
+
+def make_source(
+    config: Config, pool: EnvPool, engine: NativeRolloutEngine, should_stop: Callable[[], bool], keep_frames: bool
+) -> RolloutSource:
+    """As ``workers.rollout_source.make_rollout_source``."""
+    trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
+    policy = frozen_copy(engine.policy, trained)
+    apart = NativeRolloutEngine(
+        policy, config.rollout, config.algorithm.sampling, config.runner.seed, engine.num_threads
+    )
+    source = LaggedRollout(config, pool, apart, should_stop, keep_frames)
+    source.update_weights(engine.policy.named_parameters(), 0)
+    return source
+
+
+def main(arguments: list[str]) -> int:
+    """Train; return the exit code."""
+    LaggedRollout.lag = int(arguments[0])
+    runner.make_rollout_source = make_source
+    return runner.train(load_config(["env=maniskill", "model=openvla", *arguments[1:]]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
