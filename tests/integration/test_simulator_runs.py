@@ -60,5 +60,5 @@ def test_metaworld_collects_with_its_own_policies(tmp_path: Path) -> None:
     if outcome.code and "can't draw" in outcome.stderr:
         pytest.skip(outcome.stderr)
     assert outcome.code == 0, outcome.stderr
-    (meta,) = (tmp_path / "demos").glob("*.json")
-    assert json.loads(meta.read_text())["expert_success_rate"] == {"drawer-close-v3": 1.0}
+    meta = tmp_path / "demos" / "index.json"
+    assert json.loads(meta.read_text())["meta"]["expert_success_rate"] == {"drawer-close-v3": 1.0}
