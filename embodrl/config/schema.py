@@ -253,6 +253,10 @@ class RolloutConfig(Section):
     workflow: str | None = Field(
         default=None, description="module:Class of yours that plays an episode; null plays all of them in lockstep"
     )
+    episode_timeout_s: PositiveFloat | None = Field(
+        default=600.0,
+        description="seconds an episode of a workflow may take, waiting included; then it counts as failed; null: any",
+    )
 
 
 class ClusterConfig(Section):

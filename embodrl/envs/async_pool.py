@@ -48,12 +48,22 @@ class _Process:
         self.requests = self.calls = 0
         self.busy_s = 0.0
         self._waiting: list[_Request] = []
+        self._latest: dict[int, _Request] = {}  # by row
         self._pump: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=pool.managers[0].name)
 
     async def ask(self, row: int, **what: Any) -> Any:
-        """Queue a request and wait for its answer."""
-        request = _Request(row, asyncio.get_running_loop().create_future(), **what)
+        """Queue a request and wait for its answer.
+
+        Raises:
+            EnvError: the environment has a request already that is still waited for.
+        """
+        latest = self._latest.get(row)
+        if latest is not None and not latest.answer.done():
+            raise EnvError(
+                "this environment is asked again before it has answered", "await every call, or cancel it, first"
+            )
+        request = self._latest[row] = _Request(row, asyncio.get_running_loop().create_future(), **what)
         self._waiting.append(request)
         if self._pump is None:
             self._pump = asyncio.create_task(self._serve())
@@ -97,7 +107,13 @@ class _Process:
             request.answer.set_result(answer)
 
     def _next_batch(self) -> list[_Request]:
-        """Take all waiting requests of the kind that waits longest; chunks of one length go together."""
+        """Take all waiting requests of the kind that waits longest; chunks of one length go together.
+
+        What nobody waits for any more is left out: it would be played in the next episode of its row.
+        """
+        self._waiting = [request for request in self._waiting if not request.answer.done()]
+        if not self._waiting:
+            return []
         first = self._waiting[0]
 
         def alike(request: _Request) -> bool:
@@ -194,7 +210,8 @@ class AsyncPool:
 class PoolEnvironment(Environment):
     """One row of a pool; see AsyncPool.
 
-    A fault of the simulator ends the episode with ``ToolResult.lost``; the pool has restarted the process by then.
+    A fault of the simulator ends the episode with ``ToolResult.lost``; the pool has restarted the process by then. A
+    call that is cancelled ends it, too: go on with ``initialize`` or ``load_state``. One call at a time, else EnvError.
     """
 
     def __init__(self, process: _Process, row: int) -> None:
@@ -207,7 +224,7 @@ class PoolEnvironment(Environment):
         """See Environment."""
         if task not in self.spec.tasks:
             raise EnvError(f"there is no task '{task}'", f"choose one of {', '.join(self.spec.tasks)}")
-        observation = await self._process.ask(self._row, episode=(seed, self.spec.tasks.index(task)))
+        observation = await self._ask(episode=(seed, self.spec.tasks.index(task)))
         self._observation, self._done = observation, False
         return observation
 
@@ -233,11 +250,18 @@ class PoolEnvironment(Environment):
         if self._done or self._observation is None:
             raise EnvError("no episode is under way in this environment", "call initialize() first")
         actions = self._checked(arguments)
-        result = await self._process.ask(self._row, actions=actions)
+        result = await self._ask(actions=actions)
         if result is None:
             result = ToolResult.lost_chunk(self._observation, len(actions))
         self._observation, self._done = result.observation, result.done
         return result
+
+    async def _ask(self, **what: Any) -> Any:
+        try:
+            return await self._process.ask(self._row, **what)
+        except asyncio.CancelledError:
+            self._done = True  # whether the simulator has done it is not known
+            raise
 
     def _checked(self, arguments: Mapping[str, Any]) -> NDArray[np.float32]:
         if set(arguments) != {"actions"}:
@@ -265,7 +289,7 @@ class PoolEnvironment(Environment):
     async def load_state(self, state: bytes) -> Observation:
         """See Environment."""
         content = decode(state)
-        await self._process.ask(self._row, call=("set_row_state", {"row": self._row, "state": content["row"]}))
+        await self._ask(call=("set_row_state", {"row": self._row, "state": content["row"]}))
         self._observation, self._done = Observation(**content["observation"]), content["done"]
         if not self._done:
             self._process.playing.add(self._row)

@@ -1,7 +1,8 @@
 """AsyncTaskRunner: many coroutines at the same time on an event loop in a thread of its own.
 
 All state is under one lock. The loop's thread takes it twice a cycle at most, for all tasks that are to start and for
-all that have ended, so the cost of a task is that of asyncio itself.
+all that have ended, so the cost of a task is that of asyncio itself. The extra `fast`
+(uvloop) makes that less.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from embodrl.errors import TaskIdTaken, TaskQueueFull, TaskRunnerError
 
 try:
     from uvloop import new_event_loop  # pyright: ignore[reportMissingImports]
-except ImportError:  # an extra: the loop of the standard library does the same, slower
+except ImportError:  # the extra `fast`: the loop of the standard library does the same, slower
     from asyncio import new_event_loop
 
 CLOSE_TIMEOUT_S = 60.0
@@ -230,10 +231,11 @@ class AsyncTaskRunner:
             if entry is not None:
                 self._results.append(_result(entry, "cancelled", None, None))
                 self._arrived.notify_all()
+                self._room.notify_all()
                 return True
             entry = self._running.get(task_id)
             if entry is not None:
-                # In the order of the loop: after the task was made.
+                # In the order of the loop: after the task was made, though perhaps before its first step.
                 self._loop.call_soon_threadsafe(self._cancel_running, entry)
             return entry is not None
 
@@ -369,6 +371,7 @@ class AsyncTaskRunner:
                 self._room.notify_all()
         for entry in entries:
             entry.task = self._loop.create_task(self._run(entry))
+            entry.task.add_done_callback(functools.partial(self._never_began, entry))
 
     async def _run(self, entry: _Entry) -> None:
         entry.started = time.perf_counter()
@@ -381,7 +384,15 @@ class AsyncTaskRunner:
         except BaseException as error:  # noqa: BLE001  (a user's function may raise anything; it is its result)
             own = error.__traceback__  # this frame, which would keep the arguments alive
             result = _result(entry, "error", None, error.with_traceback(own and own.tb_next))
-        # Deliver at the end of this cycle of the loop, together with all else that ends in it.
+        self._end(result)
+
+    def _never_began(self, entry: _Entry, _: asyncio.Task[Any]) -> None:
+        """Make the result of a task that was cancelled before its first step: nothing of its coroutine has run."""
+        if not entry.started:
+            self._end(_result(entry, "cancelled", None, None))
+
+    def _end(self, result: TaskResult) -> None:
+        """Deliver at the end of this cycle of the loop, together with all else that ends in it."""
         if not self._ended:
             self._loop.call_soon(self._deliver)
         self._ended.append(result)

@@ -102,15 +102,18 @@ class RewardWorker:
 
     def _apply_srpo(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
         assert self.srpo is not None and batch.success is not None
-        success = episodes.of(batch.success)
-        if not len(episodes):
+        # Nobody knows how an episode would have ended that a fault has cost; it is not trained on.
+        played = (~episodes.lost).nonzero().flatten()
+        _pay(batch, episodes, {int(number): torch.zeros(()) for number in episodes.lost.nonzero()})
+        if not len(played):
             return {"srpo/failure_reward": 0.0, "srpo/tasks_without_reference": 0.0}
+        success = episodes.of(batch.success)[played]
         size = self.srpo.config.num_frames
-        clips = [sample_frames(_frames(batch, episodes, number), size) for number in range(len(episodes))]
+        clips = [sample_frames(_frames(batch, episodes, number), size) for number in played.tolist()]
         parts = [torch.stack(clips[i : i + CLIPS_AT_ONCE]) for i in range(0, len(clips), CLIPS_AT_ONCE)]
         embeddings = torch.cat([self.encoder(part) for part in parts])
-        rewards = self.srpo(embeddings, success, episodes.of(batch.task_id))
-        _pay(batch, episodes, dict(enumerate(rewards)))
+        rewards = self.srpo(embeddings, success, episodes.of(batch.task_id)[played])
+        _pay(batch, episodes, dict(zip(played.tolist(), rewards, strict=True)))
         failures = rewards[~success]
         return {
             "srpo/failure_reward": float(failures.mean()) if len(failures) else 0.0,
@@ -199,13 +202,16 @@ async def _call_all(
         problem = RewardError("")
         async with room:
             for attempt in range(settings.retries + 1):
+                clock = asyncio.timeout(settings.timeout_s)
                 try:
-                    result = await asyncio.wait_for(_invoke(function, episode), settings.timeout_s)
+                    async with clock:
+                        result = await _invoke(function, episode)
                     return _as_reward(result, len(episode.rewards))
-                except TimeoutError:
-                    why = f"took more than {settings.timeout_s:g} s"
                 except Exception as error:  # noqa: BLE001  (the user's function may raise anything; it is counted)
-                    why = f"failed: {type(error).__name__}: {error}"
+                    # A TimeoutError may also be one of the function's own.
+                    over = isinstance(error, TimeoutError) and clock.expired()
+                    failure = f"failed: {type(error).__name__}: {error}"
+                    why = f"took more than {settings.timeout_s:g} s" if over else failure
                 failed += 1
                 problem = RewardError(
                     f"reward.fn {why} (attempt {attempt + 1} of {settings.retries + 1})",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -125,10 +126,15 @@ class RolloutWorker:
         self.config, self.pool, self.engine, self.should_stop = config, pool, engine, should_stop
         self.schedule = EpisodeSchedule(config, pool.spec.num_envs, len(pool.spec.tasks))
         self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
-        self.stages = make_stages(config, pool, engine, keep_frames)
+        self.keep_frames = keep_frames
         self.seconds, self.stats = Seconds(), EpisodeStats()
         # Random numbers at the mark that an interrupted rollout goes back to; None until an update has its first one.
         self._before: list[str] | None = None
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """The groups of environments that take turns."""
+        return make_stages(self.config, self.pool, self.engine, self.keep_frames)
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource."""

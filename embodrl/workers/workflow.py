@@ -30,6 +30,7 @@ class EpisodeTask:
         seed: of the initial state; the episodes of a group have the same one.
         max_chunks: most chunks that a trajectory may have.
         iteration: of the run.
+        keep_frames: what the first camera sees is wanted, by those who judge episodes by it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class EpisodeTask:
     seed: int
     max_chunks: int
     iteration: int
+    keep_frames: bool = False
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Chunk:
         valid, terminated, truncated: ``bool[C]``.
         success: the task has been solved at some time in the episode.
         policy_version: updates that the policy had seen.
-        frame: ``uint8[H,W,3]``, what the first camera sees afterwards.
+        frame: ``uint8[H,W,3]``, what the first camera sees afterwards; None where it is not wanted.
     """
 
     forward_inputs: dict[str, Tensor]
@@ -63,7 +65,7 @@ class Chunk:
     truncated: Tensor
     success: bool
     policy_version: int
-    frame: Tensor
+    frame: Tensor | None = None
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Trajectory:
                 truncated=padded(result.truncated),
                 success=result.success,
                 policy_version=output.version,
-                frame=torch.from_numpy(result.observation.images[0, 0]),
+                frame=torch.from_numpy(result.observation.images[0, 0].copy()) if self.task.keep_frames else None,
             )
         )
 
@@ -206,23 +208,26 @@ def stack_trajectories(
         keep_frames: with the column ``frames``.
 
     Raises:
-        EmbodrlError: a trajectory is longer than T, or there is none.
+        EmbodrlError: a trajectory is longer than T, or has no frames where they are to be kept, or there is none.
     """
     template = next((t for t in trajectories if t is not None and t.chunks), None)
     if template is None:
         raise EmbodrlError("there is no trajectory to stack", "return at least one")
-    columns = [_column(t if t is not None and t.chunks else None, template, num_steps, bootstrap) for t in trajectories]
+    played = [t if t is not None and t.chunks else None for t in trajectories]
+    columns = [_column(trajectory, template, num_steps, bootstrap, keep_frames) for trajectory in played]
     inputs = {
         name: torch.stack([column["forward_inputs"][name] for column in columns], dim=1)
         for name in columns[0]["forward_inputs"]
     }
-    names = columns[0].keys() - {"forward_inputs"} - (set() if keep_frames else {"frames"})
+    names = columns[0].keys() - {"forward_inputs"}
     stacked: dict[str, Any] = {name: torch.stack([column[name] for column in columns], dim=1) for name in names}
     stacked["group_id"] = group_id.expand(stacked["task_id"].shape)
     return TrajectoryBatch.from_rollout(forward_inputs=inputs, **stacked)
 
 
-def _column(trajectory: Trajectory | None, template: Trajectory, num_steps: int, bootstrap: bool) -> dict[str, Any]:
+def _column(
+    trajectory: Trajectory | None, template: Trajectory, num_steps: int, bootstrap: bool, keep_frames: bool
+) -> dict[str, Any]:
     """Return the columns ``[T,...]`` of one episode, with ``values [T+1,K]``."""
     played = trajectory or Trajectory(template.task, template.chunks[:1])
     chunks = played.chunks
@@ -250,7 +255,7 @@ def _column(trajectory: Trajectory | None, template: Trajectory, num_steps: int,
     kept: Mapping[str, list[Tensor]] = {
         "success": [torch.tensor(chunk.success and trajectory is not None) for chunk in chunks],
         "policy_version": [torch.tensor(chunk.policy_version) for chunk in chunks],
-        "frames": [chunk.frame for chunk in chunks],
+        **({"frames": _frames(played)} if keep_frames else {}),
     }
     return {
         **zeros,
@@ -264,6 +269,16 @@ def _column(trajectory: Trajectory | None, template: Trajectory, num_steps: int,
             for name in chunks[0].forward_inputs
         },
     }
+
+
+def _frames(trajectory: Trajectory) -> list[Tensor]:
+    frames = [chunk.frame for chunk in trajectory.chunks if chunk.frame is not None]
+    if len(frames) < len(trajectory.chunks):
+        raise EmbodrlError(
+            "a workflow returned a trajectory without frames, by which episodes are judged here",
+            "make it as Trajectory(task), with the task that run_episode got",
+        )
+    return frames
 
 
 _ZERO_AFTER = ("logprobs", "values", "rewards", "valid", "terminated", "truncated")

@@ -5,10 +5,14 @@ Legend: T policy steps (chunks), B environments.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
+
+import numpy as np
 
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
@@ -29,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
+# How often a shard is played at most until an episode of it is left; a shard may be few episodes, of one group.
+MAX_PLAYS = 4
 _BEYOND_REPAIR = (EnvRaised, EnvWorkerDied, EnvTimeout)
 
 
@@ -36,11 +42,26 @@ class WorkflowError(EmbodrlError):
     """A workflow leaves nothing to train on."""
 
 
+class EpisodeTimeout(EmbodrlError):
+    """An episode of a workflow took longer than ``rollout.episode_timeout_s``."""
+
+
+@dataclass
+class _Tally:
+    """What became of the episodes of a shard, over all its plays."""
+
+    plays: int = 0
+    failed: int = 0
+    rejected: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
+    first_error: BaseException | None = None
+
+
 class WorkflowPlayer:
     """Has the episodes of a group of environments played by a workflow, all at the same time.
 
-    An episode that raises is counted and left out, like one that the workflow rejects. What an episode draws follows
-    from its numbers, not from the order in which episodes ask.
+    An episode that raises or takes too long is counted and left out, like one that the workflow rejects. What an
+    episode draws follows from its numbers, not from the order in which episodes ask.
 
     Args:
         config: the run.
@@ -71,14 +92,46 @@ class WorkflowPlayer:
     def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return the episodes of a shard.
 
+        Where all of them were rejected, it plays the shard again, up to ``MAX_PLAYS`` times in all: with other random
+        numbers, and from other initial states unless ``env.train.use_fixed_reset_state_ids``. All are counted.
+
         Raises:
             InterruptedError: ``should_stop`` answered True; it is asked now and then.
-            WorkflowError: no episode was left.
+            WorkflowError: every episode of a play failed, or none was left however often the shard was played.
             EnvError: a simulator is beyond repair.
         """
+        tally = _Tally()
+        while True:
+            failed = tally.failed
+            trajectories, means = self._play(self._redrawn(shard, tally.plays), should_stop, tally)
+            if any(trajectories):
+                break
+            if tally.plays == MAX_PLAYS or tally.failed - failed == self.num_envs:
+                raise self._nothing_left(tally) from tally.first_error
+        batch = stack_trajectories(trajectories, self.num_steps, shard.group_id, self.bootstrap, self.keep_frames)
+        batch.meta = shard_meta(batch, self._count(trajectories), tally.seconds) | {
+            "counts": {"workflow/failed_episodes": tally.failed, "workflow/rejected_episodes": tally.rejected},
+            "means": means,
+        }
+        return batch
+
+    def _redrawn(self, shard: Shard, plays: int) -> Shard:
+        """Return the shard as it is played after so many plays; groups stay groups."""
+        if not plays:
+            return shard
+        seeds = shard.seeds
+        if not self.config.env.train.use_fixed_reset_state_ids:
+            words = [np.random.SeedSequence([int(seed), plays]).generate_state(1)[0] >> np.uint32(1) for seed in seeds]
+            seeds = np.array(words, np.int64)
+        return replace(shard, seeds=seeds, random=(*shard.random, plays))
+
+    def _play(
+        self, shard: Shard, should_stop: Callable[[], bool], tally: _Tally
+    ) -> tuple[list[Trajectory | None], dict[str, float]]:
+        """Return what was played, None where an episode failed or was rejected, and means for the metrics."""
         names = self.pool.spec.tasks
         episodes = [
-            EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration)
+            EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration, self.keep_frames)
             for seed, task_id in zip(shard.seeds.tolist(), shard.task_ids.tolist(), strict=True)
         ]
         with ExitStack() as stack:
@@ -92,16 +145,23 @@ class WorkflowPlayer:
                 runner.submit(self._run_episode, engine.for_episode(row), env, episodes[row], task_id=str(row))
             runner.resume()
             results = self._wait(runner, should_stop)
-        failed, rejected, trajectories = self._sort(results)
-        batch = stack_trajectories(trajectories, self.num_steps, shard.group_id, self.bootstrap, self.keep_frames)
-        batch.meta = shard_meta(batch, self._count(trajectories), Seconds(environments.busy_s(), engine.busy_s)) | {
-            "counts": {"workflow/failed_episodes": failed, "workflow/rejected_episodes": rejected},
-            "means": {"workflow/env_batch": environments.mean_batch(), "workflow/policy_batch": engine.mean_batch()},
-        }
-        return batch
+        tally.seconds.merge(Seconds(environments.busy_s(), engine.busy_s))
+        means = {"workflow/env_batch": environments.mean_batch(), "workflow/policy_batch": engine.mean_batch()}
+        return self._sort(results, tally), means
 
     async def _run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
-        trajectory = await self.workflow.run_episode(engine, env, task)
+        limit = self.config.rollout.episode_timeout_s
+        clock = asyncio.timeout(limit)
+        try:
+            async with clock:
+                trajectory = await self.workflow.run_episode(engine, env, task)
+        except TimeoutError as error:
+            if not clock.expired():
+                raise  # one of the workflow's own
+            raise EpisodeTimeout(
+                f"an episode took more than {limit:g} s",
+                "find what it waits for, or raise rollout.episode_timeout_s (null: no limit)",
+            ) from error
         if trajectory is not None and (not isinstance(trajectory, Trajectory) or not trajectory.chunks):
             raise WorkflowError(
                 f"{type(self.workflow).__name__}.run_episode returned {trajectory!r:.100}",
@@ -123,23 +183,30 @@ class WorkflowPlayer:
             results += runner.wait(self.num_envs - len(results), _POLL_S)
         return sorted(results, key=lambda result: int(result.id))
 
-    def _sort(self, results: list[TaskResult]) -> tuple[int, int, list[Trajectory | None]]:
-        """Return how many failed, how many were rejected, and what was played, None where it was either."""
+    def _sort(self, results: list[TaskResult], tally: _Tally) -> list[Trajectory | None]:
+        """Return what was played, None where an episode failed or was rejected; count both."""
         errors = [result.exception for result in results if result.exception is not None]
         for error in errors:
             if isinstance(error, _BEYOND_REPAIR):
                 raise error
         trajectories = [result.value if result.status == "ok" else None for result in results]
         failed = sum(result.status != "ok" for result in results)
-        if any(trajectories):
-            if errors:
-                logger.warning("%d of %d episodes failed", len(errors), len(results), exc_info=errors[0])
-            return failed, trajectories.count(None) - failed, trajectories
-        raise WorkflowError(
-            f"of {len(results)} episodes {failed} failed and {len(results) - failed} were rejected"
-            + (f"; the first failure: {type(errors[0]).__name__}: {errors[0]}" if errors else ""),
+        tally.plays += 1
+        tally.failed += failed
+        tally.rejected += trajectories.count(None) - failed
+        tally.first_error = tally.first_error or next(iter(errors), None)
+        if errors and failed < len(results):
+            logger.warning("%d of %d episodes failed", len(errors), len(results), exc_info=errors[0])
+        return trajectories
+
+    def _nothing_left(self, tally: _Tally) -> WorkflowError:
+        error = tally.first_error
+        return WorkflowError(
+            f"of {tally.plays * self.num_envs} episodes {tally.failed} failed and {tally.rejected} were rejected"
+            + (f", in {tally.plays} plays of a shard" if tally.plays > 1 else "")
+            + (f"; the first failure: {type(error).__name__}: {error}" if error else ""),
             f"mend {self.config.rollout.workflow or type(self.workflow).__name__}",
-        ) from (errors[0] if errors else None)
+        )
 
     def _count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:
         stats = EpisodeStats()
@@ -186,7 +253,7 @@ class WorkflowRollout(RolloutWorker):
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
-            WorkflowError: no episode was left.
+            WorkflowError: see WorkflowPlayer.play.
             EnvError: a simulator is beyond repair.
         """
         self._metas = []

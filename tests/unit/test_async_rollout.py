@@ -205,6 +205,7 @@ def test_an_update_that_asks_twice_gets_the_same_rollouts(started: Any) -> None:
 def test_an_update_that_does_not_happen_keeps_its_rollouts(started: Any) -> None:
     parts = started("runner.max_staleness=1", "runner.max_iterations=3", policy=PacedPolicy(CHUNKS))
     parts.worker.gather(0)
+    parts.wait_until(lambda: parts.worker.gate.running)
     saved = parts.worker.state()
     assert list(saved.state["shards"]) == ["0"] and saved.state["again"] == [1]
 
@@ -212,6 +213,7 @@ def test_an_update_that_does_not_happen_keeps_its_rollouts(started: Any) -> None
 def test_an_interrupted_update_gives_back_what_it_had(started: Any) -> None:
     parts = started("runner.max_staleness=1", "runner.max_iterations=3", policy=PacedPolicy(CHUNKS))
     batch, _ = parts.worker.gather(0)
+    parts.wait_until(lambda: parts.worker.gate.running)
     parts.stop.set()
     with pytest.raises(InterruptedError):
         parts.worker.gather_more(0, 1)

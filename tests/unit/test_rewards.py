@@ -121,6 +121,14 @@ def fails_once(episode: Episode) -> float:
     return 1.0
 
 
+def times_out_itself(episode: Episode) -> float:
+    raise TimeoutError("the socket timed out")
+
+
+async def times_out_itself_async(episode: Episode) -> float:
+    raise TimeoutError("the socket timed out")
+
+
 def not_a_number(episode: Episode) -> float:
     return math.nan
 
@@ -168,11 +176,11 @@ def test_an_episode_without_a_reward_is_not_trained_on_and_counted(caplog: pytes
 
 
 @pytest.mark.parametrize("function", ["hangs", "hangs_async"])
-def test_a_call_that_hangs_is_given_up(function: str) -> None:
+def test_a_call_that_hangs_is_given_up(function: str, caplog: pytest.LogCaptureFixture) -> None:
     batch = judged_batch(0)
     metrics = worker_of("reward.timeout_s=0.5", "reward.retries=1", function=function).apply(batch)
     assert metrics["reward/errors"] == 3 and metrics["reward/failed_calls"] == 6
-    assert len(calls) == 3 + 6
+    assert len(calls) == 3 + 6 and "took more than 0.5 s" in caplog.text
     assert batch.valid[:, 1::2].any() and not batch.valid[:, ::2].any()
 
 
@@ -189,6 +197,8 @@ def test_a_call_that_fails_once_is_made_again() -> None:
         ("fails_on_successes", ("reward.on_error=raise",), "no network"),
         ("not_a_number", (), "not finite"),  # all of them fail
         ("too_few", (), "one for each of"),
+        ("times_out_itself", (), "failed: TimeoutError: the socket timed out"),
+        ("times_out_itself_async", (), "failed: TimeoutError: the socket timed out"),
     ],
 )
 def test_a_broken_function_stops_the_run(function: str, overrides: tuple[str, ...], says: str) -> None:
@@ -348,6 +358,28 @@ def test_srpo_pays_episodes_at_their_end() -> None:
     assert torch.equal(second.rewards, same.rewards)
     with pytest.raises(CheckpointError):
         worker_of().load_state(worker.state())
+
+
+def test_srpo_leaves_episodes_out_that_a_fault_has_cost() -> None:
+    """The others are paid as if those had never been: their distances do not stretch the range, nor are they judged."""
+    batch, alone = judged_batch(0), judged_batch(0)
+    for one in (batch, alone):
+        one.valid[:2, 3] = one.valid[:2, 4] = True
+        one.valid[2:, 3] = one.valid[2:, 4] = False
+        one.terminated[:, 3] = one.terminated[:, 4] = False
+        one.truncated[2, 3, 0] = one.truncated[2, 4, 0] = True  # a failure and a success so far
+    assert batch.frames is not None
+    batch.frames[:, 3:5] = 255
+    alone.valid[:, 3:5] = False
+    metrics, expected = (worker_of("algorithm.srpo.enabled=true").apply(one) for one in (batch, alone))
+    assert metrics == expected and metrics["srpo/failure_reward"] > 0
+    assert not batch.rewards[:2, 3:5].any()
+    assert torch.equal(batch.rewards[:, [0, 1, 2, 5]], alone.rewards[:, [0, 1, 2, 5]])
+    lost = judged_batch(0)
+    lost.valid[1:] = lost.terminated[:] = False
+    lost.truncated[1, :, 0] = True
+    assert worker_of("algorithm.srpo.enabled=true").apply(lost)["srpo/failure_reward"] == 0
+    assert not lost.rewards[lost.valid].any()
 
 
 def bad_encoder(frames: Tensor) -> Tensor:

@@ -162,7 +162,8 @@ def test_if_all_episodes_fail_the_run_stops_with_the_cause(pool: EnvPool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("returned", "words"), [(7, "returned 7"), (Trajectory(TASK), "at least one chunk"), (None, "12 were rejected")]
+    ("returned", "words"),
+    [(7, "returned 7"), (Trajectory(TASK), "at least one chunk"), (None, "48 were rejected")],
 )
 def test_what_is_no_trajectory_is_refused(pool: EnvPool, returned: Any, words: str) -> None:
     class Wrong(RolloutWorkflow):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, rule
+from embodrl.config.rules.base import Context, Finding, note, rule
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_workflow
 
@@ -39,3 +39,11 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
         message = f"{config.rollout.pipeline_stages} stages have no effect on the episodes of a workflow in turns"
         remedy = "set rollout.pipeline_stages=1, or runner.max_staleness to 1 or more"
         yield Finding("rollout.pipeline_stages", message, remedy, "1", others=(KEY, "runner.max_staleness"))
+
+
+@note(KEY, "rollout.episode_timeout_s")
+def workflow_keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings that only matter with a workflow."""
+    key = "rollout.episode_timeout_s"
+    if context.config.rollout.workflow is None and context.by_user(key):
+        yield Finding(key, "has no effect: rollout.workflow is null", "leave it out")
