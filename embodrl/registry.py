@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from embodrl.errors import EmbodrlError, UnknownNameError
-
-
-def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
-    """Return the known name closest to ``name``, or "" if none is at least as similar as ``cutoff`` (1: the same)."""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    return matches[0] if matches else ""
-
-
-def import_object(path: str) -> Any:
-    """Return the object that ``module:attribute`` names.
-
-    Raises:
-        EmbodrlError: the path is not of that form, or there is no such attribute.
-        Exception: whatever importing the module raised.
-    """
-    module_name, separator, attribute = path.partition(":")
-    if not separator or not module_name or not attribute:
-        raise EmbodrlError(f"'{path}' is not of the form module:attribute", "write my_package.my_module:my_function")
-    module = importlib.import_module(module_name)
-    try:
-        return getattr(module, attribute)
-    except AttributeError as error:
-        hint = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
-        remedy = f"did you mean {module_name}:{hint}?" if hint else f"define it in {module_name}"
-        raise EmbodrlError(f"module '{module_name}' has no attribute '{attribute}'", remedy) from error
-
-
-def nearest_module(missing: str) -> str:
-    """Return the module whose name is closest to one that there is not, or ""; its parents must be there."""
-    parent, _, leaf = missing.rpartition(".")
-    search = list(getattr(importlib.import_module(parent), "__path__", [])) if parent else None
-    hint = nearest(leaf, [found.name for found in pkgutil.iter_modules(search)])
-    return f"{parent}.{hint}" if parent and hint else hint
+from embodrl.names import import_function, import_object, nearest, parameters_of
 
 
 @dataclass(frozen=True)
@@ -107,65 +73,6 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
-
-
-def import_function(path: str) -> Callable[..., Any]:
-    """Return the function of the user's that ``module:function`` names.
-
-    Raises:
-        EmbodrlError: there is none, or its module can't be imported; says why.
-    """
-    try:
-        found = import_object(path)
-    except EmbodrlError:
-        raise
-    except Exception as error:  # a user's module may raise anything
-        remedy = "mend the module, or put its directory on PYTHONPATH"
-        if isinstance(error, ModuleNotFoundError) and error.name and _is_part(error.name, path.partition(":")[0]):
-            hint = nearest_module(error.name)
-            remedy = f"did you mean '{hint}'? Or put the directory of the module on PYTHONPATH" if hint else remedy
-        raise EmbodrlError(f"importing '{path}' failed: {type(error).__name__}: {error}", remedy) from error
-    if not callable(found):
-        raise EmbodrlError(f"'{path}' is a {type(found).__name__}, not a function", "name a function")
-    return found
-
-
-def import_workflow(path: str) -> Any:
-    """Return an instance of the workflow that ``module:Class`` names.
-
-    Raises:
-        EmbodrlError: there is none, or it is none; says why.
-    """
-    found = import_function(path)
-    if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run_episode", None)):
-        raise EmbodrlError(
-            f"'{path}' is no class with `async def run_episode(self, engine, env, task)`",
-            "name a subclass of embodrl.workers.workflow.RolloutWorkflow",
-        )
-    try:
-        return found()
-    except Exception as error:  # a user's class may raise anything
-        raise EmbodrlError(
-            f"making '{path}' failed: {type(error).__name__}: {error}", "give it a constructor without arguments"
-        ) from error
-
-
-def _is_part(name: str, module: str) -> bool:
-    return module == name or module.startswith(f"{name}.")
-
-
-def parameters_of(function: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
-    """Return the keyword parameters of a function, those of them without default, and whether it takes any others."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    needed = {p.name for p in named if p.default is p.empty}
-    return {p.name for p in named}, needed, any(p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def call_named(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with those of the arguments that its parameters name."""
-    names, _, takes_all = parameters_of(function)
-    return function(**{name: value for name, value in arguments.items() if takes_all or name in names})
 
 
 class FunctionRegistry(Registry):
@@ -285,20 +192,105 @@ MODELS.register(
 )
 
 ENVS = Registry("environment")
+# Facts of an environment: ``tasks``, names or where the table of their instructions is; ``action_dim``, if fixed;
+# ``settings``, the keys of the section env that it reads beside those that all do; ``reward_modes``; ``cameras``, names
+# that it knows without a place; ``movable_cameras``, others may be placed; ``max_cameras``; ``needs``, modules;
+# ``extra``, which installs them, or ``isolated``, `embodrl env install` does; ``suites``; what is listed.
+_REWARDS = ("reward_mode", "success_bonus")
 ENVS.register(
     "maniskill",
     "embodrl.envs.maniskill.env:ManiSkillVectorEnv",
     "ManiSkill 3 (SAPIEN) table-top manipulation",
-    tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
+    tasks="embodrl.envs.maniskill.tasks:INSTRUCTIONS",
     action_dim=7,
+    settings=("cameras", *_REWARDS, "sim_backend", "render_backend", "mesh_decimation", "video"),
+    needs=("mani_skill", "sapien", "fast_simplification"),
+    extra="maniskill",
+    actions="change of the gripper's pose (x, y, z, three angles) and its opening, -1 to 1",
+    camera_list="base_camera, or any name with eye and target",
+    experts="PushCube, PullCube, PickCube, StackCube, LiftPegUpright",
+    verified="all tasks on a CPU; on a GPU not yet",
+)
+ENVS.register(
+    "metaworld",
+    "embodrl.envs.metaworld:MetaWorldVectorEnv",
+    "Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
+    tasks="embodrl.envs.metaworld_tasks:INSTRUCTIONS",
+    action_dim=4,
+    settings=("cameras", *_REWARDS, "render_detail", "video"),
+    cameras=("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"),
+    needs=("metaworld", "mujoco", "fast_simplification"),
+    extra="metaworld",
+    actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
+    camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
+    experts="all tasks",
+    verified="all tasks on a CPU (MUJOCO_GL=egl); on a GPU not yet",
+)
+ENVS.register(
+    "gymnasium",
+    "embodrl.envs.gymnasium:GymnasiumVectorEnv",
+    "any environment registered with Gymnasium: env.id, env.instruction, model.action_dim",
+    settings=(
+        "cameras",
+        *_REWARDS,
+        "id",
+        "instruction",
+        "success_key",
+        "success_threshold",
+        "action_dim",
+        "render_detail",
+        "video",
+    ),
+    reward_modes=("dense", "sparse"),
+    max_cameras=1,
+    needs=("gymnasium", "PIL"),
+    extra="gymnasium",
+    actions="a Box, mapped from -1 to 1; no discrete actions",
+    camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
+    verified="Reacher-v5, Hopper-v5 and Pendulum-v1 on a CPU",
+)
+_LIBERO_SUITES: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "envs" / "libero" / "suites.json").read_text(encoding="utf-8")
+)
+ENVS.register(
+    "libero",
+    "embodrl.envs.libero.env:LiberoVectorEnv",
+    "LIBERO (MuJoCo, Panda): the standard suites, their official tasks and initial states",
+    tasks={task: facts["instruction"] for suite in _LIBERO_SUITES.values() for task, facts in suite["tasks"].items()},
+    suites=_LIBERO_SUITES,
+    action_dim=7,
+    settings=("cameras", *_REWARDS, "suite", "libero_assets", "settle_steps", "render_detail", "video"),
+    reward_modes=("sparse",),
+    cameras=("agentview", "wrist", "frontview", "birdview", "sideview"),
+    movable_cameras=False,
+    isolated=True,
+    actions="change of the gripper's pose (x, y, z, three angles), and its closing by sign, -1 to 1",
+    camera_list="agentview, wrist, frontview, birdview, sideview",
+    experts="none; `embodrl convert libero` reads LIBERO's demonstrations",
+    verified="on a CPU (MUJOCO_GL=egl); on a GPU not yet",
 )
 ENVS.register(
     "toy",
     "embodrl.envs.toy:ToyVectorEnv",
     "a dot to be moved to a coloured goal; needs no simulator",
-    tasks=("reach-red", "reach-green"),
+    tasks="embodrl.envs.toy_tasks:INSTRUCTIONS",
     action_dim=7,
+    settings=("image_size",),
+    actions="the first two numbers move the dot, -1 to 1",
+    camera_list="one, from above",
+    experts="all tasks",
+    verified="everywhere",
 )
+
+
+def env_tasks(name: str) -> dict[str, str]:
+    """Return the tasks of an environment with what the policy is told ("" if unknown); empty if any name will do."""
+    tasks: Any = ENVS.entry(name).facts.get("tasks", ()) if name in ENVS else ()
+    found: Any = import_object(tasks) if isinstance(tasks, str) else tasks
+    return (
+        {str(task): str(text) for task, text in found.items()} if hasattr(found, "items") else dict.fromkeys(found, "")
+    )
+
 
 # What advantage estimators and losses of whatever origin may ask for, by the names of their parameters. Shapes are in
 # docs/algorithms.md.

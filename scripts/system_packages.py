@@ -3,7 +3,7 @@
 Standard library only: it runs before the virtual environment exists. Where it can't or may not install, it says what is
 missing and ends well, because `embodrl doctor` reports the same and training refuses with the remedy.
 
-Usage: system_packages.py [--dry-run]
+With EMBODRL_LIBERO=1 also what LIBERO draws with. Usage: system_packages.py [--dry-run]
 """
 
 from __future__ import annotations
@@ -155,7 +155,10 @@ def make_plan(os_release: dict[str, str], packages: list[str], sources: list[Sou
 
 def needed_packages() -> list[str]:
     """Return the packages that this machine lacks."""
-    needed: list[str] = list(runpy.run_path(str(LIBRARIES_CHECK))["missing_libraries"]().values())
+    check = runpy.run_path(str(LIBRARIES_CHECK))
+    needed: list[str] = list(check["missing_libraries"]().values())
+    if os.environ.get("EMBODRL_LIBERO") == "1":
+        needed += check["missing_libraries"](check["LIBERO_LIBRARIES"]).values()
     probe = subprocess.run([sys.executable, "-I", str(VULKAN_PROBE)], capture_output=True, text=True, check=False)
     if probe.returncode != 0:
         needed.append(DRIVER)

@@ -17,7 +17,8 @@ from embodrl.algorithms.kl import kl_per_token
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
-from embodrl.registry import ADVANTAGES, call_named
+from embodrl.names import call_named
+from embodrl.registry import ADVANTAGES
 
 RewardType = Literal["chunk_level", "action_level"]
 BootstrapType = Literal["truncation", "none"]

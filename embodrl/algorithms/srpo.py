@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from embodrl.config.schema import SrpoConfig
 from embodrl.errors import EmbodrlError, MissingDependencyError
-from embodrl.registry import import_function
+from embodrl.names import import_function
 
 Encoder = Callable[[Tensor], Tensor]
 GRID = 8

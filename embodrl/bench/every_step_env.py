@@ -16,9 +16,9 @@ class EveryStepVectorEnv(ManiSkillVectorEnv):
 
     def _substep(
         self, actions: NDArray[np.float32], running: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.bool_]]:
         result = super()._substep(actions, running)
-        self._render(np.flatnonzero(running))
+        self._draw(np.flatnonzero(running))
         return result
 
 

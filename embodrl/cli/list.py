@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from embodrl.cli.common import Debug, execute
-from embodrl.registry import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, Registry
+from embodrl.registry import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, Registry, env_tasks
 
 MODEL_FACTS = {
     "sizes": "parameters",
@@ -18,6 +18,8 @@ MODEL_FACTS = {
     "checkpoint": "checkpoint",
 }
 """Facts of the registry that are listed, with their labels."""
+INSTALL = "to install"
+ENV_FACTS = {"actions": "actions", "camera_list": "cameras", "experts": "experts", "verified": "verified"}
 
 
 class Kind(StrEnum):
@@ -77,12 +79,21 @@ def models() -> str:
 
 
 def envs() -> str:
-    """Return the registered environments and their tasks."""
+    """Return the registered environments, each with what is known about it, and its tasks with their instructions."""
     table: list[tuple[str, str]] = []
+    width = max(map(len, [*ENV_FACTS.values(), INSTALL]))
     for name in ENVS:
         entry = ENVS.entry(name)
+        facts = {label: entry.facts[key] for key, label in ENV_FACTS.items() if key in entry.facts}
+        if "extra" in entry.facts:
+            facts[INSTALL] = f"pip install 'embodrl[{entry.facts['extra']}]'"
+        if "isolated" in entry.facts:
+            facts[INSTALL] = f"embodrl env install {name}"
         table.append((name, entry.description))
-        table += [("", f"task {task}") for task in entry.facts.get("tasks", ())]
+        table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
+        table += [
+            ("", f"{'task':<{width}}  {task}" + f": {text}" * bool(text)) for task, text in env_tasks(name).items()
+        ]
     return rows(table)
 
 

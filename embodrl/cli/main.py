@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, pipeline
+from embodrl.cli import config, env, pipeline
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
+from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.list import list_names
@@ -59,9 +60,11 @@ def about(
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(collect)
+app.command()(convert)
 app.command()(sft)
 app.command()(resume)
 app.add_typer(config.app, name="config")
+app.add_typer(env.app, name="env")
 app.add_typer(pipeline.app, name="pipeline")
 app.command("list")(list_names)
 app.command()(doctor)

@@ -14,7 +14,8 @@ import typer
 
 from embodrl.cli.common import EXIT_ERROR, EXIT_OK, Debug, JsonFile, execute
 from embodrl.errors import EmbodrlError, UsageError
-from embodrl.registry import MODELS, import_object, nearest
+from embodrl.names import import_object, nearest
+from embodrl.registry import MODELS
 
 if TYPE_CHECKING:
     from embodrl.models.common.parity import Comparison

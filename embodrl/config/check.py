@@ -13,7 +13,7 @@ from embodrl.config.nodes import Node, lookup, origin_of
 from embodrl.config.schema import Config
 from embodrl.config.tree import copy, put
 from embodrl.errors import ConfigProblem
-from embodrl.registry import nearest
+from embodrl.names import nearest
 
 
 def validate(tree: Node) -> tuple[Config, set[str], list[ConfigProblem]]:

@@ -16,7 +16,7 @@ from embodrl.config.check import schema_keys, unknown_key
 from embodrl.config.nodes import Node, Origin, from_plain, read_yaml
 from embodrl.config.tree import merge, put
 from embodrl.errors import ConfigProblem
-from embodrl.registry import nearest
+from embodrl.names import nearest
 
 OPTIONAL = ("experiment", "pipeline")
 """Groups of which none may be chosen."""

@@ -15,8 +15,9 @@ from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import what_is
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
+from embodrl.config.suites import fill_suite
 from embodrl.errors import ConfigError, ConfigProblem
-from embodrl.registry import nearest
+from embodrl.names import nearest
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
@@ -90,7 +91,9 @@ def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
 def finish(composition: Composition, resuming: bool = False) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
-    removed = remove_special(tree) + resolve_references(tree)
+    removed = remove_special(tree)
+    fill_suite(tree)
+    removed += resolve_references(tree)
     problems = composition.problems + removed + import_extensions(tree)
     config, invalid, wrong = validate(tree)
     problems += wrong

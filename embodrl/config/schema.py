@@ -109,13 +109,33 @@ class EnvConfig(Section):
     tasks: tuple[str, ...] = Field(
         default=("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1
     )
+    id: str | None = Field(default=None, description="of Gymnasium, e.g. Reacher-v5 or module:Name-v0")
+    instruction: str | None = Field(default=None, description="what the policy is told, where the tasks have no words")
+    success_key: str | None = Field(
+        default=None,
+        description="of Gymnasium's info, or return; null takes success or is_success, and nothing if there is neither",
+    )
+    success_threshold: float = Field(default=0.5, description="success is a value of success_key at or above it")
+    suite: str | None = Field(
+        default=None,
+        description="of LIBERO: libero_spatial, libero_object, libero_goal or libero_10; tasks and max_episode_steps"
+        " follow from it where they are not given",
+    )
+    libero_assets: str | None = Field(
+        default=None,
+        description="LIBERO's asset folder; null takes $EMBODRL_LIBERO_ASSETS, or else the one in its package",
+    )
+    settle_steps: NonNegativeInt = Field(
+        default=10, description="LIBERO: steps without motion after a reset, not counted; 10 as published"
+    )
     control_mode: Literal["pd_ee_delta_pose"] = Field(default="pd_ee_delta_pose", description="meaning of an action")
     max_episode_steps: PositiveInt = Field(
         default=50, description="environment steps after which an episode is truncated"
     )
-    reward_mode: Literal["dense_delta", "sparse"] = Field(
+    reward_mode: Literal["dense_delta", "dense", "sparse"] = Field(
         default="dense_delta",
-        description="dense_delta: change of the normalised dense reward plus success_bonus; sparse: success_bonus only",
+        description="dense: the simulator's own reward; dense_delta: its change from step to step; sparse: none; each"
+        " plus success_bonus",
     )
     success_bonus: NonNegativeFloat = Field(default=1.0, description="reward at the first success of an episode")
     cameras: tuple[CameraConfig, ...] = Field(
@@ -133,10 +153,17 @@ class EnvConfig(Section):
     mesh_decimation: Fraction | Literal["auto"] = Field(
         default="auto", description="part of the robot's visual triangles to drop; auto is 0.95 on a CPU and 0 on a GPU"
     )
+    render_detail: Literal["auto", "full", "fast"] = Field(
+        default="auto",
+        description="of MuJoCo's pictures: fast leaves out shadows, reflections, anti-aliasing and most triangles of"
+        " large meshes; auto is fast where a CPU draws",
+    )
     num_processes: PositiveInt = Field(default=2, description="simulator processes (EnvManagers)")
     pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
     python: str | None = Field(
-        default=None, description="another interpreter for the simulator processes; null is this one"
+        default=None,
+        description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
+        " there is one; null is this one",
     )
     start_timeout_s: PositiveFloat = Field(default=180.0, description="seconds a process may take to come up")
     reset_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a reset may take")

@@ -68,6 +68,8 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self.memory_fd = os.memfd_create("embodrl-env")
         bootstrap = Path(__file__).with_name("bootstrap.py")
+        # Another interpreter must not find the packages of this one.
+        inherited = {k: v for k, v in os.environ.items() if same_python or k not in ("PYTHONPATH", "PYTHONHOME")}
         try:
             self._popen = subprocess.Popen(
                 [python or sys.executable, str(bootstrap), str(theirs.fileno()), str(self.memory_fd)],
@@ -75,7 +77,7 @@ class WorkerProcess:
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=(theirs.fileno(), self.memory_fd),
-                env={**os.environ, **SINGLE_THREADED, "PYTHONUNBUFFERED": "1", **environ},
+                env={**inherited, **SINGLE_THREADED, "PYTHONUNBUFFERED": "1", **environ},
                 process_group=0,  # Ctrl-C goes to the parent alone, which decides
             )
         except OSError:

@@ -24,7 +24,8 @@ from embodrl.hybrid_engines.parallel import add_gradients, on_threads
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
 from embodrl.models.base import VLAPolicy
-from embodrl.registry import LOSSES, call_named
+from embodrl.names import call_named
+from embodrl.registry import LOSSES
 from embodrl.types import SamplingParams
 
 logger = logging.getLogger(__name__)

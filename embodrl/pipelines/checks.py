@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from embodrl.errors import EmbodrlError, PipelineProblem
-from embodrl.registry import import_function, nearest
+from embodrl.names import import_function, nearest
 
 ROLES: dict[str, str] = {
     "rollout": "gathers experience; exactly one",

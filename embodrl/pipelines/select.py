@@ -8,8 +8,9 @@ from typing import Any
 
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
+from embodrl.names import import_function
 from embodrl.pipelines.graph import Graph, Pipeline
-from embodrl.registry import ADVANTAGES, PIPELINES, import_function
+from embodrl.registry import ADVANTAGES, PIPELINES
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ import psutil
 from rich.console import Console
 
 from embodrl.errors import MissingDependencyError
-from embodrl.scheduler import vulkan
+from embodrl.scheduler import libero, vulkan
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
 from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, preset_lacks
+from embodrl.scheduler.simulators import check_others, troubles
 
 GIB = 1 << 30
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
@@ -241,20 +242,31 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
     ]
     if driver.usable and simulator.status == "ok":
         findings.append(check_rendering())
+    findings += check_others()
+    if libero.wanted():
+        findings.append(libero.check_libero())
     return findings
 
 
 def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
     """Return what the presets need to know."""
     simulator_checks = ("ManiSkill", "system libraries", "Vulkan", "rendering")
-    troubles = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
+    lacking = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
     usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
     return Machine(
-        simulators={"maniskill": "; ".join(troubles)},
+        simulators={"maniskill": "; ".join(lacking), **troubles(findings), "libero": libero_trouble(findings)},
         memory_bytes=memory_limit_bytes(),
         gpu_bytes=tuple(size for _, size in usable_gpus),
         has_wandb=installed_version("wandb") is not None,
     )
+
+
+def libero_trouble(findings: list[Finding]) -> str:
+    """Return what LIBERO lacks; "" if it runs."""
+    checked = [f for f in findings if f.name == "LIBERO"]
+    if not checked:
+        return f"LIBERO: not installed ({libero.INSTALL})"
+    return "; ".join(f"LIBERO: {f.detail}" for f in checked if f.status != "ok")
 
 
 def run_doctor(json_output: bool = False, output_dir: Path = Path("outputs"), console: Console | None = None) -> int:

@@ -14,6 +14,11 @@ LIBRARIES = {
     "libGL.so.1": "libgl1",  # opencv, which mani_skill imports
     "libgthread-2.0.so.0": "libglib2.0-0",  # opencv
 }
+# What MuJoCo draws with; asked for where EMBODRL_LIBERO=1.
+LIBERO_LIBRARIES = {
+    "libEGL.so.1": "libegl1",
+    "libEGL_mesa.so.0": "libegl-mesa0",
+}
 
 
 def missing_libraries(libraries: dict[str, str] = LIBRARIES) -> dict[str, str]:

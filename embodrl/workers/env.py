@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config
 from embodrl.envs.manager import EnvTimeouts
 from embodrl.envs.pool import EnvPool
+from embodrl.registry import ENVS
 from embodrl.scheduler.topology import assign_cpus
 
 
@@ -21,12 +23,36 @@ def check_simulator(config: Config) -> None:
         from embodrl.scheduler.doctor import preflight_rendering
 
         preflight_rendering()
+    elif config.env.env_type == "libero":
+        from embodrl.scheduler.libero import preflight_libero
+
+        preflight_libero(interpreter_of(config), config.env.libero_assets)
+    elif config.env.python is None:
+        from embodrl.scheduler.simulators import preflight
+
+        preflight(config.env.env_type)
+
+
+def interpreter_of(config: Config) -> str | None:
+    """Return the interpreter of the simulator processes; None is this one."""
+    if config.env.python != AUTO:
+        return config.env.python
+    found = installed_python(config.env.env_type)
+    return None if found is None else str(found)
 
 
 def env_kwargs(config: Config) -> dict[str, Any]:
     """Return the keyword arguments of the VectorEnv, without ``num_envs``, as plain values."""
     env = config.env
-    common: dict[str, Any] = {
+    optional: dict[str, dict[str, Any]] = {
+        "cameras": {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]},
+        "image_size": {"image_size": env.cameras[0].height},
+        "action_dim": {"action_dim": config.model.action_dim},
+        "sim_backend": {"sim_backend": "physx_cuda" if env.sim_backend == "physx_cuda" else "physx_cpu"},
+        "mesh_decimation": {"mesh_decimation": None if env.mesh_decimation == "auto" else env.mesh_decimation},
+        "video": {"video_size": [env.video.height, env.video.width], "video_fps": env.video.fps},
+    }
+    kwargs: dict[str, Any] = {
         "tasks": list(env.tasks),
         "max_episode_steps": env.max_episode_steps,
         "max_chunk": config.model.num_action_chunks,
@@ -34,22 +60,9 @@ def env_kwargs(config: Config) -> dict[str, Any]:
         "auto_reset": env.train.auto_reset,
         "ignore_terminations": env.train.ignore_terminations,
     }
-    if env.env_type == "maniskill":
-        common |= {
-            "cameras": [camera.model_dump(mode="json") for camera in env.cameras],
-            "reward_mode": env.reward_mode,
-            "success_bonus": env.success_bonus,
-            "sim_backend": "physx_cuda" if env.sim_backend == "physx_cuda" else "physx_cpu",
-            "render_backend": env.render_backend,
-            "mesh_decimation": None if env.mesh_decimation == "auto" else env.mesh_decimation,
-            "video_size": [env.video.height, env.video.width],
-            "video_fps": env.video.fps,
-        }
-    elif env.env_type == "toy":
-        common |= {"image_size": env.cameras[0].height}
-    else:
-        common |= {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]}
-    return common
+    for name in ENVS.entry(env.env_type).facts.get("settings", ("cameras",)):
+        kwargs |= optional.get(name) or {name: getattr(env, name)}
+    return kwargs
 
 
 def make_pool(
@@ -73,7 +86,7 @@ def make_pool(
         num_processes=env.num_processes,
         cpus=[None if slot is None else slot.cpu for slot in slots],
         numa_nodes=[None if slot is None else slot.numa_node for slot in slots],
-        python=env.python,
+        python=interpreter_of(config),
         timeouts=EnvTimeouts(env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s),
         log_dir=log_dir,
         extensions=config.extensions,

@@ -22,7 +22,7 @@ from embodrl.algorithms.srpo import SrpoRewards, make_encoder, sample_frames
 from embodrl.config.schema import Config, RewardConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.registry import import_function
+from embodrl.names import import_function
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,8 @@ from embodrl.envs.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.async_engine import AsyncEngine, EpisodeEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
-from embodrl.registry import LOSSES, import_workflow
+from embodrl.names import import_workflow
+from embodrl.registry import LOSSES
 from embodrl.scheduler.task_runner import AsyncTaskRunner, TaskResult
 from embodrl.workers.rollout import Metrics, RolloutWorker
 from embodrl.workers.stage import EpisodeStats, Seconds, Shard, combine_extras, shard_meta

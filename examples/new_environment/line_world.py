@@ -10,123 +10,80 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.base import VectorEnv
-from embodrl.envs.codec import decode, encode
+from embodrl.envs.simulator import SimStep, Simulator, SimulatorVectorEnv
+from embodrl.envs.stepping import EpisodeRules
 from embodrl.registry import ENVS
-from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
 ACTION_DIM = 7
 STEP = 0.2
 GOAL = 0.9
 
 
-class LineWorld(VectorEnv):
-    """B lines [0, 1], each with a bar that the first number of an action moves by up to 0.2.
+class Line(Simulator):
+    """A line [0, 1] with a bar that the first number of an action moves by up to 0.2.
 
     Args:
-        num_envs: B.
-        tasks: names of the tasks; this world knows one.
         cameras: ``[{name, height, width, ...}]`` as configured in ``env.cameras``.
-        max_episode_steps: steps after which an episode is truncated.
-        max_chunk: largest number of actions in a chunk.
-        include_state: put the position into the observation.
-        auto_reset: start the next episode at the end of the chunk in which one has ended.
-        ignore_terminations: only the step limit ends an episode.
     """
+
+    action_low = (-1.0,) * ACTION_DIM
+    action_high = (1.0,) * ACTION_DIM
+    state_dim = 1
+    instruction = "push the bar to the right"
+
+    def __init__(self, cameras: list[dict[str, Any]]) -> None:
+        self.shape = (len(cameras), cameras[0]["height"], cameras[0]["width"], 3)
+        self.position = np.float32(0)
+
+    def reset(self, seed: int) -> None:
+        """See Simulator: the same seed always gives the same start."""
+        self.position = np.float32(np.random.default_rng(seed).uniform(0, 0.5))
+
+    def step(self, action: NDArray[np.float32]) -> SimStep:
+        """See Simulator: the dense reward is how far the bar is, and its change is what an action earns."""
+        self.position = np.clip(self.position + np.float32(STEP) * np.clip(action[0], -1, 1), 0, 1)
+        return SimStep(reward=float(self.position), success=bool(self.position >= GOAL))
+
+    def first_reward(self) -> float:
+        """See Simulator."""
+        return float(self.position)
+
+    def images(self) -> NDArray[np.uint8]:
+        """See Simulator."""
+        bar = np.abs(np.linspace(0, 1, self.shape[2]) - self.position) < 0.1
+        return np.broadcast_to(np.where(bar, 255, 0).astype(np.uint8)[:, None], self.shape)
+
+    def proprioception(self) -> NDArray[np.float32]:
+        """See Simulator."""
+        return np.array([self.position], np.float32)
+
+    def get_state(self) -> float:
+        """See Simulator: all that a resumed run needs."""
+        return float(self.position)
+
+    def set_state(self, state: float) -> None:
+        """See Simulator."""
+        self.position = np.float32(state)
+
+
+class LineWorld(SimulatorVectorEnv):
+    """B lines. ``task`` is one of ``env.tasks``; this world knows one."""
 
     def __init__(
         self,
         num_envs: int,
         tasks: list[str],
         cameras: list[dict[str, Any]],
-        max_episode_steps: int,
-        max_chunk: int,
-        include_state: bool,
-        auto_reset: bool,
-        ignore_terminations: bool,
+        max_chunk: int = 8,
+        include_state: bool = False,
+        **rules: Any,
     ) -> None:
-        self.spec = EnvSpec(
-            num_envs=num_envs,
-            cameras=tuple(CameraSpec(camera["name"], camera["height"], camera["width"]) for camera in cameras),
-            state_dim=1 if include_state else 0,
-            action_dim=ACTION_DIM,
-            action_low=(-1.0,) * ACTION_DIM,
-            action_high=(1.0,) * ACTION_DIM,
-            max_chunk=max_chunk,
-            tasks=tuple(tasks),
-        )
-        self.max_episode_steps = max_episode_steps
-        self.auto_reset = auto_reset
-        self.ignore_terminations = ignore_terminations
-        self.position = np.zeros(num_envs, np.float32)
-        self.seed = np.zeros(num_envs, np.int64)
-        self.elapsed = np.zeros(num_envs, np.int32)
-        self.returned = np.zeros(num_envs, np.float32)
-        self.solved = np.zeros(num_envs, np.bool_)
+        self._cameras = cameras
+        super().__init__(num_envs, tasks, cameras, EpisodeRules(**rules), include_state, max_chunk)
 
-    def reset(self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Observation:
-        """See VectorEnv: the same seed always gives the same start."""
-        for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
-            self._begin(index, seed)
-        return self._observe()
-
-    def chunk_step(self, actions: NDArray[np.float32], active: NDArray[np.bool_]) -> EnvStep:
-        """See VectorEnv: rows that have ended, or are not active, stand still and are not valid."""
-        batch, chunk, _ = actions.shape
-        reward = np.zeros((batch, chunk), np.float32)
-        valid, terminated, truncated = (np.zeros((batch, chunk), np.bool_) for _ in range(3))
-        running = active.copy()
-        for column in range(chunk):
-            move = np.where(running, STEP * np.clip(actions[:, column, 0], -1, 1), 0).astype(np.float32)
-            before, self.position = self.position, np.clip(self.position + move, 0, 1)
-            first_success = running & (self.position >= GOAL) & ~self.solved
-            self.solved |= first_success
-            reward[:, column] = self.position - before + first_success
-            self.returned += reward[:, column]
-            self.elapsed += running
-            valid[:, column] = running
-            terminated[:, column] = first_success & (not self.ignore_terminations)
-            truncated[:, column] = running & ~terminated[:, column] & (self.elapsed >= self.max_episode_steps)
-            running &= ~(terminated[:, column] | truncated[:, column])
-        final_mask = np.asarray(truncated.any(axis=1))
-        final_observation = self._observe() if final_mask.any() else None
-        outcome = (self.solved.copy(), self.returned.copy(), self.elapsed.copy(), self.seed.copy())
-        if self.auto_reset:
-            for index in np.flatnonzero((terminated | truncated).any(axis=1)).tolist():
-                self._begin(index, int(np.random.SeedSequence(int(self.seed[index])).generate_state(1)[0]))
-        observation = self._observe()
-        return EnvStep(observation, reward, valid, terminated, truncated, *outcome, final_mask, final_observation)
-
-    def get_state(self) -> bytes:
-        """See VectorEnv: all that a resumed run needs."""
-        return encode({name: getattr(self, name) for name in ("position", "seed", "elapsed", "returned", "solved")})
-
-    def set_state(self, state: bytes) -> None:
-        """See VectorEnv."""
-        for name, value in decode(state).items():
-            setattr(self, name, value)
-
-    def set_auto_reset(self, value: bool) -> None:
-        """See VectorEnv: evaluation plays without auto-reset."""
-        self.auto_reset = value
-
-    def close(self) -> None:
-        """See VectorEnv."""
-
-    def _begin(self, index: int, seed: int) -> None:
-        self.position[index] = np.random.default_rng(seed).uniform(0, 0.5)
-        self.seed[index], self.elapsed[index] = seed, 0
-        self.returned[index], self.solved[index] = 0, False
-
-    def _observe(self) -> Observation:
-        camera = self.spec.cameras[0]
-        images = np.zeros((self.spec.num_envs, len(self.spec.cameras), camera.height, camera.width, 3), np.uint8)
-        columns = np.abs(np.linspace(0, 1, camera.width)[None] - self.position[:, None]) < 0.1
-        images[:] = np.where(columns, 255, 0)[:, None, None, :, None]
-        state = self.position[:, None].copy() if self.spec.state_dim else np.zeros((self.spec.num_envs, 0), np.float32)
-        return Observation(
-            images, state, ["push the bar to the right"] * self.spec.num_envs, np.zeros(self.spec.num_envs, np.int32)
-        )
+    def make_simulator(self, task: str) -> Simulator:
+        """See SimulatorVectorEnv."""
+        return Line(self._cameras)
 
 
 # What the rules want to know without building the environment: its tasks and the size of an action.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from embodrl.envs.toy import ToyVectorEnv
 from embodrl.registry import ENVS
-from embodrl.types import Observation
 
 CORNERS = 0.6 * np.array([[1, 1], [1, -1], [-1, 1], [-1, -1]], np.float32)
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255]], np.uint8)
@@ -20,16 +20,16 @@ class Corners(ToyVectorEnv):
     def __init__(self, cameras: list[dict[str, Any]], **options: Any) -> None:
         super().__init__(image_size=cameras[0]["height"], **options)
 
-    def _begin(self, index: int, seed: int, task_id: int) -> None:
-        super()._begin(index, seed, task_id)
-        self.position[index] = 0.0
-        self.goals[index] = CORNERS[np.random.default_rng(seed).integers(4)]
+    def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        super().begin(rows, seeds)
+        self.position[rows] = 0.0
+        for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
+            self.goals[row] = CORNERS[np.random.default_rng(seed).integers(4)]
 
-    def _observe(self) -> Observation:
-        observation = super()._observe()
-        corner = np.abs(CORNERS[None] - self._goal()[:, None]).sum(axis=2).argmin(axis=1)
-        observation.images[:] = COLOURS[corner][:, None, None, None]
-        return observation
+    def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
+        super().draw(rows, images, state)
+        corner = np.abs(CORNERS[None] - self._goal()[rows, None]).sum(axis=2).argmin(axis=1)
+        images[rows] = COLOURS[corner][:, None, None, None]
 
 
 ENVS.register("corners", Corners, "four corners, told apart by colour", tasks=("reach-red",), action_dim=7)

@@ -219,8 +219,9 @@ def test_log_file(tmp_path):
 
 def test_a_pool_gives_what_its_managers_give():
     seeds, tasks = np.arange(6), np.array([0, 1, 0, 1, 0, 1], np.int32)
-    halves = [ToyVectorEnv(**KWARGS, seed=rank) for rank in range(2)]
-    options = {"total_num_envs": 6, "num_processes": 2, "shard_kwargs": [{"seed": 0}, {"seed": 1}]}
+    limits = [{"max_episode_steps": 7}, {"max_episode_steps": 5}]
+    halves = [ToyVectorEnv(**KWARGS | limit) for limit in limits]
+    options = {"total_num_envs": 6, "num_processes": 2, "shard_kwargs": limits}
     with EnvPool.create("toy", {k: v for k, v in KWARGS.items() if k != "num_envs"}, **options) as pool:
         assert pool.spec.num_envs == 6
         observation = pool.reset(seeds, tasks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_truncation_gives_the_final_observation_and_begins_the_next_episode(env:
     close = np.abs(second.final_observation.images.astype(int) - first.observation.images.astype(int)).mean()
     assert close < 0.5
     assert (second.observation.images != second.final_observation.images).any()
-    from embodrl.envs.maniskill.env import next_seed
+    from embodrl.envs.stepping import next_seed
 
     np.testing.assert_array_equal(start(env, seeds_of(next_seed(1), next_seed(2))).images, second.observation.images)
 
@@ -216,16 +217,14 @@ def test_success_terminates_once_and_masks_the_rest_of_the_chunk(env: Any) -> No
 
 @pytest.mark.parametrize("mode", ["sparse", "dense_delta"])
 def test_rewards_of_an_episode_sum_to_progress_plus_bonus(env: Any, mode: str) -> None:
-    dense = env._dense
-    env._dense = mode == "dense_delta"
-    env.set_auto_reset(False)
+    rules = env.rules
+    env.rules = replace(rules, reward_mode=mode, auto_reset=False)
     try:
         start(env, seeds_of(3, 4))
         potential = env._potential.copy()
         success, rewards = play_expert(env, seeds_of(3, 4), 0, 12)
     finally:
-        env._dense = dense
-        env.set_auto_reset(True)
+        env.rules = rules
     assert success.all()
     # ManiSkill's normalised dense reward is 1 at success; the bonus is 1.
     expected = 1 + (1 - potential) if mode == "dense_delta" else np.ones(2)

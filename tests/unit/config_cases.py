@@ -199,6 +199,27 @@ RULES = [
     Wrong("unknown environment", "env.env_type", "nearest:  maniskill", ("env.env_type=manyskill",)),
     Wrong("unknown task", "env.tasks", "nearest:  PushCube-v1", ("env.tasks=[PushCube]",)),
     Wrong("task named twice", "env.tasks", "named twice", ("env.tasks=[PushCube-v1,PushCube-v1]",)),
+    Wrong(
+        "reward of which there is no change",
+        "env.reward_mode",
+        "set it to dense",
+        ("env.reward_mode=dense_delta", "env=gymnasium"),
+    ),
+    Wrong(
+        "camera of another simulator",
+        "env.cameras.0.name",
+        "nearest:  corner",
+        ("env.cameras=[{name:corner5}]", "env=metaworld", "env.tasks=[push-v3]", "model.action_dim=4"),
+    ),
+    Wrong(
+        "two cameras of gymnasium",
+        "env.cameras",
+        "has 1 camera",
+        ("env.cameras=[{name:a},{name:b}]", "env=gymnasium", "model=openvla_oft"),
+    ),
+    Wrong("no environment of gymnasium", "env.id", "which environment", ("env.id=null", "env=gymnasium")),
+    Wrong("words of another environment", "env.instruction", "not Hopper-v5", ("env.id=Hopper-v5", "env=gymnasium")),
+    Wrong("no words", "env.instruction", "has no words", ("env.instruction=null", "env=gymnasium")),
     Wrong("action dimensions", "model.action_dim", "set it to 7", ("model.action_dim=8",)),
     Wrong(
         "episodes and tasks",

@@ -32,7 +32,7 @@ def test_main_job() -> None:
 
 @pytest.mark.parametrize(("group", "name"), PRESETS, ids=lambda part: part)
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str) -> None:
-    loaded = load_config([f"{group}={name}"])
+    loaded = load_config([f"{group}={name}", *(["model=openvla_oft"] if name == "libero_wrist" else [])])
     assert f"embodrl/configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}
     assert (CONFIGS / group / f"{name}.yaml").read_text().startswith("# ")
 
@@ -49,14 +49,18 @@ def test_presets_merge_as_hydra_would(group: str, name: str) -> None:
     assert tree.plain() == expected
 
 
-def test_five_tasks_and_the_mix_have_presets() -> None:
+def test_every_task_of_maniskill_and_the_mix_have_presets() -> None:
     tasks = [load_config([f"env={name}"]).config.env.tasks for name in presets("env") if name.startswith("maniskill_")]
     assert sorted(tasks) == [
         ("LiftPegUpright-v1",),
+        ("PegInsertionSide-v1",),
         ("PickCube-v1",),
+        ("PlaceSphere-v1",),
+        ("PokeCube-v1",),
         ("PullCube-v1",),
         ("PushCube-v1",),
         ("PushCube-v1", "PullCube-v1"),
+        ("RollBall-v1",),
         ("StackCube-v1",),
     ]
 
@@ -211,7 +215,10 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
         (["env=toy", "env.sim_backend=physx_cpu"], "env.sim_backend"),
         (["env=toy", "env.render_backend=cpu"], "env.render_backend"),
         (["env=toy", "env.mesh_decimation=0.5"], "env.mesh_decimation"),
-        (["env=toy", "env.video.enabled=true"], "env.video"),
+        (["env=toy", "env.video.height=64"], "env.video.height"),
+        (["env=toy", "env.id=Hopper-v5"], "env.id"),
+        (["env=maniskill", "env.render_detail=full"], "env.render_detail"),
+        (["env=metaworld", "env.sim_backend=physx_cpu"], "env.sim_backend"),
         (["env.train.max_steps_per_rollout_epoch=45"], "env.train.max_steps_per_rollout_epoch"),
         (
             ["env.num_processes=4096", "env.train.total_num_envs=4096", "env.eval.total_num_envs=4096"],

@@ -11,13 +11,14 @@ from config_cases import BASE, FORM
 from config_cases import RULES as GENERAL
 from config_cases_algorithm import ALGORITHMS
 from config_cases_families import FAMILIES
+from config_cases_libero import LIBERO
 
 from embodrl.config import load_config
 from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
 from embodrl.registry import ADVANTAGES, LOSSES, MODELS
 
-RULES = GENERAL + ALGORITHMS + FAMILIES
+RULES = GENERAL + ALGORITHMS + FAMILIES + LIBERO
 CASES = FORM + RULES
 
 

@@ -134,9 +134,10 @@ def test_a_process_started_anew_does_not_reset_by_itself():
     pool = FailingPool()
     seen = []
     step = pool.step
-    pool.step = lambda actions, active: (step(actions, active), seen.append((len(pool.resets), pool.env._auto_reset)))[
-        0
-    ]
+    pool.step = lambda actions, active: (
+        step(actions, active),
+        seen.append((len(pool.resets), pool.env.rules.auto_reset)),
+    )[0]
     Evaluator(CONFIG, pool, Expert(pool.env)).run()
     assert (2, True) in seen  # right after the fault
     assert {auto_reset for wave, auto_reset in seen if wave == 3} == {False}

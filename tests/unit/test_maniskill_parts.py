@@ -12,7 +12,7 @@ from embodrl.envs.experts.base import CLOSED, MAX_REACH_M, is_reachable, reach
 from embodrl.envs.maniskill.controller import quaternion_from_euler, quaternion_multiply
 from embodrl.envs.maniskill.fleet import Journal
 from embodrl.envs.maniskill.grasp import angle_between
-from embodrl.envs.maniskill.video import VideoWriter
+from embodrl.envs.video import VideoWriter
 
 
 def grid(n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,11 +18,12 @@ from embodrl.config import load_config
 from embodrl.config.compose import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError, PipelineError
+from embodrl.names import import_object
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.draw import to_mermaid, to_svg, to_text
 from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.pipelines.select import build_graph, default_name
-from embodrl.registry import PIPELINES, import_object
+from embodrl.registry import PIPELINES
 
 TOY = ("env=toy", "model.warm_start=null")
 PLAIN = ["rollout", "reward", "advantage", "train", "sync"]

@@ -22,6 +22,7 @@ def test_reward_is_the_way_gained_plus_the_bonus():
     env = ToyVectorEnv(num_envs=1, tasks=["reach-red"], auto_reset=False)
     env.reset(np.array([3]), np.array([0], np.int32), np.array([0]))
     env.position[:], env.goals[0, 0] = [[0.0, 0.0]], [0.52, 0.0]
+    env._potential[:] = -0.52
     actions = np.zeros((1, 4, 7), np.float32)
     actions[0, :, 0] = [1.0, 1.0, 1.0, 1.0]
     step = env.chunk_step(actions, np.ones(1, bool))

@@ -9,7 +9,8 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.errors import ConfigError, EmbodrlError
-from embodrl.registry import ADVANTAGES, LOSSES, MODELS, call_named, import_function
+from embodrl.names import call_named, import_function
+from embodrl.registry import ADVANTAGES, LOSSES, MODELS
 from embodrl.run_files import run_directory
 
 ME = "test_user_functions"

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from embodrl.config.nodes import Node
-from embodrl.config.rules import algorithm, cluster, env, families, model, pipeline, reward, rollout, runner
+from embodrl.config.rules import (
+    algorithm,
+    cluster,
+    env,
+    families,
+    libero,
+    model,
+    pipeline,
+    reward,
+    rollout,
+    runner,
+    simulators,
+)
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
@@ -16,12 +28,14 @@ __all__ = [
     "cluster",
     "env",
     "families",
+    "libero",
     "model",
     "pipeline",
     "reward",
     "rollout",
     "run_rules",
     "runner",
+    "simulators",
 ]
 
 

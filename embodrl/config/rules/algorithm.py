@@ -8,7 +8,8 @@ from typing import Any
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.schema import DecoupledConfig, FilterConfig, KlConfig, SrpoConfig
 from embodrl.errors import EmbodrlError
-from embodrl.registry import ADVANTAGES, LOSSES, Registry, nearest
+from embodrl.names import nearest
+from embodrl.registry import ADVANTAGES, LOSSES, Registry
 
 USER_FUNCTIONS = "docs/algorithms.md"
 PARTS: tuple[tuple[str, Registry], ...] = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))

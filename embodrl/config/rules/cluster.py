@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embodrl.config.placement import COMPONENTS, Place, PlacementError, parse_ranks
 from embodrl.config.rules.base import Context, Finding, note, rule
-from embodrl.registry import nearest
+from embodrl.names import nearest
 
 KEY = "cluster.component_placement"
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule
-from embodrl.registry import ADVANTAGES, ENVS, nearest
+from embodrl.registry import ADVANTAGES
 
 # `embodrl collect` gives up after so many; every attempt has the next seed.
 MAX_ATTEMPTS_PER_EPISODE = 10
-MANISKILL_ONLY = ("reward_mode", "success_bonus", "sim_backend", "render_backend", "mesh_decimation")
 
 
 @rule("env.train.total_num_envs", "env.eval.total_num_envs", "env.num_processes")
@@ -168,48 +166,6 @@ def sparse_reward_exists(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("env.env_type")
-def env_is_registered(context: Context) -> Iterator[Finding]:
-    """The environment has a name in the registry."""
-    name = context.config.env.env_type
-    if name not in ENVS:
-        hint = nearest(name, ENVS.names())
-        remedy = f"write env.env_type={hint}" if hint else "choose a known one, or name the module that registers it"
-        yield Finding("env.env_type", f"there is no environment '{name}'", remedy, ", ".join(ENVS), hint)
-
-
-@rule("env.env_type", "env.tasks")
-def tasks_exist(context: Context) -> Iterator[Finding]:
-    """The environment knows the tasks, and each is named once."""
-    env = context.config.env
-    known: tuple[str, ...] = ENVS.entry(env.env_type).facts.get("tasks", ()) if env.env_type in ENVS else ()
-    for index, task in enumerate(env.tasks):
-        if task in env.tasks[:index]:
-            yield Finding(
-                "env.tasks", f"the task '{task}' is named twice", "name each task once; they share the episodes"
-            )
-        elif known and task not in known:
-            hint = nearest(task, list(known))
-            remedy = f"write {hint}" if hint else "see `embodrl list envs`"
-            yield Finding("env.tasks", f"{env.env_type} has no task '{task}'", remedy, ", ".join(known), hint)
-
-
-@rule("env.env_type", "model.action_dim")
-def action_dims_agree(context: Context) -> Iterator[Finding]:
-    """The policy's actions are what the environment takes."""
-    config = context.config
-    facts = ENVS.entry(config.env.env_type).facts if config.env.env_type in ENVS else {}
-    wanted = facts.get("action_dim")
-    if wanted is not None and wanted != config.model.action_dim:
-        yield Finding(
-            "model.action_dim",
-            f"the policy gives {config.model.action_dim} numbers an action, {config.env.env_type} takes {wanted}",
-            f"set it to {wanted}",
-            str(wanted),
-            others=("env.env_type",),
-        )
-
-
 @rule("env.eval.num_episodes", "env.tasks")
 def every_task_is_evaluated(context: Context) -> Iterator[Finding]:
     """An evaluation has at least one episode a task."""
@@ -320,17 +276,6 @@ def some_triangles_remain(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("env.python")
-def interpreter_exists(context: Context) -> Iterator[Finding]:
-    """The interpreter of the simulator processes can be run."""
-    python = context.config.env.python
-    if python is not None and not (Path(python).is_file() and os.access(python, os.X_OK)):
-        remedy = "give the path of a Python interpreter that has the simulator, or null for this one"
-        yield Finding(
-            "env.python", f"'{python}' is not a program that can be run", remedy, "the path of an interpreter, or null"
-        )
-
-
 @rule("env.video")
 def videos_have_even_sizes(context: Context) -> Iterator[Finding]:
     """H.264 in the usual pixel format wants even sizes."""
@@ -374,20 +319,6 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
     if context.by_user("env.video.num_episodes") and env.video.num_episodes > env.eval.num_episodes:
         message = f"only env.eval.num_episodes = {env.eval.num_episodes} episodes exist to be filmed"
         yield Finding("env.video.num_episodes", message, f"set it to {env.eval.num_episodes}")
-
-
-@note("env")
-def keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings that only ManiSkill reads."""
-    name = context.config.env.env_type
-    if name == "maniskill" or name not in ENVS:
-        return
-    # an environment of the user's may film itself, at a size of its own
-    toy_films = context.config.env.video.enabled
-    videos = ["video"] * toy_films if name == "toy" else [f"video.{part}" for part in ("height", "width", "fps")]
-    for key in (f"env.{part}" for part in (*MANISKILL_ONLY, *videos)):
-        if context.by_user(key):
-            yield Finding(key, f"has no effect: only maniskill reads it, and env_type is '{name}'", "leave it out")
 
 
 @note("env.train", "env.max_episode_steps")

@@ -8,7 +8,8 @@ from typing import Any
 
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule, what_is
 from embodrl.config.schema import ArchitectureConfig
-from embodrl.registry import MODELS, nearest
+from embodrl.names import nearest
+from embodrl.registry import MODELS
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 BUILTIN = "builtin"

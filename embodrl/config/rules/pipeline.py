@@ -8,7 +8,8 @@ from typing import Any
 from embodrl.config.rules.base import Context, Finding, rule
 from embodrl.config.schema import Config
 from embodrl.errors import PipelineProblem
-from embodrl.registry import ADVANTAGES, PIPELINES, import_object, nearest
+from embodrl.names import import_object, nearest
+from embodrl.registry import ADVANTAGES, PIPELINES
 
 # By name, as models are: the graph is built from layers above this one.
 FIND_PROBLEMS = "embodrl.pipelines.select:find_problems"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from embodrl.config.rules.base import Context, Finding, note, rule, what_is
 from embodrl.errors import EmbodrlError
-from embodrl.registry import import_function
+from embodrl.names import import_function
 
 ENCODERS = ("pixels", "vjepa2")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, note, rule
 from embodrl.errors import EmbodrlError
-from embodrl.registry import import_workflow
+from embodrl.names import import_workflow
 
 KEY = "rollout.workflow"
 

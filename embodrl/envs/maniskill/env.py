@@ -1,6 +1,6 @@
-"""ManiSkill as a VectorEnv: chunks, auto-reset, grouped resets, success, videos, exact state.
+"""ManiSkill as a VectorEnv: its scenes under the stepping that all simulators share.
 
-Legend: B environments, C actions in a chunk, A action dimensions, V cameras, H x W image.
+Legend: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
 """
 
 from __future__ import annotations
@@ -11,22 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.base import VectorEnv
-from embodrl.envs.codec import decode, encode
 from embodrl.envs.maniskill.fleet import Fleet
 from embodrl.envs.maniskill.tasks import TASKS
-from embodrl.envs.maniskill.video import VideoWriter
-from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
-
-_COLUMNS = ("_elapsed", "_returned", "_solved", "_seed", "_potential", "_images", "_state")
+from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
 
 
-def next_seed(seed: int) -> int:
-    """Return the seed of the episode after the one of ``seed``; environments of a group thus stay alike."""
-    return int(np.random.SeedSequence([seed, 0x5EED]).generate_state(1)[0] >> 1)
-
-
-class ManiSkillVectorEnv(VectorEnv):
+class ManiSkillVectorEnv(SteppingEnv):
     """B ManiSkill environments in this process.
 
     Args:
@@ -34,7 +24,7 @@ class ManiSkillVectorEnv(VectorEnv):
         tasks: keys of ``TASKS``; with ``physx_cuda`` exactly one.
         cameras: ``[{name, height, width, fov_rad, eye, target}]``, all of one size; None keeps the task's own.
         max_episode_steps: environment steps after which an episode is truncated.
-        reward_mode: ``dense_delta`` (change of ManiSkill's normalised dense reward, plus the bonus) or ``sparse``.
+        reward_mode: see ``EpisodeRules``; the dense reward is ManiSkill's normalised one.
         success_bonus: reward at the first success of an episode.
         include_state: add joint positions and velocities to the observation.
         auto_reset: begin the next episode at the end of the chunk in which one has ended.
@@ -65,12 +55,6 @@ class ManiSkillVectorEnv(VectorEnv):
         video_size: tuple[int, int] = (256, 256),
         video_fps: int = 20,
     ) -> None:
-        self._max_episode_steps = max_episode_steps
-        self._dense = reward_mode == "dense_delta"
-        self._bonus = success_bonus
-        self._include_state = include_state
-        self._auto_reset = auto_reset
-        self._ignore_terminations = ignore_terminations
         self._fleet = Fleet(
             num_envs,
             tuple(tasks),
@@ -87,158 +71,56 @@ class ManiSkillVectorEnv(VectorEnv):
         first = self._fleet.any_sim()
         # The first picture compiles shaders, which takes seconds; that belongs to the start, not to a reset.
         first.images()
-        self.spec = EnvSpec(
-            num_envs=num_envs,
-            cameras=tuple(CameraSpec(c["name"], c["height"], c["width"]) for c in cameras),
-            state_dim=first.state_dim if include_state else 0,
-            action_dim=len(first.action_low),
-            action_low=first.action_low,
-            action_high=first.action_high,
-            max_chunk=max_chunk,
-            tasks=tuple(tasks),
-        )
-        size = self.spec.cameras[0]
-        self._images = np.zeros((num_envs, len(cameras), size.height, size.width, 3), np.uint8)
-        self._state = np.zeros((num_envs, self.spec.state_dim), np.float32)
-        self._elapsed = np.zeros(num_envs, np.int32)
-        self._returned = np.zeros(num_envs, np.float32)
-        self._solved = np.zeros(num_envs, np.bool_)
-        self._seed = np.full(num_envs, -1, np.int64)
-        self._potential = np.zeros(num_envs, np.float32)
-        self._video = VideoWriter(video_fps)
+        bounds = (first.action_low, first.action_high)
+        spec = make_spec(num_envs, tasks, cameras, bounds, first.state_dim if include_state else 0, max_chunk)
+        rules = EpisodeRules(max_episode_steps, reward_mode, success_bonus, auto_reset, ignore_terminations)
+        super().__init__(spec, rules, video_fps)
 
-    # -- stepping -----------------------------------------------------------------------------------------------------
+    def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
+        """See SteppingEnv."""
+        self._fleet.assign(rows, task_ids)
 
-    def reset(self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Observation:
-        """See VectorEnv."""
-        self._fleet.assign(indices, task_ids)
-        self._begin(indices, seeds)
-        self._render(indices)
-        return self._observation()
-
-    def chunk_step(self, actions: NDArray[np.float32], active: NDArray[np.bool_]) -> EnvStep:
-        """See VectorEnv."""
-        num_envs, chunk, _ = actions.shape
-        reward = np.zeros((num_envs, chunk), np.float32)
-        valid, terminated, truncated = (np.zeros((num_envs, chunk), np.bool_) for _ in range(3))
-        running = active.copy()
-        for column in range(chunk):
-            if not running.any():
-                break
-            valid[:, column] = running
-            reward[:, column], first_success = self._substep(actions[:, column], running)
-            if not self._ignore_terminations:
-                terminated[:, column] = first_success
-            truncated[:, column] = running & ~terminated[:, column] & (self._elapsed >= self._max_episode_steps)
-            running &= ~(terminated[:, column] | truncated[:, column])
-        return self._finish(active, reward, valid, terminated, truncated)
-
-    def _substep(
-        self, actions: NDArray[np.float32], running: NDArray[np.bool_]
-    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Play one action in the running rows; return reward ``float32[B]`` and first success ``bool[B]``."""
-        potential, success = self._fleet.step(actions, running)
-        first_success = running & success & ~self._solved
-        self._solved |= first_success
-        reward = self._bonus * first_success.astype(np.float32)
-        if self._dense:
-            reward += np.where(running, potential - self._potential, 0)
-            self._potential = np.where(running, potential, self._potential)
-        self._elapsed += running
-        self._returned += reward
-        for row in self._video.rows(running):
-            self._video.add(row, self._fleet.render_human(row))
-        return reward, first_success
-
-    def _finish(
-        self,
-        active: NDArray[np.bool_],
-        reward: NDArray[np.float32],
-        valid: NDArray[np.bool_],
-        terminated: NDArray[np.bool_],
-        truncated: NDArray[np.bool_],
-    ) -> EnvStep:
-        """Render what the policy sees next, begin new episodes, and put the result together."""
-        final_mask = np.asarray(truncated.any(axis=1))
-        done = final_mask | np.asarray(terminated.any(axis=1))
-        outcome = {
-            "success": self._solved.copy(),
-            "episode_return": self._returned.copy(),
-            "episode_length": self._elapsed.copy(),
-            "episode_seed": self._seed.copy(),
-        }
-        final_observation = None
-        if final_mask.any():
-            self._render(np.flatnonzero(final_mask))
-            final_observation = self._observation()
-        for row in self._video.rows(done):
-            self._video.finish(row, bool(self._solved[row]))
-        ended = np.flatnonzero(done)
-        if self._auto_reset and len(ended):
-            self._begin(ended, np.array([next_seed(int(s)) for s in self._seed[ended]], np.int64))
-        self._render(np.flatnonzero(active & (~done | self._auto_reset)))
-        return EnvStep(
-            observation=self._observation(),
-            reward=reward,
-            valid=valid,
-            terminated=terminated,
-            truncated=truncated,
-            final_mask=final_mask,
-            final_observation=final_observation,
-            **outcome,
-        )
-
-    def _begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+    def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        """See SteppingEnv."""
         self._fleet.reset(rows, seeds)
-        self._elapsed[rows] = 0
-        self._returned[rows] = 0
-        self._solved[rows] = False
-        self._seed[rows] = seeds
-        if self._dense:
-            self._potential[rows] = self._fleet.dense_reward(rows)
 
-    def _render(self, rows: NDArray[np.int64]) -> None:
-        if not len(rows):
-            return
-        self._fleet.render(rows, self._images)
-        if self._include_state:
-            self._state[rows] = self._fleet.proprioception(rows)
+    def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
+        """See SteppingEnv."""
+        return StepResult(*self._fleet.step(actions, running))
 
-    def _observation(self) -> Observation:
-        task_id = self._fleet.task_id
-        return Observation(
-            self._images.copy(),
-            self._state.copy(),
-            [TASKS[self.spec.tasks[i]].instruction for i in task_id],
-            task_id.copy(),
-        )
+    def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
+        """See SteppingEnv."""
+        self._fleet.render(rows, images)
+        if self.spec.state_dim:
+            state[rows] = self._fleet.proprioception(rows)
 
-    # -- state and requests -------------------------------------------------------------------------------------------
+    def instruction(self, task_id: int) -> str:
+        """See SteppingEnv."""
+        return TASKS[self.spec.tasks[task_id]].instruction
 
-    def get_state(self) -> bytes:
-        """See VectorEnv; on a CPU what was done since the scenes were built, on a GPU the physical state."""
-        return encode({"fleet": self._fleet.get_state(), **{name: getattr(self, name) for name in _COLUMNS}})
+    def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See SteppingEnv."""
+        return self._fleet.dense_reward(rows)
 
-    def set_state(self, state: bytes) -> None:
-        """See VectorEnv; to the bit on a CPU, closely on a GPU."""
-        content = decode(state)
-        self._fleet.set_state(content.pop("fleet"))
-        for name, value in content.items():
-            setattr(self, name, value.copy())
+    def film(self, row: int) -> NDArray[np.uint8]:
+        """See SteppingEnv."""
+        return self._fleet.render_human(row)
 
-    def get_row_state(self, row: int) -> dict[str, Any]:
-        """See VectorEnv; on a CPU only."""
-        return {"scene": self._fleet.get_scene(row), **{name: getattr(self, name)[row].copy() for name in _COLUMNS}}
+    def get_sim_state(self) -> dict[str, Any]:
+        """See SteppingEnv; on a CPU what was done since the scenes were built, on a GPU the physical state."""
+        return self._fleet.get_state()
 
-    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
-        """See VectorEnv; on a CPU only."""
-        self._fleet.set_scene(row, state["scene"])
-        for name in _COLUMNS:
-            getattr(self, name)[row] = state[name]
+    def set_sim_state(self, state: dict[str, Any]) -> None:
+        """See SteppingEnv; to the bit on a CPU, closely on a GPU."""
+        self._fleet.set_state(state)
 
-    def set_auto_reset(self, value: bool) -> None:
-        """See VectorEnv."""
-        self._auto_reset = value
+    def get_sim_row(self, row: int) -> dict[str, Any]:
+        """See SteppingEnv; on a CPU only."""
+        return self._fleet.get_scene(row)
+
+    def set_sim_row(self, row: int, state: dict[str, Any]) -> None:
+        """See SteppingEnv; on a CPU only."""
+        self._fleet.set_scene(row, state)
 
     def rebuild(self) -> None:
         """See VectorEnv; new scenes, on a CPU."""
@@ -252,10 +134,6 @@ class ManiSkillVectorEnv(VectorEnv):
         """See VectorEnv."""
         self._fleet.rewind()
 
-    def start_video(self, row: int, path: str) -> None:
-        """See VectorEnv."""
-        self._video.start(row, path)
-
     def expert_reset(self, rows: list[int]) -> None:
         """See VectorEnv."""
         self._fleet.expert_reset(np.asarray(rows, np.int64))
@@ -266,5 +144,5 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def close(self) -> None:
         """See VectorEnv."""
-        self._video.close()
+        super().close()
         self._fleet.close()

@@ -70,7 +70,7 @@ class ManiSkillSim:
             control_mode="pd_ee_delta_pose",
             reward_mode="none",
             render_mode="rgb_array",
-            robot_uids="panda",
+            robot_uids=self.task.robot,
             sim_backend=sim_backend,
             render_backend=device,
             human_render_camera_configs={"height": human_size[0], "width": human_size[1]},

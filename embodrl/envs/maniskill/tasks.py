@@ -12,12 +12,14 @@ class Task:
     Attributes:
         name: gymnasium id.
         instruction: what the policy is told.
+        robot: the only one, or the one that its reward is for.
         show_hidden: draw what ManiSkill hides from cameras (the goal of PickCube can't be seen otherwise).
     """
 
     name: str
     instruction: str
     show_hidden: bool = False
+    robot: str = "panda"
 
 
 TASKS: dict[str, Task] = {
@@ -28,5 +30,10 @@ TASKS: dict[str, Task] = {
         Task("PickCube-v1", "pick up the red cube and hold it at the green goal", show_hidden=True),
         Task("StackCube-v1", "stack the red cube on the green cube"),
         Task("LiftPegUpright-v1", "lift the peg and stand it upright"),
+        Task("PegInsertionSide-v1", "insert the peg into the hole of the box from the side", robot="panda_wristcam"),
+        Task("PokeCube-v1", "poke the cube with the peg"),
+        Task("RollBall-v1", "roll the ball into the goal"),
+        Task("PlaceSphere-v1", "pick up the ball and put it into the bin"),
     )
 }
+INSTRUCTIONS: dict[str, str] = {task.name: task.instruction for task in TASKS.values()}

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import CheckpointError
-from embodrl.registry import nearest
+from embodrl.names import nearest
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common.images import center_crop_area, resize_bicubic
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
-from embodrl.registry import nearest
+from embodrl.names import nearest
 from embodrl.types import Observation
 
 CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"

@@ -1,0 +1,45 @@
+"""`embodrl convert`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embodrl.cli.common import Debug, execute
+
+
+class Layout(StrEnum):
+    """What can be read."""
+
+    libero = "libero"
+
+
+def convert(
+    layout: Annotated[Layout, typer.Argument(help="what it is: libero (HDF5)", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="file or directory", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="a new directory", show_default=False)],
+    cameras: Annotated[str, typer.Option(help="in the order of env.cameras")] = "agentview",
+    keep_idle: Annotated[
+        bool, typer.Option("--keep-idle", help="keep frames in which nothing is commanded", show_default=False)
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Turn demonstrations of another layout into those that `embodrl sft` trains on.
+
+    \b
+    Examples:
+      embodrl convert libero datasets/libero_spatial --output data/libero_spatial
+      embodrl convert libero datasets/libero_goal -o data/goal --cameras agentview,wrist
+    """
+
+    def action() -> None:
+        from embodrl.data.libero_hdf5 import convert as run
+
+        names = tuple(part.strip() for part in cameras.split(",") if part.strip())
+        episodes, frames = run(source, output, names, keep_idle, lambda line: print(line, flush=True))
+        print(f"{episodes} episodes, {frames} frames in {output}: embodrl sft env=libero sft.data_dir={output}")
+
+    execute(action, debug)

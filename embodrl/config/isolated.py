@@ -1,0 +1,59 @@
+"""Where simulators have Python environments of their own, made by `embodrl env install`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+AUTO = "auto"
+MARKER = "embodrl-environment.json"
+"""Written last, so that an environment without it is a half-made one."""
+REQUIREMENTS = Path(__file__).resolve().parents[1] / "envs" / "requirements"
+
+
+def installable() -> list[str]:
+    """Return the simulators that there are pinned requirements for."""
+    return sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
+
+
+def requirements(name: str) -> Path:
+    """Return the file of pinned packages of a simulator."""
+    return REQUIREMENTS / f"{name}.txt"
+
+
+def default_prefix(name: str) -> Path:
+    """Return where a simulator's environment is: ``$EMBODRL_<NAME>_ENV``, or below the user's cache directory."""
+    chosen = os.environ.get(f"EMBODRL_{name.upper()}_ENV")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "embodrl" / "envs" / name
+
+
+def python_of(prefix: Path) -> Path:
+    """Return the interpreter of an environment."""
+    return prefix / "bin" / "python"
+
+
+def fingerprint(name: str) -> str:
+    """Return what changes when a simulator's pinned packages do."""
+    return hashlib.sha256(requirements(name).read_bytes()).hexdigest()
+
+
+def read_marker(prefix: Path) -> dict[str, Any] | None:
+    """Return what `embodrl env install` wrote at its end; None if it did not get that far."""
+    try:
+        content: Any = json.loads((prefix / MARKER).read_text())
+    except (OSError, ValueError):
+        return None
+    return cast(dict[str, Any], content) if isinstance(content, dict) else None
+
+
+def installed_python(name: str) -> Path | None:
+    """Return the interpreter of a simulator's environment, or None where there is no whole one."""
+    prefix = default_prefix(name)
+    python = python_of(prefix)
+    return python if read_marker(prefix) is not None and os.access(python, os.X_OK) else None

@@ -1,0 +1,142 @@
+"""What the chosen simulator is, knows and reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from embodrl.config.isolated import AUTO
+from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.names import nearest
+from embodrl.registry import ENVS, env_tasks
+
+OPTIONAL = (
+    "reward_mode",
+    "success_bonus",
+    "sim_backend",
+    "render_backend",
+    "mesh_decimation",
+    "render_detail",
+    "id",
+    "instruction",
+    "success_key",
+    "success_threshold",
+    "suite",
+    "libero_assets",
+    "settle_steps",
+)
+"""Settings that some environments do not read."""
+
+
+def shortened(names: Iterable[str], limit: int = 12) -> str:
+    """Return the names, or the first of them where they are many."""
+    every = list(names)
+    return ", ".join(every[:limit]) + (f" and {len(every) - limit} more" if len(every) > limit else "")
+
+
+@rule("env.env_type")
+def env_is_registered(context: Context) -> Iterator[Finding]:
+    """The environment has a name in the registry."""
+    name = context.config.env.env_type
+    if name not in ENVS:
+        hint = nearest(name, ENVS.names())
+        remedy = f"write env.env_type={hint}" if hint else "choose a known one, or name the module that registers it"
+        yield Finding("env.env_type", f"there is no environment '{name}'", remedy, ", ".join(ENVS), hint)
+
+
+@rule("env.env_type", "env.tasks")
+def tasks_exist(context: Context) -> Iterator[Finding]:
+    """The environment knows the tasks, and each is named once."""
+    env = context.config.env
+    known = env_tasks(env.env_type)
+    for index, task in enumerate(env.tasks):
+        if task in env.tasks[:index]:
+            yield Finding(
+                "env.tasks", f"the task '{task}' is named twice", "name each task once; they share the episodes"
+            )
+        elif known and task not in known:
+            hint = nearest(task, list(known))
+            remedy = f"write {hint}" if hint else "see `embodrl list envs`"
+            yield Finding("env.tasks", f"{env.env_type} has no task '{task}'", remedy, shortened(known), hint)
+
+
+@rule("env.env_type", "model.action_dim")
+def action_dims_agree(context: Context) -> Iterator[Finding]:
+    """The policy's actions are what the environment takes."""
+    config = context.config
+    facts = ENVS.entry(config.env.env_type).facts if config.env.env_type in ENVS else {}
+    wanted = facts.get("action_dim")
+    if wanted is not None and wanted != config.model.action_dim:
+        yield Finding(
+            "model.action_dim",
+            f"the policy gives {config.model.action_dim} numbers an action, {config.env.env_type} takes {wanted}",
+            f"set it to {wanted}",
+            str(wanted),
+            others=("env.env_type",),
+        )
+
+
+@rule("env.env_type", "env.reward_mode", "env.cameras")
+def env_offers_it(context: Context) -> Iterator[Finding]:
+    """The environment has that kind of reward, and those cameras."""
+    env = context.config.env
+    facts = ENVS.entry(env.env_type).facts if env.env_type in ENVS else {}
+    modes: tuple[str, ...] = facts.get("reward_modes", (env.reward_mode,))
+    if env.reward_mode not in modes:
+        lack = "reward of which the change could be taken" if "dense" in modes else "dense reward"
+        message, remedy = f"{env.env_type} has no {lack}", f"set it to {modes[0]}"
+        yield Finding("env.reward_mode", message, remedy, ", ".join(modes), others=("env.env_type",))
+    known: tuple[str, ...] = facts.get("cameras", ())
+    movable = facts.get("movable_cameras", True)
+    for index, camera in enumerate(env.cameras):
+        if known and camera.name not in known and not (movable and camera.eye is not None):
+            hint = nearest(camera.name, list(known))
+            message = f"{env.env_type} has no camera '{camera.name}'" + ", and no place for one is given" * movable
+            remedy = f"write {hint}" if hint else "name one" + ", or give eye and target" * movable
+            yield Finding(f"env.cameras.{index}.name", message, remedy, ", ".join(known), hint)
+    if len(env.cameras) > facts.get("max_cameras", len(env.cameras)):
+        message = f"{env.env_type} has {facts['max_cameras']} camera, not {len(env.cameras)}"
+        yield Finding("env.cameras", message, "leave one", others=("env.env_type",))
+
+
+@rule("env.env_type", "env.id", "env.instruction")
+def gymnasium_is_told_what(context: Context) -> Iterator[Finding]:
+    """Gymnasium wants an id, and has no words for the policy."""
+    env = context.config.env
+    if env.env_type != "gymnasium":
+        return
+    if not env.id:
+        yield Finding("env.id", "is missing: which environment of Gymnasium?", "set env.id=Reacher-v5, say", "an id")
+    if not env.instruction:
+        remedy = 'set env.instruction="move the finger to the ball", say'
+        yield Finding("env.instruction", "is missing: Gymnasium has no words for the policy", remedy, "a sentence")
+    elif env.id and context.by_user("env.id") and not context.by_user("env.instruction"):
+        remedy = 'set env.instruction="...": what the policy is told to do there'
+        message = f"'{env.instruction}' is what another environment wants, not {env.id}"
+        yield Finding("env.instruction", message, remedy, "a sentence", others=("env.id",))
+
+
+@rule("env.python")
+def interpreter_exists(context: Context) -> Iterator[Finding]:
+    """The interpreter of the simulator processes can be run."""
+    python = context.config.env.python
+    if python is not None and python != AUTO and not (Path(python).is_file() and os.access(python, os.X_OK)):
+        remedy = "give the path of a Python interpreter that has the simulator, auto, or null for this one"
+        message = f"'{python}' is not a program that can be run"
+        yield Finding("env.python", message, remedy, "the path of an interpreter, auto, or null")
+
+
+@note("env")
+def keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings that this environment does not read."""
+    name = context.config.env.env_type
+    if name not in ENVS:
+        return
+    # an environment of the user's may film itself, at a size of its own
+    read = ENVS.entry(name).facts.get("settings", ())
+    videos = () if "video" in read else [f"video.{part}" for part in ("height", "width", "fps")]
+    places = () if name != "gymnasium" else [f"cameras.0.{part}" for part in ("fov_rad", "eye", "target")]
+    for part in (*(key for key in OPTIONAL if key not in read), *videos, *places):
+        if context.by_user(f"env.{part}"):
+            yield Finding(f"env.{part}", f"has no effect: {name} does not read it", "leave it out")

@@ -1,0 +1,71 @@
+"""LIBERO as a VectorEnv: its tasks, initial states and cameras under the stepping that all simulators share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodrl.envs.libero.sim import LiberoScene, LiberoSim, SceneOptions
+from embodrl.envs.simulator import Simulator, SimulatorVectorEnv
+from embodrl.envs.stepping import EpisodeRules
+
+
+class LiberoVectorEnv(SimulatorVectorEnv):
+    """B environments of a suite in this process; those of one task share a compiled scene.
+
+    Args:
+        num_envs: B.
+        suite: a key of ``suites.SUITES``.
+        tasks: of that suite.
+        cameras: ``[{name, height, width}]``, names of ``rendering.CAMERAS``, all of one size.
+        include_state: add end effector position (m), rotation vector (rad) and both finger positions (m).
+        max_chunk: largest number of actions in a chunk.
+        libero_assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.
+        settle_steps: steps without motion after a reset, before the first observation and not counted.
+        render_detail: full, fast, or auto (fast where the CPU draws).
+        video_size: height and width in pixels of videos.
+        video_fps: frames a second of videos.
+        rules: the fields of ``EpisodeRules``; LIBERO has no dense reward, so every mode but ``sparse`` adds nothing.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        suite: str,
+        tasks: list[str],
+        cameras: list[dict[str, Any]],
+        include_state: bool = False,
+        max_chunk: int = 8,
+        libero_assets: str | None = None,
+        settle_steps: int = 10,
+        render_detail: str = "auto",
+        video_size: tuple[int, int] = (256, 256),
+        video_fps: int = 20,
+        **rules: Any,
+    ) -> None:
+        self._options = SceneOptions(
+            suite=suite,
+            num_tasks=len(tasks),
+            assets=libero_assets,
+            cameras=tuple(camera["name"] for camera in cameras),
+            height=cameras[0]["height"],
+            width=cameras[0]["width"],
+            video_size=(int(video_size[0]), int(video_size[1])),
+            render_detail=render_detail,
+            settle_steps=settle_steps,
+        )
+        self._scenes: dict[str, LiberoScene] = {}
+        episodes = EpisodeRules(**rules)
+        super().__init__(num_envs, tasks, cameras, episodes, include_state, max_chunk, video_fps)
+
+    def make_simulator(self, task: str) -> Simulator:
+        """See SimulatorVectorEnv."""
+        if task not in self._scenes:
+            self._scenes[task] = LiberoScene(task, self._options)
+        return LiberoSim(self._scenes[task])
+
+    def close(self) -> None:
+        """See VectorEnv."""
+        super().close()
+        for scene in self._scenes.values():
+            scene.close()
+        self._scenes = {}

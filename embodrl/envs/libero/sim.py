@@ -1,0 +1,286 @@
+"""LIBERO's scenes: one compiled model a task and process, any number of environments on it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.libero.controller import ArmModel, OscController
+from embodrl.envs.libero.init_states import read_init_states
+from embodrl.envs.libero.rendering import CAMERAS, Renderer, choose_backend, renders_in_software
+from embodrl.envs.libero.suites import SUITES, TaskFacts, init_state_of
+from embodrl.envs.simulator import SimStep, Simulator
+from embodrl.errors import EnvError, MissingDependencyError
+
+CONTROL_HZ = 20
+NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)  # an action that holds still, gripper open
+
+
+@dataclass(frozen=True)
+class SceneOptions:
+    """What all scenes of a process share.
+
+    Attributes:
+        suite: a key of ``SUITES``.
+        num_tasks: of the run; ``init_state_of`` wants it.
+        assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.
+        cameras: names, keys of ``CAMERAS``.
+        height, width: pixels of what the policy sees.
+        video_size: height and width in pixels of videos.
+        render_detail: full, fast, or auto (fast where the CPU draws).
+        settle_steps: control steps without motion after a reset.
+    """
+
+    suite: str
+    num_tasks: int
+    assets: str | None
+    cameras: tuple[str, ...]
+    height: int
+    width: int
+    video_size: tuple[int, int]
+    render_detail: str
+    settle_steps: int
+
+    def facts(self, task: str) -> TaskFacts:
+        """Return what is known of a task without its scene."""
+        return SUITES[self.suite].tasks[task]
+
+
+def import_libero(assets: str | None) -> Path:
+    """Import LIBERO quietly, without questions on standard input, downloads or files in the home directory.
+
+    Returns:
+        The folder of its task files and initial states.
+
+    Raises:
+        MissingDependencyError: the package or the assets are not there.
+    """
+    choose_backend()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # Its first import reads a configuration file from here, and asks for one where there is none.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        os.environ["LIBERO_CONFIG_PATH"] = os.environ["MPLCONFIGDIR"] = folder
+        (Path(folder) / "config.yaml").write_text("{}")
+        try:
+            _silence_robosuite()
+            libero: Any = importlib.import_module("libero.libero")
+            package = Path(libero.__file__).parent
+            named = assets or os.environ.get("EMBODRL_LIBERO_ASSETS")
+            folder_of_assets = Path(named).expanduser() if named else package / "assets"
+            if not (folder_of_assets / "scenes").is_dir():
+                raise MissingDependencyError(
+                    f"LIBERO's assets are not in {folder_of_assets}",
+                    "give the folder with scenes/ and textures/ as env.libero_assets or in EMBODRL_LIBERO_ASSETS",
+                )
+            libero._assets_path_cache = str(folder_of_assets)
+            importlib.import_module("libero.libero.envs")
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"LIBERO can't be imported: {error}", "embodrl env install libero, then env.python=auto"
+            ) from error
+    return package
+
+
+def _silence_robosuite() -> None:
+    """Load robosuite's settings before robosuite, which at its import opens a log file and warns on the console."""
+    if "robosuite" in sys.modules:
+        return
+    package = importlib.util.find_spec("robosuite")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("No module named 'robosuite'")
+    path = Path(package.submodule_search_locations[0]) / "macros.py"
+    spec = importlib.util.spec_from_file_location("robosuite.macros", path)
+    assert spec is not None and spec.loader is not None
+    macros: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(macros)
+    macros.CONSOLE_LOGGING_LEVEL, macros.FILE_LOGGING_LEVEL = "ERROR", None
+    sys.modules["robosuite.macros"] = macros
+    sys.modules["robosuite.macros_private"] = ModuleType("robosuite.macros_private")
+
+
+class LiberoScene:
+    """The compiled model of a task, with LIBERO's own placement of objects and test of success.
+
+    Environments take turns on it; ``activate`` puts the data and the fixtures of one of them in place.
+    """
+
+    def __init__(self, task: str, options: SceneOptions) -> None:
+        package = import_libero(options.assets)
+        self.mujoco: Any = importlib.import_module("mujoco")
+        self._binding: Any = importlib.import_module("robosuite.utils.binding_utils")
+        self._randomization_error: Any = importlib.import_module("robosuite.utils.errors").RandomizationError
+        robosuite: Any = importlib.import_module("robosuite")
+        problems: Any = importlib.import_module("libero.libero.envs")
+        self.task, self.options = task, options
+        bddl = package / "bddl_files" / options.suite / f"{task}.bddl"
+        with contextlib.redirect_stdout(None):
+            problem = problems.bddl_utils.get_problem_info(str(bddl))["problem_name"]
+            np.random.seed(0)
+            self.env: Any = problems.TASK_MAPPING[problem](
+                str(bddl),
+                robots=["Panda"],
+                controller_configs=robosuite.load_controller_config(default_controller="OSC_POSE"),
+                initialization_noise=None,
+                use_camera_obs=False,
+                has_offscreen_renderer=False,
+                control_freq=CONTROL_HZ,
+                ignore_done=True,
+                hard_reset=False,
+            )
+        self.model: Any = self.env.sim.model._model
+        self.init_states = read_init_states(
+            package / "init_files" / options.suite / f"{task}.pruned_init", options.facts(task).sha256
+        )
+        if self.init_states.shape[1] != 1 + self.model.nq + self.model.nv:
+            raise EnvError(f"the initial states of {task} do not fit its scene", "use the pinned versions of LIBERO")
+        self.substeps = round(1 / (CONTROL_HZ * self.model.opt.timestep))
+        self.place(0)
+        self.arm = ArmModel(self.env)
+        self.rest = self.arm.measure(self.env.sim.data._data)
+        fast = options.render_detail == "fast" or (options.render_detail == "auto" and renders_in_software())
+        height, width = max(options.height, options.video_size[0]), max(options.width, options.video_size[1])
+        self.renderer = Renderer(self.model, height, width, fast)
+        self.cameras = [self.env.sim.model.camera_name2id(CAMERAS[name]) for name in options.cameras]
+        self._active: LiberoSim | None = None
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves a lot behind
+
+    def new_data(self) -> Any:
+        """Return robosuite's wrapper of a new ``MjData``."""
+        return self._binding.MjData(self.env.sim.model)
+
+    def place(self, seed: int) -> None:
+        """Reset as LIBERO does; fixtures are placed at random, by the seed."""
+        np.random.seed(seed % 2**32)
+        while True:
+            try:
+                with contextlib.redirect_stdout(None):
+                    self.env.reset()
+                return
+            except self._randomization_error:
+                continue  # LIBERO, too, tries again until everything has found a place
+
+    def activate(self, sim: LiberoSim) -> None:
+        """Let the data and the fixtures of one environment be the scene's."""
+        if self._active is sim:
+            return
+        self._active = sim
+        self.env.sim.data = sim.data
+        if sim.fixtures is not None:
+            self.model.body_pos[:], self.model.body_quat[:] = sim.fixtures
+
+    def close(self) -> None:
+        """Free the renderer."""
+        self.renderer.close()
+
+
+class LiberoSim(Simulator):
+    """One environment of a scene: its physics, controller and fixtures.
+
+    Actions are changes of the end effector's place (1 is 5 cm) and rotation (1 is 0.5 rad) and the gripper, of which
+    the sign counts: -1 opens, +1 closes.
+    """
+
+    action_low = (-1.0,) * 7
+    action_high = (1.0,) * 7
+    state_dim = 8
+
+    def __init__(self, scene: LiberoScene) -> None:
+        self.scene = scene
+        self.instruction = scene.options.facts(scene.task).instruction
+        self.data = scene.new_data()
+        self.fixtures: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+        self._controller = OscController(scene.arm, scene.rest)
+
+    def reset(self, seed: int) -> None:
+        """See Simulator: fixtures are placed by the seed, objects and robot as in the initial state it stands for."""
+        scene, model = self.scene, self.scene.model
+        init_state = init_state_of(seed, scene.options.num_tasks)
+        scene.activate(self)
+        scene.place(seed)
+        self.fixtures = model.body_pos.copy(), model.body_quat.copy()
+        scene.env.sim.set_state_from_flattened(scene.init_states[init_state])
+        self._propagate()
+        self._controller.reset()
+        for _ in range(scene.options.settle_steps):
+            self._play(NOTHING)
+
+    def step(self, action: NDArray[np.float32]) -> SimStep:
+        """See Simulator; a control step is 1/20 s."""
+        self._play(action.astype(np.float64))
+        return SimStep(0.0, bool(self.scene.env._check_success()))
+
+    def _play(self, action: NDArray[np.float64]) -> None:
+        scene, data, controller = self.scene, self.data._data, self._controller
+        scene.activate(self)
+        now = controller.set_goal(action, data)
+        for substep in range(scene.substeps):
+            if substep:
+                now = scene.arm.measure(data)
+            controller.apply(now, action[6], data)
+            scene.mujoco.mj_step2(scene.model, data)
+            scene.mujoco.mj_step1(scene.model, data)
+        scene.env._post_process()
+
+    def _propagate(self) -> None:
+        """Compute all that follows from positions and velocities, and what shows them (the stove's burner)."""
+        self.scene.mujoco.mj_step1(self.scene.model, self.data._data)
+        self.scene.env._post_process()
+
+    def images(self) -> NDArray[np.uint8]:
+        """See Simulator; turned by 180 degrees against OpenGL, as published policies want it."""
+        scene, options = self.scene, self.scene.options
+        self._show()
+        views = [
+            scene.renderer.draw(self.data._data, camera, options.height, options.width)[::-1, ::-1]
+            for camera in scene.cameras
+        ]
+        return np.stack(views)
+
+    def film(self) -> NDArray[np.uint8]:
+        """See Simulator; agentview, upright."""
+        self._show()
+        camera = self.scene.env.sim.model.camera_name2id("agentview")
+        return self.scene.renderer.draw(self.data._data, camera, *self.scene.options.video_size)[::-1]
+
+    def _show(self) -> None:
+        self.scene.activate(self)
+        self.scene.env._post_process()
+
+    def proprioception(self) -> NDArray[np.float32]:
+        """Return ``float32[8]``: end effector position (m) and rotation vector (rad), positions of both fingers (m)."""
+        arm, data = self.scene.arm, self.data._data
+        quaternion = data.xquat[arm.hand][[1, 2, 3, 0]]
+        rotation = arm.transform.quat2axisangle(quaternion.copy())
+        return np.concatenate([data.site_xpos[arm.site], rotation, data.qpos[arm.gripper_qpos]]).astype(np.float32)
+
+    def get_state(self) -> dict[str, Any]:
+        """See Simulator."""
+        mujoco, model = self.scene.mujoco, self.scene.model
+        physics = np.zeros(mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION))
+        mujoco.mj_getState(model, self.data._data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
+        fixtures = None if self.fixtures is None else list(self.fixtures)
+        return {"physics": physics, "fixtures": fixtures, "controller": self._controller.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """See Simulator; in any environment of the same task."""
+        mujoco, model = self.scene.mujoco, self.scene.model
+        self.fixtures = None if state["fixtures"] is None else tuple(state["fixtures"])
+        self.scene._active = None
+        self.scene.activate(self)
+        mujoco.mj_setState(model, self.data._data, state["physics"], mujoco.mjtState.mjSTATE_INTEGRATION)
+        self._controller.set_state(state["controller"])
+        self._propagate()

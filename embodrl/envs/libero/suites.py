@@ -1,0 +1,56 @@
+"""The standard suites: their tasks, instructions and published step limits. Needs no simulator."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_INIT_STATES = 50
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """A task of LIBERO.
+
+    Attributes:
+        instruction: what the policy is told.
+        sha256: of the official file of initial states.
+    """
+
+    instruction: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Ten tasks.
+
+    Attributes:
+        max_episode_steps: the limit that published evaluations use (OpenVLA).
+        tasks: name -> facts, in LIBERO's order.
+    """
+
+    max_episode_steps: int
+    tasks: dict[str, TaskFacts]
+
+
+def read_suites() -> dict[str, Suite]:
+    """Return the suites of ``suites.json``."""
+    content = json.loads(Path(__file__).with_name("suites.json").read_text())
+    return {
+        name: Suite(suite["max_episode_steps"], {task: TaskFacts(**facts) for task, facts in suite["tasks"].items()})
+        for name, suite in content.items()
+    }
+
+
+SUITES = read_suites()
+
+
+def init_state_of(seed: int, num_tasks: int) -> int:
+    """Return which of the official initial states a reset seed stands for.
+
+    The seeds ``s + i`` of an evaluation, whose episode ``i`` plays task ``i mod num_tasks``, walk over all initial
+    states of every task before one comes twice, whatever ``s`` is: a task's seeds are ``num_tasks`` apart.
+    """
+    return seed // num_tasks % NUM_INIT_STATES

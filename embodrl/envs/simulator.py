@@ -1,0 +1,328 @@
+"""One environment of one task, and B of them as a VectorEnv.
+
+Legend: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
+from embodrl.errors import EnvError
+
+
+@dataclass(frozen=True)
+class SimStep:
+    """What one action led to.
+
+    Attributes:
+        reward: the simulator's own.
+        success: the task is solved now.
+        terminated: the episode can't go on for another reason.
+        truncated: a step limit of the simulator's own was reached.
+    """
+
+    reward: float
+    success: bool
+    terminated: bool = False
+    truncated: bool = False
+
+
+class Simulator(ABC):
+    """One environment of one task: all that a new simulator has to bring.
+
+    Attributes:
+        action_low, action_high: bounds of an action, A numbers each.
+        state_dim: S, what ``proprioception`` returns; 0 for nothing.
+        instruction: what the policy is told.
+    """
+
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    state_dim: int = 0
+    instruction: str = ""
+
+    @abstractmethod
+    def reset(self, seed: int) -> None:
+        """Start a new episode; all that follows depends on the seed and the actions alone."""
+
+    @abstractmethod
+    def step(self, action: NDArray[np.float32]) -> SimStep:
+        """Play ``action float32[A]`` for one control step. Nothing is drawn."""
+
+    @abstractmethod
+    def images(self) -> NDArray[np.uint8]:
+        """Draw what the cameras see now, ``uint8[V,H,W,3]``."""
+
+    def proprioception(self) -> NDArray[np.float32]:
+        """Return ``float32[S]``: what the robot knows of itself."""
+        return np.zeros(0, np.float32)
+
+    def first_reward(self) -> float:
+        """Return the dense reward of the initial state, from which ``dense_delta`` counts."""
+        return 0.0
+
+    def film(self) -> NDArray[np.uint8]:
+        """Return a frame for people, ``uint8[H,W,3]``; by default what the first camera sees."""
+        return self.images()[0]
+
+    def get_state(self) -> Any:
+        """Return the state as plain values and arrays; by default there is none to be had (see ``Replayed``)."""
+        raise EnvError(
+            f"{type(self).__name__} can't tell its state, so a run can't save a checkpoint nor offload it",
+            "give it get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed",
+        )
+
+    def set_state(self, state: Any) -> None:
+        """Continue from a state of ``get_state`` to the bit, in another process too."""
+        raise EnvError(f"{type(self).__name__} can't take a state", "give it set_state")
+
+    def expert_reset(self) -> None:
+        """Let a scripted expert begin, in an episode that has just begun."""
+        raise EnvError(f"{type(self).__name__} has no scripted expert", "collect demonstrations of another task")
+
+    def expert_action(self) -> NDArray[np.float32]:
+        """Return what the expert would do now, ``float32[A]``."""
+        raise EnvError(f"{type(self).__name__} has no scripted expert", "collect demonstrations of another task")
+
+    def signature(self) -> bytes:
+        """Return something that differs where states differ; ``Replayed`` compares it."""
+        return self.proprioception().tobytes()
+
+    def close(self) -> None:  # noqa: B027
+        """Free what it holds."""
+
+
+class Replayed(Simulator):
+    """Gives a simulator whose episodes follow from seed and actions a state: the seed and the actions.
+
+    Whatever lies hidden in a simulator, its wrappers, counters and generators, the same calls bring it back to the bit.
+    The repetition waits until the episode goes on, as a reset mostly comes first, and is checked step by step.
+
+    Args:
+        simulator: resets to the same episode from the same seed, whatever happened before.
+    """
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
+        self.action_low, self.action_high = simulator.action_low, simulator.action_high
+        self.state_dim, self.instruction = simulator.state_dim, simulator.instruction
+        self._seed: int | None = None
+        self._actions: list[NDArray[np.float32]] = []
+        self._checksum = 0
+        self._behind = False
+
+    def reset(self, seed: int) -> None:
+        """See Simulator."""
+        self.simulator.reset(seed)
+        self._seed, self._actions, self._behind = seed, [], False
+        self._checksum = zlib.crc32(self.simulator.signature())
+
+    def step(self, action: NDArray[np.float32]) -> SimStep:
+        """See Simulator."""
+        self._catch_up()
+        result = self.simulator.step(action)
+        self._actions.append(action.copy())
+        self._checksum = zlib.crc32(np.float64(result.reward).tobytes() + self.simulator.signature(), self._checksum)
+        return result
+
+    def _catch_up(self) -> None:
+        """Do what was done before the state was taken.
+
+        Raises:
+            EnvError: it went another way.
+        """
+        if not self._behind:
+            return
+        actions, expected, seed = self._actions, self._checksum, self._seed
+        assert seed is not None
+        self.reset(seed)
+        for action in actions:
+            self.step(action)
+        if self._checksum != expected:
+            raise EnvError(
+                f"'{self.instruction}': {len(actions)} actions from seed {seed} led elsewhere than before, so the"
+                " environment is not a function of its seed and actions and can't be restored",
+                "seed all of its random generators in reset, or give its Simulator get_state and set_state",
+            )
+
+    def images(self) -> NDArray[np.uint8]:
+        """See Simulator."""
+        self._catch_up()
+        return self.simulator.images()
+
+    def proprioception(self) -> NDArray[np.float32]:
+        """See Simulator."""
+        self._catch_up()
+        return self.simulator.proprioception()
+
+    def first_reward(self) -> float:
+        """See Simulator."""
+        return self.simulator.first_reward()
+
+    def film(self) -> NDArray[np.uint8]:
+        """See Simulator."""
+        self._catch_up()
+        return self.simulator.film()
+
+    def expert_reset(self) -> None:
+        """See Simulator."""
+        self._catch_up()
+        self.simulator.expert_reset()
+
+    def expert_action(self) -> NDArray[np.float32]:
+        """See Simulator."""
+        self._catch_up()
+        return self.simulator.expert_action()
+
+    def get_state(self) -> dict[str, Any]:
+        """See Simulator."""
+        actions = np.stack(self._actions) if self._actions else np.zeros((0, len(self.action_low)), np.float32)
+        return {"seed": self._seed, "actions": actions, "checksum": self._checksum}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """See Simulator."""
+        self._seed, self._actions = state["seed"], list(state["actions"])
+        self._checksum, self._behind = state["checksum"], state["seed"] is not None
+
+    def close(self) -> None:
+        """See Simulator."""
+        self.simulator.close()
+
+
+class SimulatorVectorEnv(SteppingEnv):
+    """B simulators, one after the other. A subclass says how to make one.
+
+    Simulators are built when a task is first needed, and lent to the environments that play it.
+
+    Args:
+        num_envs: B.
+        tasks: what ``make_simulator`` may be asked for.
+        cameras: ``[{name, height, width, fov_rad, eye, target}]``, all of one size.
+        rules: what ends an episode and what it earns.
+        include_state: add the proprioception to the observation.
+        max_chunk: largest number of actions in a chunk.
+        video_fps: frames a second of videos.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        tasks: list[str] | tuple[str, ...],
+        cameras: list[dict[str, Any]],
+        rules: EpisodeRules,
+        include_state: bool = False,
+        max_chunk: int = 8,
+        video_fps: int = 20,
+    ) -> None:
+        self._tasks = tuple(tasks)
+        self._idle: list[list[Simulator]] = [[] for _ in tasks]
+        self._sims: list[Simulator] = []
+        self._sim_tasks = np.zeros(num_envs, np.int32)
+        self._with_expert = np.zeros(num_envs, np.bool_)
+        for _ in range(num_envs):
+            self._sims.append(self.make_simulator(self._tasks[0]))
+        first = self._sims[0]
+        self._instructions = {0: first.instruction}
+        spec = make_spec(
+            num_envs,
+            tasks,
+            cameras,
+            (first.action_low, first.action_high),
+            first.state_dim if include_state else 0,
+            max_chunk,
+        )
+        super().__init__(spec, rules, video_fps)
+
+    @abstractmethod
+    def make_simulator(self, task: str) -> Simulator:
+        """Return a new simulator of a task."""
+
+    def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
+        """See SteppingEnv."""
+        self._with_expert[rows] = False  # the expert was one of another episode, maybe of another task
+        pairs = zip(rows.tolist(), task_ids.tolist(), strict=True)
+        changed = [(row, task) for row, task in pairs if self._sim_tasks[row] != task]
+        for row, _ in changed:
+            self._idle[self._sim_tasks[row]].append(self._sims[row])
+        for row, task in changed:
+            self._sims[row] = self._idle[task].pop() if self._idle[task] else self.make_simulator(self._tasks[task])
+            self._sim_tasks[row] = task
+            self._instructions[task] = self._sims[row].instruction
+
+    def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        """See SteppingEnv."""
+        for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
+            self._sims[row].reset(seed)
+
+    def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
+        """See SteppingEnv."""
+        num_envs = self.spec.num_envs
+        reward = np.zeros(num_envs, np.float32)
+        success, terminated, truncated = (np.zeros(num_envs, np.bool_) for _ in range(3))
+        for row in np.flatnonzero(running).tolist():
+            step = self._sims[row].step(actions[row])
+            reward[row], success[row] = step.reward, step.success
+            terminated[row], truncated[row] = step.terminated, step.truncated
+        return StepResult(reward, success, terminated, truncated)
+
+    def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
+        """See SteppingEnv."""
+        for row in rows.tolist():
+            images[row] = self._sims[row].images()
+            if self.spec.state_dim:
+                state[row] = self._sims[row].proprioception()
+
+    def instruction(self, task_id: int) -> str:
+        """See SteppingEnv."""
+        return self._instructions[task_id]
+
+    def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See SteppingEnv."""
+        return np.array([self._sims[row].first_reward() for row in rows.tolist()], np.float32)
+
+    def film(self, row: int) -> NDArray[np.uint8]:
+        """See SteppingEnv."""
+        return self._sims[row].film()
+
+    def get_sim_state(self) -> list[Any]:
+        """See SteppingEnv."""
+        return [sim.get_state() for sim in self._sims]
+
+    def set_sim_state(self, state: list[Any]) -> None:
+        """See SteppingEnv."""
+        for sim, content in zip(self._sims, state, strict=True):
+            sim.set_state(content)
+
+    def get_sim_row(self, row: int) -> Any:
+        """See SteppingEnv."""
+        return self._sims[row].get_state()
+
+    def set_sim_row(self, row: int, state: Any) -> None:
+        """See SteppingEnv."""
+        self._sims[row].set_state(state)
+
+    def expert_reset(self, rows: list[int]) -> None:
+        """See VectorEnv."""
+        for row in rows:
+            self._sims[row].expert_reset()
+        self._with_expert[rows] = True
+
+    def expert_actions(self) -> NDArray[np.float32]:
+        """See VectorEnv; 0 in rows whose expert has not begun."""
+        actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
+        for row in np.flatnonzero(self._with_expert).tolist():
+            actions[row] = self._sims[row].expert_action()
+        return actions
+
+    def close(self) -> None:
+        """See VectorEnv."""
+        super().close()
+        for sim in [*self._sims, *(sim for idle in self._idle for sim in idle)]:
+            sim.close()

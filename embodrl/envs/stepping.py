@@ -1,0 +1,303 @@
+"""What all simulators share: chunks, ends of episodes, auto-reset, rewards, success, and pictures on request only.
+
+Two classes to build on. ``Simulator`` is one environment with reset, step and images, of which ``SimulatorVectorEnv``
+runs B; most adapters are that. ``SteppingEnv`` is for what simulates its B environments together.
+
+Legend: B environments, C actions in a chunk, A action dimensions, V cameras, H x W image, S state dimensions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.base import VectorEnv
+from embodrl.envs.codec import decode, encode
+from embodrl.envs.video import VideoWriter
+from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
+
+REWARD_MODES = ("dense_delta", "dense", "sparse")
+_BOOKS = ("task_id", "_elapsed", "_returned", "_solved", "episode_seed", "_potential", "_images", "_state")
+
+
+def next_seed(seed: int) -> int:
+    """Return the seed of the episode after the one of ``seed``; environments of a group thus stay alike."""
+    return int(np.random.SeedSequence([seed, 0x5EED]).generate_state(1)[0] >> 1)
+
+
+@dataclass(frozen=True)
+class EpisodeRules:
+    """What ends an episode and what it earns; the keyword arguments that every environment takes.
+
+    Attributes:
+        max_episode_steps: environment steps after which an episode is truncated.
+        reward_mode: ``dense`` is the simulator's own reward, ``dense_delta`` its change from step to step, ``sparse``
+            nothing but the bonus.
+        success_bonus: added at the first success of an episode, in every mode.
+        auto_reset: begin the next episode at the end of the chunk in which one has ended.
+        ignore_terminations: neither success nor failure ends an episode, only a step limit.
+    """
+
+    max_episode_steps: int = 50
+    reward_mode: str = "dense_delta"
+    success_bonus: float = 1.0
+    auto_reset: bool = True
+    ignore_terminations: bool = False
+
+    @property
+    def uses_change(self) -> bool:
+        return self.reward_mode == "dense_delta"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one action led to, in B environments; rows that were not played hold anything.
+
+    Attributes:
+        reward: ``float32[B]``, the simulator's own.
+        success: ``bool[B]``, the task is solved now.
+        terminated: ``bool[B]``, the episode can't go on for another reason, or None for never.
+        truncated: ``bool[B]``, a step limit of the simulator's own was reached, or None for never.
+    """
+
+    reward: NDArray[np.float32]
+    success: NDArray[np.bool_]
+    terminated: NDArray[np.bool_] | None = None
+    truncated: NDArray[np.bool_] | None = None
+
+
+class SteppingEnv(VectorEnv):
+    """B environments of one process; a subclass adds the simulator by the methods from ``assign`` on.
+
+    Args:
+        spec: what it offers.
+        rules: what ends an episode and what it earns.
+        video_fps: frames a second of videos.
+    """
+
+    def __init__(self, spec: EnvSpec, rules: EpisodeRules, video_fps: int = 20) -> None:
+        self.spec = spec
+        self.rules = rules
+        batch, camera = spec.num_envs, spec.cameras[0]
+        self._images = np.zeros((batch, len(spec.cameras), camera.height, camera.width, 3), np.uint8)
+        self._state = np.zeros((batch, spec.state_dim), np.float32)
+        self.task_id = np.zeros(batch, np.int32)
+        self._elapsed = np.zeros(batch, np.int32)
+        self._returned = np.zeros(batch, np.float32)
+        self._solved = np.zeros(batch, np.bool_)
+        self.episode_seed = np.full(batch, -1, np.int64)
+        self._potential = np.zeros(batch, np.float32)
+        self._video = VideoWriter(video_fps)
+
+    # -- the simulator's own ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
+        """Give the tasks of the next episodes, an index into ``spec.tasks`` each; ``begin`` follows."""
+
+    @abstractmethod
+    def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        """Start new episodes in ``rows``, each as its seed says, whatever happened before."""
+
+    @abstractmethod
+    def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
+        """Play ``actions float32[B,A]`` for one step where ``running bool[B]``."""
+
+    @abstractmethod
+    def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
+        """Write what is seen now into ``images uint8[B,V,H,W,3]`` and ``state float32[B,S]``, in ``rows`` only."""
+
+    @abstractmethod
+    def instruction(self, task_id: int) -> str:
+        """Return what the policy is told."""
+
+    @abstractmethod
+    def get_sim_state(self) -> Any:
+        """Return the state of the simulators as plain values and arrays."""
+
+    @abstractmethod
+    def set_sim_state(self, state: Any) -> None:
+        """Continue from a state of ``get_sim_state`` to the bit; the tasks of all rows are known already."""
+
+    @abstractmethod
+    def get_sim_row(self, row: int) -> Any:
+        """Return the state of one row's simulator as plain values and arrays."""
+
+    @abstractmethod
+    def set_sim_row(self, row: int, state: Any) -> None:
+        """Continue in ``row`` from a state of ``get_sim_row``, maybe of another row, to the bit; its task is known."""
+
+    def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return ``float32[len(rows)]``: what the dense reward of the initial states is, for ``dense_delta``."""
+        return np.zeros(len(rows), np.float32)
+
+    def film(self, row: int) -> NDArray[np.uint8]:
+        """Return a frame for people, ``uint8[H,W,3]``; by default what the first camera sees."""
+        images, state = np.empty_like(self._images), np.empty_like(self._state)
+        self.draw(np.array([row]), images, state)
+        return images[row, 0]
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def reset(self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Observation:
+        """See VectorEnv."""
+        self.task_id[indices] = task_ids
+        self.assign(indices, task_ids)
+        self._begin(indices, seeds)
+        self._draw(indices)
+        return self._observation()
+
+    def chunk_step(self, actions: NDArray[np.float32], active: NDArray[np.bool_]) -> EnvStep:
+        """See VectorEnv."""
+        num_envs, chunk, _ = actions.shape
+        reward = np.zeros((num_envs, chunk), np.float32)
+        valid, terminated, truncated = (np.zeros((num_envs, chunk), np.bool_) for _ in range(3))
+        running = active.copy()
+        for column in range(chunk):
+            if not running.any():
+                break
+            valid[:, column] = running
+            reward[:, column], terminated[:, column], truncated[:, column] = self._substep(actions[:, column], running)
+            running &= ~(terminated[:, column] | truncated[:, column])
+        return self._finish(active, reward, valid, terminated, truncated)
+
+    def _substep(
+        self, actions: NDArray[np.float32], running: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Play one action in the running rows; return reward ``float32[B]``, terminated and truncated ``bool[B]``."""
+        result = self.play(actions, running)
+        first_success = running & result.success & ~self._solved
+        self._solved |= first_success
+        reward = self.rules.success_bonus * first_success.astype(np.float32)
+        if self.rules.uses_change:
+            reward += np.where(running, result.reward - self._potential, 0)
+            self._potential = np.where(running, result.reward, self._potential)
+        elif self.rules.reward_mode == "dense":
+            reward += np.where(running, result.reward, 0)
+        self._elapsed += running
+        self._returned += reward
+        for row in self._video.rows(running):
+            self._video.add(row, self.film(row))
+        terminated = first_success if result.terminated is None else first_success | running & result.terminated
+        terminated = terminated & (not self.rules.ignore_terminations)
+        at_limit = self._elapsed >= self.rules.max_episode_steps
+        truncated = at_limit if result.truncated is None else at_limit | result.truncated
+        return reward, terminated, running & ~terminated & truncated
+
+    def _finish(
+        self,
+        active: NDArray[np.bool_],
+        reward: NDArray[np.float32],
+        valid: NDArray[np.bool_],
+        terminated: NDArray[np.bool_],
+        truncated: NDArray[np.bool_],
+    ) -> EnvStep:
+        """Draw what the policy sees next, begin new episodes, and put the result together."""
+        final_mask = np.asarray(truncated.any(axis=1))
+        done = final_mask | np.asarray(terminated.any(axis=1))
+        outcome: dict[str, Any] = {  # of the episode that ends here, before an auto-reset clears it
+            "success": self._solved.copy(),
+            "episode_return": self._returned.copy(),
+            "episode_length": self._elapsed.copy(),
+            "episode_seed": self.episode_seed.copy(),
+        }
+        final_observation = None
+        if final_mask.any():
+            self._draw(np.flatnonzero(final_mask))
+            final_observation = self._observation()
+        for row in self._video.rows(done):
+            self._video.finish(row, bool(self._solved[row]))
+        ended = np.flatnonzero(done)
+        if self.rules.auto_reset and len(ended):
+            self._begin(ended, np.array([next_seed(int(seed)) for seed in self.episode_seed[ended]], np.int64))
+        self._draw(np.flatnonzero(active & (~done | self.rules.auto_reset)))
+        return EnvStep(
+            observation=self._observation(),
+            reward=reward,
+            valid=valid,
+            terminated=terminated,
+            truncated=truncated,
+            final_mask=final_mask,
+            final_observation=final_observation,
+            **outcome,
+        )
+
+    def _begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        self.begin(rows, seeds)
+        self._elapsed[rows] = 0
+        self._returned[rows] = 0
+        self._solved[rows] = False
+        self.episode_seed[rows] = seeds
+        if self.rules.uses_change:
+            self._potential[rows] = self.first_reward(rows)
+
+    def _draw(self, rows: NDArray[np.int64]) -> None:
+        if len(rows):
+            self.draw(rows, self._images, self._state)
+
+    def _observation(self) -> Observation:
+        instructions = [self.instruction(task) for task in self.task_id.tolist()]
+        return Observation(self._images.copy(), self._state.copy(), instructions, self.task_id.copy())
+
+    # -- state and requests -------------------------------------------------------------------------------------------
+
+    def get_state(self) -> bytes:
+        """See VectorEnv."""
+        return encode({"sim": self.get_sim_state(), **{name: getattr(self, name) for name in _BOOKS}})
+
+    def set_state(self, state: bytes) -> None:
+        """See VectorEnv."""
+        content = decode(state)
+        sim_state = content.pop("sim")
+        for name, value in content.items():
+            setattr(self, name, value)
+        self.assign(np.arange(self.spec.num_envs), self.task_id)
+        self.set_sim_state(sim_state)
+
+    def get_row_state(self, row: int) -> dict[str, Any]:
+        """See VectorEnv."""
+        return {"sim": self.get_sim_row(row), **{name: getattr(self, name)[row].copy() for name in _BOOKS}}
+
+    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
+        """See VectorEnv."""
+        for name in _BOOKS:
+            getattr(self, name)[row] = state[name]
+        self.assign(np.array([row]), self.task_id[[row]])
+        self.set_sim_row(row, state["sim"])
+
+    def set_auto_reset(self, value: bool) -> None:
+        """See VectorEnv."""
+        self.rules = replace(self.rules, auto_reset=value)
+
+    def start_video(self, row: int, path: str) -> None:
+        """See VectorEnv."""
+        self._video.start(row, path)
+
+    def close(self) -> None:
+        """See VectorEnv."""
+        self._video.close()
+
+
+def make_spec(
+    num_envs: int,
+    tasks: list[str] | tuple[str, ...],
+    cameras: list[dict[str, Any]],
+    bounds: tuple[tuple[float, ...], tuple[float, ...]],
+    state_dim: int,
+    max_chunk: int,
+) -> EnvSpec:
+    """Return the EnvSpec of ``cameras [{name, height, width, ...}]`` and ``bounds``, lowest and highest action."""
+    return EnvSpec(
+        num_envs=num_envs,
+        cameras=tuple(CameraSpec(camera["name"], camera["height"], camera["width"]) for camera in cameras),
+        state_dim=state_dim,
+        action_dim=len(bounds[0]),
+        action_low=bounds[0],
+        action_high=bounds[1],
+        max_chunk=max_chunk,
+        tasks=tuple(tasks),
+    )

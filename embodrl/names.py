@@ -1,0 +1,104 @@
+"""Names to what they mean: the nearest known one, and objects of modules, the user's own among them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from embodrl.errors import EmbodrlError
+
+
+def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
+    """Return the known name closest to ``name``, or "" if none is at least as similar as ``cutoff`` (1: the same)."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return matches[0] if matches else ""
+
+
+def import_object(path: str) -> Any:
+    """Return the object that ``module:attribute`` names.
+
+    Raises:
+        EmbodrlError: the path is not of that form, or there is no such attribute.
+        Exception: whatever importing the module raised.
+    """
+    module_name, separator, attribute = path.partition(":")
+    if not separator or not module_name or not attribute:
+        raise EmbodrlError(f"'{path}' is not of the form module:attribute", "write my_package.my_module:my_function")
+    module = importlib.import_module(module_name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        hint = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
+        remedy = f"did you mean {module_name}:{hint}?" if hint else f"define it in {module_name}"
+        raise EmbodrlError(f"module '{module_name}' has no attribute '{attribute}'", remedy) from error
+
+
+def nearest_module(missing: str) -> str:
+    """Return the module whose name is closest to one that there is not, or ""; its parents must be there."""
+    parent, _, leaf = missing.rpartition(".")
+    search = list(getattr(importlib.import_module(parent), "__path__", [])) if parent else None
+    hint = nearest(leaf, [found.name for found in pkgutil.iter_modules(search)])
+    return f"{parent}.{hint}" if parent and hint else hint
+
+
+def import_function(path: str) -> Callable[..., Any]:
+    """Return the function of the user's that ``module:function`` names.
+
+    Raises:
+        EmbodrlError: there is none, or its module can't be imported; says why.
+    """
+    try:
+        found = import_object(path)
+    except EmbodrlError:
+        raise
+    except Exception as error:  # a user's module may raise anything
+        remedy = "mend the module, or put its directory on PYTHONPATH"
+        if isinstance(error, ModuleNotFoundError) and error.name and _is_part(error.name, path.partition(":")[0]):
+            hint = nearest_module(error.name)
+            remedy = f"did you mean '{hint}'? Or put the directory of the module on PYTHONPATH" if hint else remedy
+        raise EmbodrlError(f"importing '{path}' failed: {type(error).__name__}: {error}", remedy) from error
+    if not callable(found):
+        raise EmbodrlError(f"'{path}' is a {type(found).__name__}, not a function", "name a function")
+    return found
+
+
+def import_workflow(path: str) -> Any:
+    """Return an instance of the workflow that ``module:Class`` names.
+
+    Raises:
+        EmbodrlError: there is none, or it is none; says why.
+    """
+    found = import_function(path)
+    if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run_episode", None)):
+        raise EmbodrlError(
+            f"'{path}' is no class with `async def run_episode(self, engine, env, task)`",
+            "name a subclass of embodrl.workers.workflow.RolloutWorkflow",
+        )
+    try:
+        return found()
+    except Exception as error:  # a user's class may raise anything
+        raise EmbodrlError(
+            f"making '{path}' failed: {type(error).__name__}: {error}", "give it a constructor without arguments"
+        ) from error
+
+
+def _is_part(name: str, module: str) -> bool:
+    return module == name or module.startswith(f"{name}.")
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
+    """Return the keyword parameters of a function, those of them without default, and whether it takes any others."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = {p.name for p in named if p.default is p.empty}
+    return {p.name for p in named}, needed, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def call_named(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call a function with those of the arguments that its parameters name."""
+    names, _, takes_all = parameters_of(function)
+    return function(**{name: value for name, value in arguments.items() if takes_all or name in names})

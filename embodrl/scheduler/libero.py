@@ -1,0 +1,121 @@
+"""Can LIBERO run here: its packages, its assets, and something to draw with."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+from embodrl.config.isolated import installed_python
+from embodrl.envs.manager import EnvManager, EnvTimeouts
+from embodrl.errors import EnvError, MissingDependencyError
+from embodrl.registry import ENVS
+from embodrl.scheduler.findings import Finding
+
+INSTALL = "embodrl env install libero"
+ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
+# Library -> Debian and Ubuntu packages that bring it and a driver behind it.
+LIBRARIES = {"libEGL.so.1": "libegl1 libegl-mesa0", "libOSMesa.so.8": "libosmesa6"}
+CHECK_TIMEOUT_S = 300.0
+_PROBE = (
+    "import importlib.util as u, pathlib; s = u.find_spec('libero'); "
+    "print(pathlib.Path(s.submodule_search_locations[0]) / 'libero' if s else '')"
+)
+
+
+def find_package(python: str | None) -> Path | None:
+    """Return where LIBERO is installed for an interpreter (None: this one), or None; imports nothing of it."""
+    if python is None:
+        spec = importlib.util.find_spec("libero")
+        found = spec.submodule_search_locations if spec is not None else None
+        return Path(found[0]) / "libero" if found else None
+    try:
+        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return Path(done.stdout.strip()) if done.returncode == 0 and done.stdout.strip() else None
+
+
+def problems(python: str | None, assets: str | None) -> list[tuple[str, str]]:
+    """Return what is missing, with the remedy of each; quick, nothing of the simulator is started."""
+    found: list[tuple[str, str]] = []
+    package = find_package(python)
+    if package is None:
+        where = f"for {python}" if python else "in an environment of its own, nor beside embodrl"
+        found.append((f"LIBERO is not installed {where}", f"{INSTALL}; then leave env.python=auto"))
+    named = assets or os.environ.get("EMBODRL_LIBERO_ASSETS")
+    folder = Path(named).expanduser() if named else package / "assets" if package else None
+    if folder is None:
+        found.append(("no folder of LIBERO's assets is named", ASSETS))
+    elif not (folder / "scenes").is_dir():
+        found.append((f"LIBERO's assets are not in {folder}", ASSETS))
+    if not any(_loads(library) for library in LIBRARIES):
+        found.append(("neither libEGL nor libOSMesa can be loaded", f"apt install {LIBRARIES['libEGL.so.1']}"))
+    return found
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def preflight_libero(python: str | None, assets: str | None) -> None:
+    """Refuse before anything is started where LIBERO can't run.
+
+    Args:
+        python: interpreter of the simulator processes; None for this one.
+        assets: as ``env.libero_assets``.
+
+    Raises:
+        MissingDependencyError: with all that is missing.
+    """
+    found = problems(python, assets)
+    if found:
+        raise MissingDependencyError(
+            "; ".join(message for message, _ in found), "; ".join(remedy for _, remedy in found)
+        )
+
+
+def wanted() -> bool:
+    """Tell whether this machine is meant to run LIBERO: it has been installed in one way or the other."""
+    return installed_python("libero") is not None or find_package(None) is not None
+
+
+def check_libero() -> Finding:
+    """Make one environment in the interpreter that ``env.python: auto`` finds, reset it and draw one frame."""
+    python = installed_python("libero")
+    found = problems(None if python is None else str(python), None)
+    if found:
+        message, remedy = ("; ".join(part) for part in zip(*found, strict=True))
+        return Finding("LIBERO", "warning", message, remedy)
+    suite, facts = next(iter(ENVS.entry("libero").facts["suites"].items()))
+    kwargs = {
+        "num_envs": 1,
+        "suite": suite,
+        "tasks": [next(iter(facts["tasks"]))],
+        "cameras": [{"name": "agentview", "height": 64, "width": 64}],
+        "settle_steps": 0,
+        "max_episode_steps": 1,
+    }
+    timeouts = EnvTimeouts(CHECK_TIMEOUT_S, CHECK_TIMEOUT_S, CHECK_TIMEOUT_S)
+    interpreter = None if python is None else str(python)
+    start = time.monotonic()
+    try:
+        with EnvManager("libero", kwargs, name="doctor", python=interpreter, timeouts=timeouts) as manager:
+            picture = manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images
+            contrast = float(picture.std())
+    except EnvError as error:
+        lines = [line for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
+        return Finding("LIBERO", "error", lines[-1].strip(), error.remedy or f"{INSTALL} --force")
+    if contrast == 0:
+        return Finding("LIBERO", "error", "it draws an empty picture", "try MUJOCO_GL=osmesa, or another driver")
+    where = python or "this environment"
+    return Finding("LIBERO", "ok", f"one environment and one frame in {time.monotonic() - start:.1f} s ({where})")

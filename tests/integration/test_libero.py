@@ -1,0 +1,223 @@
+"""LIBERO in an interpreter of its own, beside a main environment that has none of its packages.
+
+Needs `embodrl env install libero` (EMBODRL_LIBERO_ENV names another place) and LIBERO's assets
+(EMBODRL_LIBERO_ASSETS, or ../shared/libero_assets beside the repository).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodrl.config import load_config
+from embodrl.config.isolated import installed_python
+from embodrl.envs.libero.suites import SUITES
+from embodrl.envs.manager import EnvManager, EnvTimeouts
+from embodrl.errors import EnvRaised
+from embodrl.scheduler.libero import LIBRARIES, _loads, check_libero
+from embodrl.types import EnvStep
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = ROOT.parent / "shared" / "libero_assets" / "assets"
+ASSETS = os.environ.get("EMBODRL_LIBERO_ASSETS") or (str(SHARED) if SHARED.is_dir() else "")
+PYTHON = installed_python("libero")
+pytestmark = [
+    pytest.mark.sim,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("libero"),
+    pytest.mark.skipif(PYTHON is None, reason="embodrl env install libero has not been run"),
+    pytest.mark.skipif(not ASSETS, reason="LIBERO's assets are not here (EMBODRL_LIBERO_ASSETS)"),
+    pytest.mark.skipif(not any(map(_loads, LIBRARIES)), reason="neither libEGL nor libOSMesa"),
+]
+TIMEOUTS = EnvTimeouts(600, 600, 600)
+TASKS = list(SUITES["libero_goal"].tasks)
+KWARGS: dict[str, Any] = {
+    "num_envs": 2,
+    "suite": "libero_goal",
+    "tasks": [TASKS[7], TASKS[0]],  # a stove whose burner lights up, and a cabinet
+    "cameras": [{"name": name, "height": 48, "width": 48} for name in ("agentview", "wrist")],
+    "include_state": True,
+    "max_episode_steps": 400,
+    "libero_assets": ASSETS,
+}
+BOTH = np.arange(2, dtype=np.int32)
+
+
+def start(**changes: Any) -> EnvManager:
+    manager = EnvManager("libero", KWARGS | changes, python=str(PYTHON), timeouts=TIMEOUTS)
+    manager.start()
+    return manager
+
+
+@pytest.fixture(scope="module")
+def manager() -> Iterator[EnvManager]:
+    manager = start()
+    yield manager
+    manager.close()
+
+
+def actions(steps: int, chunk: int = 5, num_envs: int = 2) -> np.ndarray:
+    values = np.random.default_rng(0).uniform(-1, 1, (steps, num_envs, chunk, 7)).astype(np.float32)
+    values[..., 2] = -np.abs(values[..., 2]) / 2  # down to the table, where there are contacts
+    return values
+
+
+def play(manager: EnvManager, moves: np.ndarray) -> list[EnvStep]:
+    return [manager.step(each, copy=True) for each in moves]
+
+
+def assert_same(left: list[EnvStep], right: list[EnvStep]) -> None:
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one.observation.images, other.observation.images)
+        np.testing.assert_array_equal(one.observation.state, other.observation.state)
+        np.testing.assert_array_equal(one.episode_length, other.episode_length)
+        np.testing.assert_array_equal(one.success, other.success)
+
+
+def test_the_main_environment_has_none_of_its_packages():
+    assert all(importlib.util.find_spec(name) is None for name in ("libero", "robosuite", "bddl"))
+    code = "import importlib.util as u; print([n for n in ('torch', 'pydantic', 'hydra', 'embodrl') if u.find_spec(n)])"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    answer = subprocess.check_output([str(PYTHON), "-c", code], text=True, cwd="/", env=environ)
+    assert answer.strip() == "[]"
+
+
+def test_what_it_offers(manager: EnvManager):
+    spec = manager.spec
+    assert [camera.name for camera in spec.cameras] == ["agentview", "wrist"]
+    assert (spec.action_dim, spec.state_dim) == (7, 8)
+    observation = manager.reset(np.array([4, 5]), BOTH, copy=True)
+    assert observation.instruction == ["turn on the stove", "open the middle drawer of the cabinet"]
+    assert observation.images.std() > 20
+    hand = observation.state[0]
+    assert 0.9 < hand[2] < 1.4  # metres above the floor; the table's top is at 0.9
+    assert abs(hand[6] + hand[7]) < 0.01  # the fingers mirror each other
+    # An open gripper is what -1 asks for: LIBERO's convention.
+    moves = np.zeros((4, 2, 5, 7), np.float32)
+    moves[..., 6] = -1
+    opened = play(manager, moves)[-1].observation.state
+    moves[..., 6] = 1
+    closed = play(manager, moves)[-1].observation.state
+    assert opened[0, 6] - opened[0, 7] > closed[0, 6] - closed[0, 7] + 0.05
+
+
+def test_save_kill_restore_continues_to_the_bit():
+    first = start()
+    moves = actions(13)
+    first.reset(np.array([5, 6]), BOTH)
+    play(first, moves[:3])
+    state = first.get_state()
+    expected = play(first, moves[3:])  # 50 steps
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGKILL)
+    other = start()
+    try:
+        other.reset(np.array([50, 61]), BOTH[::-1].copy())
+        play(other, moves[:1])
+        other.set_state(state)
+        assert_same(play(other, moves[3:]), expected)
+        # A reset forgets everything: the same again from the seeds alone.
+        other.reset(np.array([5, 6]), BOTH)
+        play(other, moves[:3])
+        assert_same(play(other, moves[3:]), expected)
+    finally:
+        other.close()
+        first.restart()
+        first.close()
+
+
+def test_groups_start_alike_and_seeds_choose_the_initial_state(manager: EnvManager):
+    same = manager.reset(np.array([8, 8]), np.zeros(2, np.int32), copy=True)
+    np.testing.assert_array_equal(same.images[0], same.images[1])
+    np.testing.assert_array_equal(same.state[0], same.state[1])
+    differ = manager.reset(np.array([8, 10]), np.zeros(2, np.int32), copy=True)
+    np.testing.assert_array_equal(differ.images[0], same.images[0])
+    assert (differ.images[0] != differ.images[1]).any()
+
+
+def test_finished_environments_are_neither_stepped_nor_drawn(manager: EnvManager):
+    before = manager.reset(np.array([5, 6]), BOTH, copy=True)
+    step = manager.step(actions(1)[0], np.array([True, False]), copy=True)
+    assert step.valid.tolist() == [[True] * 5, [False] * 5]
+    np.testing.assert_array_equal(step.observation.images[1], before.images[1])
+    assert (step.observation.images[0] != before.images[0]).any()
+
+
+@pytest.mark.parametrize(("suite", "number"), [("libero_spatial", 0), ("libero_10", 5)])
+def test_it_is_libero(suite: str, number: int):
+    """Physics to rounding, pictures but for what moves within 2 ms, and the same decision on success."""
+    task = list(SUITES[suite].tasks)[number]
+    command = [str(PYTHON), str(Path(__file__).with_name("libero_stock.py")), suite, task, "73", ASSETS]
+    found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+    assert found["qpos"] < 1e-9
+    assert found["decisions"] == 0
+    assert found["state"] < 0.01  # LIBERO's observation is a physics step of 2 ms older
+    assert found["picture"] < 1.5
+
+
+def test_success_is_decided_by_libero():
+    command = [str(PYTHON), str(Path(__file__).with_name("libero_success.py")), ASSETS]
+    assert json.loads(subprocess.check_output(command, text=True).splitlines()[-1]) == [False, False, True]
+
+
+def test_nothing_is_written_into_the_home_directory(tmp_path: Path):
+    environ = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp"), "EMBODRL_LIBERO_ENV": str(PYTHON.parents[1])}  # type: ignore[union-attr]
+    (tmp_path / "tmp").mkdir()
+    small = {"num_envs": 1, "tasks": [TASKS[0]]}
+    manager = EnvManager("libero", KWARGS | small, python=str(PYTHON), timeouts=TIMEOUTS, environ=environ)
+    with manager:
+        manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32))
+    caches = {".cache"}  # of the graphics driver
+    assert {path.name for path in tmp_path.iterdir()} <= {"tmp"} | caches
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_missing_assets_are_named(tmp_path: Path):
+    with pytest.raises(EnvRaised, match="assets are not in"):
+        start(libero_assets=str(tmp_path))
+
+
+def test_doctor_draws_a_frame(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("EMBODRL_LIBERO_ASSETS", ASSETS)
+    finding = check_libero()
+    assert finding.status == "ok", finding
+    monkeypatch.setenv("EMBODRL_LIBERO_ASSETS", "/no/such/folder")
+    assert check_libero().status == "warning"
+
+
+def test_it_trains_and_evaluates(tmp_path: Path):
+    from embodrl.runner import train
+
+    settings = [
+        "env=libero_wrist",
+        "model=openvla_oft",
+        "model.num_action_chunks=5",
+        "env.suite=libero_goal",
+        f"env.tasks=[{TASKS[0]},{TASKS[7]}]",
+        f"env.libero_assets={ASSETS}",
+        "env.num_processes=1",
+        "env.max_episode_steps=10",
+        "env.train.total_num_envs=4",
+        "env.eval.num_episodes=4",
+        "actor.global_batch_size=4",
+        "actor.micro_batch_size=4",
+        "runner.max_iterations=2",
+        "runner.eval_at_start=false",
+        "runner.logger.console=off",
+        "runner.logger.tensorboard=false",
+        f"runner.output_dir={tmp_path / 'run'}",
+    ]
+    assert train(load_config(settings)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("eval/success_rate" in row for row in rows) == 1
+    assert len(list((tmp_path / "run" / "videos").rglob("*.mp4"))) == 4

@@ -1,0 +1,120 @@
+"""Environments of their own for simulators: made, found, made anew, removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodrl.config import isolated as places
+from embodrl.errors import EmbodrlError, UsageError
+from embodrl.scheduler import isolated
+from embodrl.scheduler.libero import find_package, preflight_libero
+from embodrl.scheduler.libero import problems as libero_problems
+
+
+@pytest.fixture(autouse=True)
+def _simulator_without_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulator whose environment needs nothing from a package index."""
+    folder = tmp_path / "requirements"
+    folder.mkdir()
+    (folder / "libero.txt").write_text("# nothing\n")
+    monkeypatch.setattr(places, "REQUIREMENTS", folder)
+    monkeypatch.setitem(isolated.IMPORTS, "libero", "import json")
+    monkeypatch.setenv("EMBODRL_LIBERO_ENV", str(tmp_path / "libero"))
+    run = isolated._run
+
+    def run_without_pip(command: list[str], *rest: Any) -> None:
+        """Bringing pip along takes seconds, and there is nothing for it to install."""
+        if "pip" not in command:
+            run([*command, "--without-pip"] if "venv" in command else command, *rest)
+
+    monkeypatch.setattr(isolated, "_run", run_without_pip)
+
+
+def install(prefix: Path | None = None, force: bool = False) -> list[str]:
+    lines: list[str] = []
+    isolated.install("libero", prefix, force, lines.append)
+    return lines
+
+
+def test_install_is_idempotent_and_found(tmp_path: Path):
+    assert places.installed_python("libero") is None
+    assert isolated.list_environments()[0].state == "absent"
+    install()
+    python = places.installed_python("libero")
+    assert python == tmp_path / "libero" / "bin" / "python"
+    code = "import sys; print(sys.prefix)"
+    assert subprocess.check_output([python, "-c", code], text=True).strip() == str(tmp_path / "libero")
+    stamp = (tmp_path / "libero" / places.MARKER).stat().st_mtime_ns
+    assert install() == [f"libero is there already: {tmp_path / 'libero'}"]
+    assert (tmp_path / "libero" / places.MARKER).stat().st_mtime_ns == stamp
+    isolated.remove("libero", None, lambda _: None)
+    assert places.installed_python("libero") is None
+    assert not (tmp_path / "libero").exists()
+
+
+def test_a_half_made_environment_is_not_taken_for_whole(tmp_path: Path):
+    install()
+    (tmp_path / "libero" / places.MARKER).unlink()
+    assert isolated.list_environments()[0].state == "incomplete"
+    assert places.installed_python("libero") is None
+    (tmp_path / "libero" / "leftover").write_text("")
+    install()
+    assert places.installed_python("libero") is not None
+    assert not (tmp_path / "libero" / "leftover").exists()
+
+
+def test_other_pins_make_it_outdated(tmp_path: Path):
+    install()
+    marker = tmp_path / "libero" / places.MARKER
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"requirements": "old"}))
+    assert isolated.list_environments()[0].state == "outdated"
+    install()
+    assert isolated.list_environments()[0].state == "ready"
+
+
+def test_a_failing_pip_leaves_nothing_that_is_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(isolated.IMPORTS, "libero", "raise SystemExit('clash of versions')")
+    with pytest.raises(EmbodrlError, match="clash of versions"):
+        install()
+    assert places.installed_python("libero") is None
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path: Path):
+    (tmp_path / "libero").mkdir()
+    (tmp_path / "libero" / "thesis.tex").write_text("mine")
+    with pytest.raises(UsageError, match="something else"):
+        install(force=True)
+    with pytest.raises(UsageError, match="not an environment"):
+        isolated.remove("libero", None, lambda _: None)
+    assert (tmp_path / "libero" / "thesis.tex").read_text() == "mine"
+
+
+def test_unknown_simulators_are_refused():
+    with pytest.raises(UsageError, match="did you mean 'libero'"):
+        isolated.install("liberoo", None, False, lambda _: None)
+
+
+def test_the_shipped_pins_are_exact_and_name_no_index():
+    text = (Path(places.__file__).parents[1] / "envs" / "requirements" / "libero.txt").read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert all(line.count("==") == 1 and "/" not in line and not line.startswith("-") for line in lines)
+    assert not any(line.startswith(("torch", "nvidia")) for line in lines)
+
+
+def test_all_that_libero_lacks_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
+    install()
+    python = str(places.installed_python("libero"))
+    assert find_package(python) is None
+    found = [message for message, _ in libero_problems(python, str(tmp_path))]
+    assert "not installed" in found[0]
+    assert "assets are not in" in found[1]
+    with pytest.raises(EmbodrlError, match=r"(?s)not installed.*assets are not in.*embodrl env install libero"):
+        preflight_libero(python, str(tmp_path))
+    assert os.access(python, os.X_OK)

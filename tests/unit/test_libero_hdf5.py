@@ -1,0 +1,91 @@
+"""LIBERO's HDF5 demonstrations, in the published layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodrl.data.demos import load_demos
+from embodrl.data.libero_hdf5 import convert, moving
+from embodrl.errors import EmbodrlError
+
+h5py = pytest.importorskip("h5py")
+TASK = "turn_on_the_stove"
+
+
+def write(path: Path, lengths: tuple[int, ...] = (6, 4)) -> dict[str, np.ndarray]:
+    """A file as LIBERO publishes it; returns what the first demonstration holds."""
+    rng = np.random.default_rng(0)
+    first: dict[str, np.ndarray] = {}
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs["problem_info"] = json.dumps({"language_instruction": ["other words"]})
+        for number, length in enumerate(lengths):
+            demo = data.create_group(f"demo_{number}")
+            actions = rng.uniform(-1, 1, (length, 7))
+            actions[:, 6] = -1
+            arrays = {
+                "actions": actions,
+                "rewards": np.r_[np.zeros(length - 1), 1].astype(np.uint8),
+                "obs/agentview_rgb": rng.integers(0, 256, (length, 8, 8, 3), np.uint8),
+                "obs/eye_in_hand_rgb": rng.integers(0, 256, (length, 8, 8, 3), np.uint8),
+                "obs/ee_pos": rng.normal(size=(length, 3)),
+                "obs/ee_ori": rng.normal(size=(length, 3)),
+                "obs/gripper_states": rng.normal(size=(length, 2)),
+            }
+            for name, array in arrays.items():
+                demo[name] = array
+            first = first or arrays
+    return first
+
+
+def quiet(_: str) -> None: ...
+
+
+def test_demonstrations_come_as_the_environment_shows_them(tmp_path: Path):
+    first = write(tmp_path / f"{TASK}_demo.hdf5")
+    assert convert(tmp_path, tmp_path / "out", ("wrist", "agentview"), False, quiet) == (2, 10)
+    demos = load_demos(tmp_path / "out")
+    assert demos.images.shape == (10, 2, 8, 8, 3)
+    np.testing.assert_array_equal(demos.images[2, 0], np.rot90(first["obs/eye_in_hand_rgb"][2], 2))
+    np.testing.assert_array_equal(demos.images[2, 1], np.rot90(first["obs/agentview_rgb"][2], 2))
+    np.testing.assert_allclose(demos.actions[:6], first["actions"], rtol=1e-6)
+    state = np.concatenate([first[f"obs/{name}"] for name in ("ee_pos", "ee_ori", "gripper_states")], axis=1)
+    np.testing.assert_allclose(demos.state[:6], state, rtol=1e-6)
+    assert demos.tasks == [TASK, TASK]
+    assert demos.instructions == ["turn on the stove"] * 2
+
+
+def test_a_task_of_no_suite_has_the_words_of_its_file(tmp_path: Path):
+    write(tmp_path / "mine_demo.hdf5", (3,))
+    convert(tmp_path / "mine_demo.hdf5", tmp_path / "out", ("agentview",), True, quiet)
+    assert load_demos(tmp_path / "out").instructions == ["other words"]
+
+
+def test_frames_in_which_nothing_is_commanded_are_dropped():
+    actions = np.zeros((6, 7), np.float32)
+    actions[:, 6] = [-1, -1, -1, 1, 1, 1]
+    actions[1, 0] = 0.5
+    actions[5, 2] = 0.1
+    assert moving(actions).tolist() == [1, 3, 5]  # a motion, the closing of the gripper, a motion
+
+
+@pytest.mark.parametrize(
+    ("cameras", "words"), [(("front",), "no cameras"), ((), "no cameras"), (("wrist", "wrist"), "no cameras")]
+)
+def test_wrong_cameras_are_refused(tmp_path: Path, cameras: tuple[str, ...], words: str):
+    write(tmp_path / "a_demo.hdf5")
+    with pytest.raises(EmbodrlError, match=words):
+        convert(tmp_path, tmp_path / "out", cameras, False, quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_files_are_refused(tmp_path: Path):
+    with pytest.raises(EmbodrlError, match=r"no \.hdf5 files"):
+        convert(tmp_path, tmp_path / "out", ("agentview",), False, quiet)
+    (tmp_path / "b_demo.hdf5").write_text("not hdf5")
+    with pytest.raises(EmbodrlError, match="not in the layout"):
+        convert(tmp_path, tmp_path / "out", ("agentview",), False, quiet)

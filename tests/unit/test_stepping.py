@@ -1,0 +1,172 @@
+"""The stepping that all simulators share, with a simulator that says exactly what it is told to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodrl.envs.codec import decode
+from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
+from embodrl.envs.stepping import EpisodeRules, next_seed
+from embodrl.errors import EnvError
+
+CAMERA = {"name": "top", "height": 2, "width": 2}
+BOTH = np.ones(2, np.bool_)
+
+
+class Script(Simulator):
+    """Rewards are the actions; success, failure and a limit of its own come after so many steps."""
+
+    action_low, action_high, state_dim, instruction = (-1.0,), (1.0,), 1, "follow"
+
+    def __init__(self, task: str, events: dict[str, int]) -> None:
+        self.task, self.events, self.drawn, self.count, self.drift = task, events, 0, 0, 0.0
+        self.instruction = f"follow {task}"
+
+    def reset(self, seed: int) -> None:
+        self.seed, self.count = seed, 0
+
+    def step(self, action: np.ndarray) -> SimStep:
+        self.count += 1
+        happens = {name: self.count == at for name, at in self.events.items()}
+        return SimStep(float(action[0]) + self.drift, **{"success": False, **happens})
+
+    def first_reward(self) -> float:
+        return 0.25
+
+    def images(self) -> np.ndarray:
+        self.drawn += 1
+        return np.full((1, 2, 2, 3), self.count, np.uint8)
+
+    def proprioception(self) -> np.ndarray:
+        return np.array([self.seed % 100 + self.count], np.float32)
+
+
+class Scripts(SimulatorVectorEnv):
+    def __init__(self, tasks: tuple[str, ...] = ("a", "b"), replayed: bool = False, **options: Any) -> None:
+        self.made: list[Script] = []
+        self.events = options.pop("events", {})
+        self.replayed = replayed
+        super().__init__(2, tasks, [CAMERA], EpisodeRules(**options), include_state=True)
+
+    def make_simulator(self, task: str) -> Simulator:
+        self.made.append(Script(task, self.events))
+        return Replayed(self.made[-1]) if self.replayed else self.made[-1]
+
+
+def begin(env: Scripts, *tasks: int) -> Any:
+    return env.reset(np.array([3, 4]), np.array(tasks or (0, 0), np.int32), np.arange(2))
+
+
+def chunk(*values: float) -> np.ndarray:
+    return np.tile(np.array(values, np.float32)[None, :, None], (2, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("dense", [0.5, 1.0 + 2.0, 0.75]),
+        ("dense_delta", [0.25, 0.5 + 2.0, -0.25]),  # from 0.25
+        ("sparse", [0.0, 2.0, 0.0]),
+    ],
+)
+def test_reward_modes(mode: str, expected: list[float]) -> None:
+    env = Scripts(reward_mode=mode, success_bonus=2.0, ignore_terminations=True, events={"success": 2})
+    begin(env)
+    step = env.chunk_step(chunk(0.5, 1.0, 0.75), BOTH)
+    np.testing.assert_array_equal(step.reward, [expected] * 2)
+    np.testing.assert_array_equal(step.episode_return, [sum(expected)] * 2)
+    assert step.success.all() and not step.done.any()
+
+
+@pytest.mark.parametrize(
+    ("events", "ignore", "terminated", "truncated"),
+    [
+        ({"success": 2}, False, 2, 0),
+        ({"success": 2}, True, 0, 3),
+        ({"terminated": 2}, False, 2, 0),
+        ({"terminated": 2}, True, 0, 3),
+        ({"truncated": 2}, False, 0, 2),
+        ({"truncated": 2}, True, 0, 2),
+        ({"success": 2, "truncated": 2}, False, 2, 0),
+    ],
+)
+def test_what_ends_an_episode_and_when(events: dict[str, int], ignore: bool, terminated: int, truncated: int) -> None:
+    env = Scripts(max_episode_steps=3, ignore_terminations=ignore, auto_reset=False, events=events)
+    begin(env)
+    step = env.chunk_step(chunk(0, 0, 0, 0), BOTH)
+    for found, at in ((step.terminated, terminated), (step.truncated, truncated)):
+        np.testing.assert_array_equal(found, [np.arange(1, 5) == at] * 2)
+    end = terminated or truncated
+    np.testing.assert_array_equal(step.valid, [np.arange(1, 5) <= end] * 2)
+    assert step.episode_length.tolist() == [end] * 2
+    assert (step.final_observation is not None) == bool(truncated)
+    assert all(sim.count == end for sim in env.made)  # nothing is simulated beyond
+
+
+def test_pictures_are_drawn_only_where_the_policy_looks() -> None:
+    env = Scripts(max_episode_steps=5)
+    begin(env)
+    drawn = [sim.drawn for sim in env.made]
+    step = env.chunk_step(chunk(0, 0, 0), np.array([True, False]))
+    assert [sim.drawn - before for sim, before in zip(env.made, drawn, strict=True)] == [1, 0]
+    assert step.observation.images[0, 0, 0, 0, 0] == 3
+    step = env.chunk_step(chunk(0, 0, 0), np.array([True, False]))  # the last picture, and that of the next episode
+    assert [sim.drawn - before for sim, before in zip(env.made, drawn, strict=True)] == [3, 0]
+    assert step.final_observation is not None and step.final_observation.images[0].max() == 5
+    assert step.observation.images[0].max() == 0
+    assert env.made[0].seed == next_seed(3)
+
+
+def test_simulators_are_lent_to_whoever_plays_their_task() -> None:
+    env = Scripts()
+    assert begin(env, 0, 1).instruction == ["follow a", "follow b"]
+    assert len(env.made) == 3
+    begin(env, 1, 0)
+    begin(env, 1, 1)
+    begin(env, 0, 0)
+    assert sorted(sim.task for sim in env.made) == ["a", "a", "b", "b"]
+    assert begin(env, 1, 0).instruction == ["follow b", "follow a"]
+
+
+def test_a_replayed_simulator_goes_on_where_it_was() -> None:
+    env, other = Scripts(replayed=True), Scripts(replayed=True)
+    begin(env, 0, 1)
+    env.chunk_step(chunk(0.1, 0.2), BOTH)
+    state = env.get_state()
+    assert decode(state)["sim"][1]["actions"].shape == (2, 1)
+    other.set_state(state)
+    assert other.get_state() == state
+    assert {sim.task: sim.count for sim in other.made if sim.count} == {}  # a reset may follow
+    expected, found = (each.chunk_step(chunk(0.3), BOTH) for each in (env, other))
+    np.testing.assert_array_equal(found.observation.state, expected.observation.state)
+    np.testing.assert_array_equal(found.episode_return, expected.episode_return)
+    assert found.episode_length.tolist() == [3, 3] and found.observation.instruction[1] == "follow b"
+
+
+def test_a_simulator_that_goes_another_way_is_refused() -> None:
+    env = Scripts(replayed=True)
+    begin(env)
+    env.chunk_step(chunk(0.1, 0.2), BOTH)
+    env.set_state(env.get_state())
+    env.made[1].drift = 0.5
+    with pytest.raises(EnvError, match="2 actions from seed 4 led elsewhere"):
+        env.chunk_step(chunk(0.3), BOTH)
+
+
+def test_a_simulator_without_a_state_says_so() -> None:
+    env = Scripts()
+    begin(env)
+    with pytest.raises(EnvError, match="can't tell its state") as refused:
+        env.get_state()
+    assert "Replayed" in refused.value.remedy
+
+
+def test_experts_act_only_where_they_have_begun() -> None:
+    env = Scripts()
+    begin(env)
+    assert env.expert_actions().tolist() == [[0.0], [0.0]]
+    with pytest.raises(EnvError, match="no scripted expert"):
+        env.expert_reset([0])
