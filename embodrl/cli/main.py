@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config
+from embodrl.cli import config, plan
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
@@ -48,6 +48,7 @@ def about(
     Examples:
       embodrl train env=maniskill model=openvla
       embodrl config show env=maniskill runner.seed=3
+      embodrl plan train model=openvla_7b cluster=8xh100
       embodrl resume outputs/my-run
       embodrl list presets
 
@@ -61,6 +62,7 @@ app.command("eval")(evaluate)
 app.command()(collect)
 app.command()(sft)
 app.command()(resume)
+app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.command("list")(list_names)
 app.command()(doctor)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from embodrl.config.cluster_schema import ClusterConfig
 from embodrl.config.model_schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
 from embodrl.config.section import (
     Fraction,
@@ -16,7 +17,6 @@ from embodrl.config.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Ranks,
     Section,
     Seed,
 )
@@ -308,22 +308,6 @@ class RolloutConfig(Section):
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
-    )
-
-
-class ClusterConfig(Section):
-    """Where the parts run."""
-
-    num_nodes: Literal[1] = Field(default=1, description="machines")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="of the policy; auto takes a GPU if there is one"
-    )
-    num_threads: PositiveInt | None = Field(
-        default=None, description="torch threads of the policy; null takes all cores"
-    )
-    component_placement: dict[str, Ranks] = Field(
-        default={"actor,rollout,env": "all"},
-        description="components to devices, e.g. `actor,rollout: 0`; all, or 0 where there is one device",
     )
 
 

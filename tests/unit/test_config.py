@@ -32,7 +32,7 @@ def test_main_job() -> None:
 
 @pytest.mark.parametrize(("group", "name"), PRESETS, ids=lambda part: part)
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str) -> None:
-    loaded = load_config([f"{group}={name}"])
+    loaded = load_config([f"{group}={name}"], planning=group == "cluster")  # their hardware need not be here
     assert f"embodrl/configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}
     assert (CONFIGS / group / f"{name}.yaml").read_text().startswith("# ")
 
