@@ -73,7 +73,8 @@ def show(plan: Plan, config: Config) -> None:
     machine = plan.placement.machines[0]
     cores, gpus = sum(machine.num_cores.values()), len(machine.gpus)
     console.print(
-        f"{name}: {config.cluster.num_nodes} node(s) with {cores} cores, {len(machine.nodes)} NUMA node(s), {gpus} GPU(s)"
+        f"{name}: {config.cluster.num_nodes} node(s) with {cores} cores, {len(machine.nodes)} NUMA node(s),"
+        f" {gpus} GPU(s)"
     )
     console.print(f"actor, rollout and env are {plan.placement.mode}\n")
     _show_processes(plan, console)

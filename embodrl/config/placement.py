@@ -6,6 +6,7 @@ count from 0. Without ``:processes`` a device has one process.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def spread(devices: tuple[int, ...], num_processes: int) -> list[tuple[int, ...]
     if num_processes >= count:
         return [(devices[rank * count // num_processes],) for rank in range(num_processes)]
     bounds = [rank * count // num_processes for rank in range(num_processes + 1)]
-    return [devices[first:last] for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [devices[first:last] for first, last in itertools.pairwise(bounds)]
 
 
 def make_pool(num_nodes: int, gpus_per_node: int, nodes: tuple[int, ...] | None = None, label: str = "") -> Pool:

@@ -68,7 +68,8 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int,
     Args:
         policy: on whatever device; no weight is touched.
         num_cameras: pictures an observation.
-        height, width: of a picture, in pixels.
+        height: of a picture, in pixels.
+        width: of a picture, in pixels.
         state_dim: numbers of the robot's state.
     """
     observation = Observation(
@@ -83,8 +84,9 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int,
     seen = seen or observation.images.nbytes + observation.state.nbytes
     chunk, actions = policy.num_action_chunks, policy.num_action_chunks * policy.action_dim
     if isinstance(policy, FlowPolicy):
-        points = 2 if policy.noise_head is None else policy.flow.num_steps + 1
-        stored = FLOAT32_BYTES * points * policy.horizon * policy.padded_action_dim + INT64_BYTES
+        # Flow-SDE keeps the step that is random and the point before it, Flow-Noise all points; both what came out.
+        points, step = (1, INT64_BYTES) if policy.noise_head is None else (policy.flow.num_steps + 1, 0)
+        stored = FLOAT32_BYTES * (points * policy.horizon * policy.padded_action_dim + actions) + step
     else:
         stored = INT64_BYTES * actions
     return seen + stored + FLOAT32_BYTES * actions + OUTCOME_BYTES * chunk + CHUNK_BYTES

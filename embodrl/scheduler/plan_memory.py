@@ -18,8 +18,8 @@ from embodrl.scheduler.placement import GIB, Placement, ProcessPlace
 MIB = 1 << 20
 HOST = -1
 """The device number of main memory."""
-# Proportional set size of a ManiSkill process with PhysX and rendering on the CPU after some steps of PushCube-v1, 64 x 64
-# pixels: 601 MiB with 1 environment, 619 with 8, 671 with 16, 703 with 32; 656 with 16 at 224 x 224.
+# Proportional set size of a ManiSkill process with PhysX and rendering on the CPU after some steps of PushCube-v1 at
+# 64 x 64 pixels: 601 MiB with 1 environment, 619 with 8, 671 with 16, 703 with 32; 656 with 16 at 224 x 224.
 SIMULATOR_BYTES = 600 * MIB
 SIMULATOR_BYTES_PER_ENV = 5 * MIB
 PYTHON_BYTES = 420 * MIB
