@@ -28,7 +28,7 @@ def _group_text(value: object) -> object:
         mapping = cast(dict[str, object], value)
         if "node_group" in mapping and set(mapping) <= {"node_group", "placement"}:
             return f"{mapping['node_group']}/{mapping.get('placement', 'all')}"
-    return _rank_text(value)
+    return _rank_text(cast(object, value))
 
 
 GroupRanks = Annotated[str, BeforeValidator(_group_text)]

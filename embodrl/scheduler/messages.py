@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -61,7 +61,12 @@ def copied(value: Any) -> Any:
         MessageError: it can't be sent.
     """
     description, blobs = pack(value)
-    return unpack(description, [memoryview(blob.copy()) for blob in blobs])
+    return unpack(description, owned(blobs))
+
+
+def owned(blobs: Iterable[Any]) -> list[memoryview]:
+    """Return copies of blobs that may be written to."""
+    return [memoryview(bytearray(blob)) for blob in blobs]
 
 
 def _describe(value: Any, blobs: list[Blob], where: str) -> Any:

@@ -2,14 +2,10 @@
 
 import importlib.util
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from worker_classes import Adder, Reducer, Talker
 
 from embodrl.config import load_config

@@ -122,7 +122,7 @@ class Launcher(ABC):
     def channel(self, name: str, capacity: int = 2) -> Channel:
         """Return a channel that the workers of this launcher can share."""
 
-    def prepare(self, places: Sequence[ProcessPlace]) -> None:
+    def prepare(self, places: Sequence[ProcessPlace]) -> None:  # noqa: B027 - most need nothing
         """Reserve what the places of a group need, unless that has been done.
 
         Raises:
@@ -133,6 +133,7 @@ class Launcher(ABC):
         """Return an ``init_method`` for the workers of a group; "" if the workers agree on one themselves."""
         return ""
 
+    @abstractmethod
     def close(self) -> None:
         """Free what the launcher holds; its workers are closed already."""
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised, settle
 from embodrl.scheduler.launchers.host import Host, context_message, environment, report
-from embodrl.scheduler.messages import pack, unpack
+from embodrl.scheduler.messages import owned, pack, unpack
 from embodrl.scheduler.placement import ProcessPlace
 
 RESERVE_TIMEOUT_S = 60.0
@@ -53,9 +52,15 @@ class RayHost:
         session = getattr(ray._private.worker._global_node, "get_logs_dir_path", lambda: "")()
         return os.getpid(), ray.util.get_node_ip_address(), str(session)
 
+    def address(self) -> str:
+        """Return an ``init_method`` for ``torch.distributed`` with its store on this machine, on a free port."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{import_ray().util.get_node_ip_address()}:{free.getsockname()[1]}"
+
     def start(self, class_path: str, numa_node: int | None, packed: Packed, channels: dict[str, Any]) -> Packed | None:
         """Make the worker; returns None, or a packed report of its error."""
-        context, kwargs = unpack(packed[0], [memoryview(blob) for blob in packed[1]])
+        context, kwargs = unpack(packed[0], owned(packed[1]))
         try:
             self._host = Host(class_path, context, numa_node, kwargs, channels)
         except Exception as error:  # noqa: BLE001 - the driver raises it
@@ -66,7 +71,7 @@ class RayHost:
         """Return whether a method returned, and its result with seconds, or a report of its error; packed."""
         assert self._host is not None
         # Ray's object store is read-only and shared: a worker owns what it gets.
-        args, kwargs = unpack(packed[0], [memoryview(np.array(blob)) for blob in packed[1]])
+        args, kwargs = unpack(packed[0], owned(packed[1]))
         try:
             return True, pack(self._host.call(method, args, kwargs))
         except Exception as error:  # noqa: BLE001 - the driver raises it
@@ -102,7 +107,7 @@ class RayChannel(Channel):
             raise self._timeout("empty", timeout_s) from error
         except import_ray().exceptions.RayActorError as error:
             raise self._closed() from error
-        return unpack(description, [memoryview(np.array(blob)) for blob in blobs])
+        return unpack(description, owned(blobs))
 
     def close(self) -> None:
         self._queue.shutdown(force=True)
@@ -144,7 +149,7 @@ class _RayWorker(Running):
             return
         answer = done.result()
         well, packed = (answer is None, answer) if starting else answer
-        value = None if packed is None else unpack(packed[0], [memoryview(np.array(blob)) for blob in packed[1]])
+        value: Any = None if packed is None else unpack(packed[0], owned(packed[1]))
         if not well:
             settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
         else:
@@ -174,8 +179,7 @@ class _RayWorker(Running):
 
     def close(self, grace_s: float) -> None:
         self._closing = True
-        ready, _ = self._ray.wait([self._actor.close.remote()], timeout=grace_s)
-        del ready
+        self._ray.wait([self._actor.close.remote()], timeout=grace_s)
         self._ray.kill(self._actor)
 
     def kill(self) -> None:
@@ -219,6 +223,7 @@ class RayLauncher(Launcher):
         self._channels: list[RayChannel] = []
         self._group: Any = None
         self._bundles: dict[int, int] = {}
+        self._meeting: dict[str, str] = {}
         if places is not None:
             self._reserve(places)
 
@@ -243,8 +248,8 @@ class RayLauncher(Launcher):
             free = {k: v for k, v in self._ray.available_resources().items() if k in ("CPU", "GPU")}
             machines = sum(1 for node in self._ray.nodes() if node["Alive"])
             raise EmbodrlError(
-                f"Ray has not got {bundles} on {len(bundles)} machine(s) within {self._timeout_s:g} s: it has {machines}"
-                f" machine(s) with {there} in all, of which {free} is free",
+                f"Ray has not got {bundles} on {len(bundles)} machine(s) within {self._timeout_s:g} s: it has"
+                f" {machines} machine(s) with {there} in all, of which {free} is free",
                 "place fewer processes, add machines to Ray, or end what holds its resources",
             )
 
@@ -256,17 +261,31 @@ class RayLauncher(Launcher):
                 f"{job.name} is on machine {job.place.node}, for which nothing is reserved",
                 "give RayLauncher the places of all groups",
             )
-        context = context_message(job.group, job.rank, job.world_size, job.place, job.rendezvous)
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         where = strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=self._bundles[job.place.node]
         )
         actor = self._ray.remote(RayHost).options(num_cpus=1, num_gpus=0, scheduling_strategy=where)
-        return _RayWorker(self._ray, actor.remote(environment(context)), job, context, on_death)
+        variables = environment(context_message(job.group, job.rank, job.world_size, job.place, ""))
+        running = actor.remote(variables)
+        if job.rank == 0:  # it is started first; the others meet where it is
+            try:
+                self._meeting[job.rendezvous] = self._ray.get(running.address.remote(), timeout=self._timeout_s)
+            except self._ray.exceptions.GetTimeoutError as error:
+                self._ray.kill(running)
+                raise EmbodrlError(
+                    f"{job.name} did not come up within {self._timeout_s:g} s", "give RayLauncher a larger timeout_s"
+                ) from error
+        meeting = self._meeting.get(job.rendezvous, "")
+        context = context_message(job.group, job.rank, job.world_size, job.place, meeting)
+        return _RayWorker(self._ray, running, job, context, on_death)
 
     def prepare(self, places: Sequence[ProcessPlace]) -> None:
         if self._group is None:
             self._reserve(places)
+
+    def rendezvous(self, group: str) -> str:
+        return group  # a name for what rank 0 tells once it is up
 
     def channel(self, name: str, capacity: int = 2) -> Channel:
         queue = importlib.import_module("ray.util.queue").Queue(capacity, actor_options={"num_cpus": 0})
