@@ -84,7 +84,7 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int,
     seen = seen or observation.images.nbytes + observation.state.nbytes
     chunk, actions = policy.num_action_chunks, policy.num_action_chunks * policy.action_dim
     if isinstance(policy, FlowPolicy):
-        # Flow-SDE keeps the random step and the point before it, Flow-Noise all points but the last; both what came out.
+        # Flow-SDE keeps the random step and the point before it, Flow-Noise all but the last point; both what came out.
         points, step = (1, INT64_BYTES) if policy.noise_head is None else (policy.flow.num_steps, 0)
         stored = FLOAT32_BYTES * (points * policy.horizon * policy.padded_action_dim + actions) + step
     else:
