@@ -30,7 +30,7 @@ from embodrl.errors import CheckpointError, OutputError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STAGING = ".staging_"

@@ -18,6 +18,11 @@ class EmbodrlError(Exception):
         self.message = message
         self.remedy = remedy
 
+    def add(self, text: str) -> None:
+        """Say more, after the message and before the remedy."""
+        self.message = f"{self.message}\n  {text}"
+        self.args = (f"{self.message}\n  remedy: {self.remedy}" if self.remedy else self.message,)
+
 
 @dataclass(frozen=True)
 class ConfigProblem:
@@ -79,6 +84,39 @@ class UsageError(EmbodrlError):
 
 class MissingDependencyError(EmbodrlError):
     """An optional package or a system library is not installed."""
+
+
+@dataclass(frozen=True)
+class PipelineProblem:
+    """One thing wrong with a pipeline.
+
+    Attributes:
+        node: name of the node; "" for the whole pipeline.
+        message: what is wrong.
+        remedy: what to change.
+    """
+
+    node: str
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"node '{self.node}': {self.message}" if self.node else self.message
+
+
+class PipelineError(EmbodrlError):
+    """A pipeline is no sound graph, or one of its nodes failed.
+
+    Args:
+        message: what went wrong, naming the pipeline.
+        remedy: what the user can do about it.
+        problems: all that is wrong with the graph, listed after the message.
+    """
+
+    def __init__(self, message: str, remedy: str = "", problems: tuple[PipelineProblem, ...] = ()) -> None:
+        lines = [f"\n  {number}. {p}\n     remedy: {p.remedy}" for number, p in enumerate(problems, start=1)]
+        super().__init__(message + "".join(lines), remedy)
+        self.problems = problems
 
 
 class BatchError(EmbodrlError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,15 +23,27 @@ def import_object(path: str) -> Any:
     """Return the object that ``module:attribute`` names.
 
     Raises:
-        EmbodrlError: the path is not of that form, or there is no such module or attribute.
+        EmbodrlError: the path is not of that form, or there is no such attribute.
+        Exception: whatever importing the module raised.
     """
     module_name, separator, attribute = path.partition(":")
     if not separator or not module_name or not attribute:
         raise EmbodrlError(f"'{path}' is not of the form module:attribute", "write my_package.my_module:my_function")
+    module = importlib.import_module(module_name)
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        return getattr(module, attribute)
     except AttributeError as error:
-        raise EmbodrlError(f"module '{module_name}' has no attribute '{attribute}'") from error
+        hint = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
+        remedy = f"did you mean {module_name}:{hint}?" if hint else f"define it in {module_name}"
+        raise EmbodrlError(f"module '{module_name}' has no attribute '{attribute}'", remedy) from error
+
+
+def nearest_module(missing: str) -> str:
+    """Return the module whose name is closest to one that there is not, or ""; its parents must be there."""
+    parent, _, leaf = missing.rpartition(".")
+    search = list(getattr(importlib.import_module(parent), "__path__", [])) if parent else None
+    hint = nearest(leaf, [found.name for found in pkgutil.iter_modules(search)])
+    return f"{parent}.{hint}" if parent and hint else hint
 
 
 @dataclass(frozen=True)
@@ -107,13 +120,18 @@ def import_function(path: str) -> Callable[..., Any]:
     except EmbodrlError:
         raise
     except Exception as error:  # a user's module may raise anything
-        raise EmbodrlError(
-            f"importing '{path}' failed: {type(error).__name__}: {error}",
-            "mend the module, or put its directory on PYTHONPATH",
-        ) from error
+        remedy = "mend the module, or put its directory on PYTHONPATH"
+        if isinstance(error, ModuleNotFoundError) and error.name and _is_part(error.name, path.partition(":")[0]):
+            hint = nearest_module(error.name)
+            remedy = f"did you mean '{hint}'? Or put the directory of the module on PYTHONPATH" if hint else remedy
+        raise EmbodrlError(f"importing '{path}' failed: {type(error).__name__}: {error}", remedy) from error
     if not callable(found):
         raise EmbodrlError(f"'{path}' is a {type(found).__name__}, not a function", "name a function")
     return found
+
+
+def _is_part(name: str, module: str) -> bool:
+    return module == name or module.startswith(f"{name}.")
 
 
 def parameters_of(function: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
@@ -283,6 +301,8 @@ _LOSS_ARGUMENTS = {
     "logprobs": "",
     "old_logprobs": "",
     "ref_logprobs": "",
+    "prox_logprobs": "",
+    "behavior_weights": "",
     "advantages": "",
     "valid": "",
     "entropy": "",
@@ -336,3 +356,18 @@ LOSSES.register(
     "actor_critic", "embodrl.algorithms.losses:actor_critic_loss", "PPO clip with a value loss", needs_values=True
 )
 LOSSES.register("actor", "embodrl.algorithms.losses:actor_loss", "PPO clip without a critic", needs_values=False)
+
+# Each builds a graph from a Config. ``setting`` is what makes the algorithm what its name says: (key, value), and
+# "pipeline=NAME" with another value is refused. Without a name, the first whose setting holds is taken.
+PIPELINES = Registry("pipeline")
+for _name, _description, _setting in (
+    ("srpo", "rewards of failures by their likeness to successes", ("algorithm.srpo.enabled", True)),
+    ("dapo", "groups with both successes and failures, from further rollouts", ("algorithm.filter.enabled", True)),
+    ("cpgd", "clipped log ratios and policy drift", ("algorithm.surrogate", "log_ratio")),
+    ("gspo", "one ratio a chunk", ("algorithm.length_normalized_ratio", True)),
+    ("ppo", "a critic and GAE", ("algorithm.adv_type", "gae")),
+    ("grpo", "returns compared within groups", ("algorithm.adv_type", "grpo")),
+    ("rloo", "returns less the mean of the others of the group", ("algorithm.adv_type", "rloo")),
+    ("reinforce_pp", "rewards to come, without a baseline", ("algorithm.adv_type", "reinforce_pp")),
+):
+    PIPELINES.register(_name, f"embodrl.pipelines.builtin:{_name}", _description, setting=_setting)

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from embodrl.algorithms.advantages import compute_advantages
 from embodrl.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError
+from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError, PipelineError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
@@ -24,6 +23,8 @@ from embodrl.metrics.log import RunLog
 from embodrl.metrics.report import write_report
 from embodrl.metrics.sinks import METRICS_FILE, MetricsLogger, read_metrics
 from embodrl.models.base import VLAPolicy
+from embodrl.pipelines.context import Context
+from embodrl.pipelines.select import build_graph
 from embodrl.run_files import (
     CONFIG_FILE,
     LEAST_FREE_BYTES,
@@ -40,7 +41,8 @@ from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout import RolloutWorker
+from embodrl.workers.rollout import RolloutState
+from embodrl.workers.rollout_source import make_rollout_source
 from embodrl.workers.run_lock import run_lock
 from embodrl.workers.stop import StopSignal
 
@@ -78,17 +80,16 @@ class Runner:
     ) -> None:
         self.config, self.run_dir, self.pool = config, run_dir, pool
         self.metrics, self.console, self.stop = metrics, console, stop
+        self.graph = build_graph(config)
         runner, cores = config.runner, num_threads(config)
         self.needs_reference = config.algorithm.kl.coef > 0
         self.engine = NativeTrainEngine(
             policy, config.actor, runner.max_iterations, policy.device, cores, self.needs_reference
         )
-        self.rollout_engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
+        acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
         self.rewards = RewardWorker(config, pool.spec.tasks)
-        self.rollout = RolloutWorker(
-            config, pool, self.rollout_engine, lambda: bool(stop), keep_frames=self.rewards.needs_frames
-        )
-        self.evaluator = Evaluator(config, pool, self.rollout_engine, should_stop=lambda: bool(stop))
+        self.rollout = make_rollout_source(config, pool, acting, lambda: bool(stop), self.rewards.needs_frames)
+        self.evaluator = Evaluator(config, pool, acting, should_stop=lambda: bool(stop))
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
         self.shuffle = torch.Generator().manual_seed(runner.seed)
         self.iteration = 0
@@ -120,45 +121,35 @@ class Runner:
         return 0 if self.finished else self.stop.exit_code
 
     def _iterate(self) -> None:
-        """Roll out and update once; the metrics are pending.
+        """Walk the pipeline once; the metrics are pending.
 
         Raises:
             InterruptedError: a signal came during the rollout; the run is as it was before.
+            EmbodrlError: a node failed.
         """
-        self.console.phase("rollout")
         start = time.perf_counter()
-        self.pool.call("mark", restart=True)
-        before = self.rollout_engine.random_state()
-        try:
-            batch, rollout_metrics = self.rollout.gather(self.iteration)
-        except InterruptedError:
-            self.rollout_engine.set_random_state(before)
-            self.pool.call("rewind", restart=True)
-            raise
-        self.console.phase("update")
-        clock = time.perf_counter()
-        env_steps = int(batch.meta["env_steps"])
-        reward_metrics = self.rewards.apply(batch)
-        if self.needs_reference:
-            batch.ref_logprobs = self.engine.reference_logprobs(batch, self.config.algorithm)
-        advantages = compute_advantages(batch, self.config.algorithm)
-        train_metrics = self.engine.update(batch, advantages, self.config.algorithm, self.shuffle)
+        context = Context(self.config, self.iteration, self.engine, self.rollout, self.rewards, self.shuffle)
+        metrics = self.graph.run(context, on_node=lambda node: self.console.phase(node.name))
+        steps = metrics.pop("env_steps", None)
+        if steps is None:
+            raise PipelineError(
+                f"no node of the pipeline '{self.graph.name}' reports how many steps were simulated",
+                "return (batch, {'env_steps': STEPS}) from the node that gathers experience",
+            )
+        env_steps = int(steps)
         self.iteration += 1
         self.env_steps += env_steps
         self.saved = False
         faults = self.pool.faults
-        end = time.perf_counter()
+        seconds = time.perf_counter() - start
         self.pending = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
-            **rollout_metrics,
-            **reward_metrics,
-            **train_metrics,
+            **metrics,
             "env/restarts": faults.restarts,
             "env/quarantined": faults.quarantined,
-            "time/train_s": end - clock,
-            "time/total_s": end - start,
-            "time/env_steps_per_s": env_steps / (end - start),
+            "time/total_s": seconds,
+            "time/env_steps_per_s": env_steps / seconds,
         }
 
     def _complete(self) -> None:
@@ -179,8 +170,7 @@ class Runner:
         self.console.update(self.metrics.log(row))
         if last or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
-            # What follows must not depend on simulator history that a checkpoint would have to carry.
-            self.pool.call("rebuild", restart=True)
+            self.rollout.forget_history()
             self._save()
 
     def _divides(self, interval: int) -> bool:
@@ -191,13 +181,14 @@ class Runner:
         video = self.config.env.video
         wanted = video.enabled and (last or video.every_eval)
         video_dir = self.run_dir / "videos" / f"iteration_{self.iteration:04d}" if wanted else None
-        return self.evaluator.run(video_dir).metrics()
+        with self.rollout.quiet():
+            return self.evaluator.run(video_dir).metrics()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         """Write a checkpoint; a disk that is full costs a warning, not the run."""
-        saved = self.engine.state_dict()
+        saved, rollouts = self.engine.state_dict(), self.rollout.state()
         state = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
@@ -205,14 +196,13 @@ class Runner:
             "engine": saved.state,
             "rng": capture_rng(),
             "shuffle": generator_state(self.shuffle),
-            "rollout": self.rollout_engine.random_state(),
+            "rollout": {"state": rollouts.state, "tensors": sorted(rollouts.tensors), "blobs": sorted(rollouts.blobs)},
             "faults": vars(self.pool.faults),
             "rewards": bool(self.rewards.state()),
         }
-        blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state(restart=True))}
         try:
-            tensors = saved.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
-            path = self.checkpoints.save(self.iteration, tensors, state, blobs)
+            tensors = saved.tensors | rollouts.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
+            path = self.checkpoints.save(self.iteration, tensors, state, rollouts.blobs)
         except OutputError as error:
             logger.error("%s", error)
             return
@@ -225,27 +215,26 @@ class Runner:
         Raises:
             CheckpointError: it was made with other settings.
         """
-        state, processes = checkpoint.state, checkpoint.num_blobs("env_")
-        if processes != len(self.pool.managers):
-            raise CheckpointError(
-                f"{checkpoint.path} was made with {processes} simulator processes, not with {len(self.pool.managers)}",
-                f"resume with env.num_processes={processes}",
-            )
+        state = checkpoint.state
         names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
         self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
-        self.pool.set_state([checkpoint.blob(f"env_{rank}") for rank in range(processes)])
+        self.rollout.update_weights(self.engine.weights(), self.engine.version)
+        rollouts = state["rollout"]
+        try:
+            self.rollout.load_state(
+                RolloutState(
+                    rollouts["state"],
+                    {name: checkpoint.tensors(name) for name in rollouts["tensors"]},
+                    {name: checkpoint.blob(name) for name in rollouts["blobs"]},
+                ),
+                self.engine.version,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error.message}", error.remedy) from error
         if state.get("rewards"):
             self.rewards.load_state(checkpoint.tensors("rewards"))
         restore_rng(state["rng"])
         restore_generator(self.shuffle, state["shuffle"])
-        try:
-            self.rollout_engine.set_random_state(state["rollout"])
-        except ValueError as error:
-            raise CheckpointError(
-                f"{checkpoint.path} was made with {len(state['rollout'])} threads, not with "
-                f"{self.rollout_engine.num_threads}",
-                f"resume with cluster.num_threads={len(state['rollout'])}",
-            ) from error
         vars(self.pool.faults).update(state["faults"])
         self.iteration, self.env_steps = state["iteration"], state["env_steps"]
         self.pending, self.saved = state["pending"], True
@@ -349,7 +338,10 @@ def _execute(
                 runner.restore(checkpoint)
             # Only now: settings with which it could not be resumed are not kept.
             write_config(run_dir, config_yaml)
-            code = runner.run()
+            try:
+                code = runner.run()
+            finally:
+                runner.rollout.close()
         except EnvError as error:
             raise type(error)(error.message, f"{error.remedy}; then {how_to_go_on(run_dir)}") from error
         finally:

@@ -133,12 +133,14 @@ class PolicyOutput:
         logprobs: ``float32[B,C,A]``, at the finest level.
         values: ``float32[B,1]`` (chunk level) or ``float32[B,C]``; None if not asked for.
         forward_inputs: tensors, batch first, with all that ``evaluate_actions`` needs.
+        version: updates that the weights had seen; a rollout engine sets it.
     """
 
     actions: NDArray[np.float32]
     logprobs: Tensor
     values: Tensor | None
     forward_inputs: dict[str, Tensor]
+    version: int = 0
 
 
 @dataclass

@@ -34,7 +34,11 @@ class LossCounts:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss with its gradient, and detached scalars to log."""
+    """A loss with its gradient, and detached scalars to log.
+
+    Metrics of micro-batches and updates are added up and averaged; of those whose name ends in ``_max`` the largest
+    counts.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -88,7 +92,7 @@ def element_counts(valid: Tensor, action_dim: int, level: Level) -> Tensor:
     return valid.sum(-1) * (action_dim if level == "token_level" else 1)
 
 
-def _importance(log_ratio: Tensor, valid: Tensor, level: Level, length_normalized: bool) -> tuple[Tensor, Tensor]:
+def reduce_to_ratio(log_ratio: Tensor, valid: Tensor, level: Level, length_normalized: bool) -> tuple[Tensor, Tensor]:
     """Return log ratios at a level and their mask; ``log_ratio float32[N,C,A]``, 0 where not valid."""
     at_level, mask = reduce_to_level(log_ratio, valid, level)
     if length_normalized and level != "token_level":
@@ -135,6 +139,8 @@ def actor_loss(
     entropy_type: Level = "token_level",
     entropy_bonus: float = 0.0,
     weights: Tensor | None = None,
+    prox_logprobs: Tensor | None = None,
+    behavior_weights: Tensor | None = None,
     counts: LossCounts | None = None,
 ) -> LossOutput:
     """The clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with one clip range a side, and entropy.
@@ -159,9 +165,11 @@ def actor_loss(
         kl_coef: weight of the KL to the reference.
         kl_estimator: of that KL.
         entropy: ``float32[N,C,A]`` in nats, or None.
-        entropy_type: level at which the entropy is averaged.
+        entropy_type: level of its average.
         entropy_bonus: weight of the entropy.
         weights: ``float32[N]`` of the chunks in all but the entropy, 1 on average over the ratios; None for all 1.
+        prox_logprobs: ``float32[N,C,A]``; ratio and drift are relative to it if given (decoupled PPO, decoupled.py).
+        behavior_weights: ``float32[N,1,1]``, or of the ratios' shape, factors of surrogate and drift; None for all 1.
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
@@ -169,22 +177,19 @@ def actor_loss(
         ratios outside the range), ``ratio_mean`` and, where asked for, ``entropy``, ``drift`` and ``ref_kl``.
 
     Raises:
-        EmbodrlError: ``logprob_type`` is chunk level and the advantages are per action; or a KL without a reference.
+        EmbodrlError: advantages or behaviour weights are finer than the ratio; or a KL without a reference.
     """
     _check_levels(logprob_type, advantages)
-    if counts is None:
-        counts = count_elements(
-            valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type
-        )
-    token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - old_logprobs, 0.0)
-    log_ratio, mask = _importance(token_log_ratio, valid, logprob_type, length_normalized_ratio)
+    counts = counts or count_elements(
+        valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type
+    )
+    before = old_logprobs if prox_logprobs is None else prox_logprobs
+    token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - before, 0.0)
+    log_ratio, mask = reduce_to_ratio(token_log_ratio, valid, logprob_type, length_normalized_ratio)
     clips = (clip_ratio_low, clip_ratio_high, clip_ratio_dual)
     objective, outside = _surrogate(log_ratio, advantages.unsqueeze(-1), surrogate, *clips)
-    policy_loss = -_total(torch.where(mask, objective, 0.0), weights) / counts.policy
-    extra: dict[str, Tensor] = {}
-    if drift_coef:
-        extra["drift"] = _total(torch.where(mask, policy_drift(log_ratio), 0.0), weights) / counts.policy
-        policy_loss = policy_loss + drift_coef * extra["drift"]
+    factors = (behavior_weights, weights)
+    policy_loss, extra = _policy_loss(objective, log_ratio, mask, factors, drift_coef, counts.policy)
     loss = policy_loss
     if kl_coef:
         extra["ref_kl"] = _total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
@@ -202,6 +207,35 @@ def _check_levels(logprob_type: Level, advantages: Tensor) -> None:
             "a ratio per chunk can't be weighted by an advantage per action",
             "set algorithm.reward_type to chunk_level or algorithm.logprob_type to action_level",
         )
+
+
+def _policy_loss(
+    objective: Tensor,
+    log_ratio: Tensor,
+    mask: Tensor,
+    factors: tuple[Tensor | None, Tensor | None],
+    drift_coef: float,
+    num_ratios: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss, with the drift, and the drift by itself if it has a weight.
+
+    ``factors`` are behaviour weights of ratios and weights of chunks. What a weight of 0 masks is still counted.
+    """
+    behavior, of_chunks = factors
+    if behavior is not None and behavior.shape not in (mask.shape, (len(mask), 1, 1)):
+        raise EmbodrlError(
+            f"behaviour weights {list(behavior.shape)} do not fit ratios {list(mask.shape)}",
+            "set algorithm.decoupled.level to chunk or episode, or algorithm.logprob_type to token_level",
+        )
+
+    def mean(x: Tensor) -> Tensor:
+        return _total(torch.where(mask, x if behavior is None else behavior * x, 0.0), of_chunks) / num_ratios
+
+    loss = -mean(objective)
+    if not drift_coef:
+        return loss, {}
+    drift = mean(policy_drift(log_ratio))
+    return loss + drift_coef * drift, {"drift": drift}
 
 
 def _total(x: Tensor, weights: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from embodrl.cli.common import Debug, execute
-from embodrl.registry import ADVANTAGES, ENVS, LOSSES, MODELS, Registry
+from embodrl.registry import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, Registry
 
 MODEL_FACTS = {
     "sizes": "parameters",
@@ -26,6 +26,7 @@ class Kind(StrEnum):
     models = "models"
     envs = "envs"
     algorithms = "algorithms"
+    pipelines = "pipelines"
     presets = "presets"
 
 
@@ -33,7 +34,7 @@ def list_names(
     kind: Annotated[Kind | None, typer.Argument(help="leave it out for everything", show_default=False)] = None,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms and presets.
+    """List models, environments, algorithms, pipelines and presets.
 
     \b
     Examples:
@@ -93,6 +94,11 @@ def algorithms() -> str:
     )
 
 
+def pipelines() -> str:
+    """Return the built-in pipelines."""
+    return rows(entries(PIPELINES))
+
+
 def presets() -> str:
     """Return the presets of every group with the first line of their comment."""
     from embodrl.config import compose
@@ -103,4 +109,10 @@ def presets() -> str:
     return rows(table)
 
 
-SECTIONS = {Kind.models: models, Kind.envs: envs, Kind.algorithms: algorithms, Kind.presets: presets}
+SECTIONS = {
+    Kind.models: models,
+    Kind.envs: envs,
+    Kind.algorithms: algorithms,
+    Kind.pipelines: pipelines,
+    Kind.presets: presets,
+}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, plan
+from embodrl.cli import config, pipeline, plan
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
@@ -64,6 +64,7 @@ app.command()(sft)
 app.command()(resume)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
+app.add_typer(pipeline.app, name="pipeline")
 app.command("list")(list_names)
 app.command()(doctor)
 app.command()(bench)

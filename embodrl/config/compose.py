@@ -18,6 +18,8 @@ from embodrl.config.tree import merge, put
 from embodrl.errors import ConfigProblem
 from embodrl.registry import nearest
 
+OPTIONAL = ("experiment", "pipeline")
+"""Groups of which none may be chosen."""
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -122,7 +124,7 @@ def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
             group, f"there is no preset group '{group}'", origin, ", ".join(known), nearest(top, known), remedy
         )
     names = presets(group)
-    if name in names or (name is None and group == "experiment"):
+    if name in names or (name is None and group in OPTIONAL):
         return None
     shown = "null" if name is None else str(name)
     message = f"there is no preset '{shown}' in the group '{group}'"
@@ -131,6 +133,8 @@ def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
     if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
         message = f"'{name}' is a path; a preset is chosen by its plain name"
         remedy = "write the name of a preset; a YAML file of your own is given with --config FILE"
+    if group == "pipeline" and isinstance(name, str) and ":" in name:
+        remedy = f"a function of yours is given as pipeline.fn={name}"
     return ConfigProblem(group, message, origin, ", ".join(names), hint, remedy)
 
 
@@ -164,7 +168,7 @@ def preset_order(choices: tuple[tuple[str, str | None], ...]) -> list[tuple[Path
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
-    overrides = [f"{group}={'null' if name is None else name}" for group, name in choices]
+    overrides = [f"{group}={name}" for group, name in choices if name is not None]  # null is the default where allowed
     with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
         hydra = GlobalHydra.instance()
         loader = hydra.config_loader()

@@ -9,6 +9,14 @@ from typing import Literal
 
 from pydantic import Field
 
+from embodrl.config.algorithm_schema import (
+    AlgorithmConfig,
+    DecoupledConfig,
+    FilterConfig,
+    KlConfig,
+    SamplingConfig,
+    SrpoConfig,
+)
 from embodrl.config.cluster_schema import ClusterConfig
 from embodrl.config.model_schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
 from embodrl.config.section import (
@@ -21,7 +29,20 @@ from embodrl.config.section import (
     Seed,
 )
 
-__all__ = ["ArchitectureConfig", "Config", "ModelConfig", "Section", "ValueHeadConfig", "VitConfig"]
+__all__ = [
+    "AlgorithmConfig",
+    "ArchitectureConfig",
+    "Config",
+    "DecoupledConfig",
+    "FilterConfig",
+    "KlConfig",
+    "ModelConfig",
+    "SamplingConfig",
+    "Section",
+    "SrpoConfig",
+    "ValueHeadConfig",
+    "VitConfig",
+]
 
 
 class CameraConfig(Section):
@@ -125,125 +146,6 @@ class EnvConfig(Section):
     video: VideoConfig = Field(default=VideoConfig(), description="evaluation videos")
 
 
-class SamplingConfig(Section):
-    """How actions are drawn."""
-
-    temperature: PositiveFloat = Field(default=0.3, description="of rollout and of the log-probs in training alike")
-    top_k: NonNegativeInt = Field(default=0, description="most probable bins kept; 0 keeps all")
-
-
-class KlConfig(Section):
-    """Distance to the policy that the run began with."""
-
-    coef: NonNegativeFloat = Field(
-        default=0.0, description="weight; 0 for none, above 0 a copy of the trained weights is kept as the reference"
-    )
-    estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="of the KL per token: k1 log ratio, k2 half its square, k3 1/ratio - 1 + log ratio"
-    )
-    placement: Literal["loss", "reward"] = Field(
-        default="loss", description="added to the loss, or taken off the reward of each action"
-    )
-
-
-class FilterConfig(Section):
-    """DAPO's dynamic sampling."""
-
-    enabled: bool = Field(
-        default=False, description="train only on groups whose success rate is above min_rate and below max_rate"
-    )
-    min_rate: Fraction = Field(default=0.0, description="groups with this success rate or less are dropped")
-    max_rate: Fraction = Field(default=1.0, description="groups with this success rate or more are dropped")
-    max_resamples: NonNegativeInt = Field(
-        default=2, description="further rollouts to replace what was dropped; what is still missing then stays missing"
-    )
-
-
-class SrpoConfig(Section):
-    """Rewards of failures by their likeness to successes."""
-
-    enabled: bool = Field(
-        default=False, description="replace rewards by 1 for a success and less for a failure, by its distance to them"
-    )
-    encoder: str = Field(
-        default="pixels", description="pixels (built in), vjepa2, or module:function of yours, frames to embeddings"
-    )
-    encoder_path: str | None = Field(default=None, description="directory with the weights of vjepa2")
-    num_frames: PositiveInt = Field(default=64, description="frames of an episode that the encoder sees")
-    failure_scale: Fraction = Field(default=0.6, description="rewards of failures stay below it")
-    steepness: PositiveFloat = Field(default=10.0, description="of the sigmoid from distance to reward")
-    cluster_eps: PositiveFloat = Field(
-        default=0.5, description="DBSCAN: distance of neighbours, root mean square over standardised dimensions"
-    )
-    cluster_min_samples: PositiveInt = Field(default=2, description="DBSCAN: neighbours that make a cluster")
-    memory: NonNegativeInt = Field(
-        default=64, description="successes of a task kept for rollouts that have none; 0 keeps none"
-    )
-
-
-class AlgorithmConfig(Section):
-    """PPO, its kin, and their parts."""
-
-    adv_type: str = Field(default="gae", description="a name of `embodrl list algorithms`, or module:function of yours")
-    loss_type: str = Field(
-        default="actor_critic", description="a name of `embodrl list algorithms`, or module:function of yours"
-    )
-    reward_type: Literal["chunk_level", "action_level"] = Field(
-        default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value a chunk"
-    )
-    logprob_type: Literal["token_level", "action_level", "chunk_level"] = Field(
-        default="token_level", description="level of the importance ratio"
-    )
-    length_normalized_ratio: bool = Field(
-        default=False, description="the ratio of an action or chunk is the geometric mean over its tokens (GSPO)"
-    )
-    entropy_type: Literal["token_level", "action_level", "chunk_level"] = Field(
-        default="token_level", description="level of the entropy bonus"
-    )
-    gamma: Fraction = Field(default=0.97, description="discount per reward step (chunk or action)")
-    gae_lambda: Fraction = Field(default=0.95, description="lambda of GAE")
-    normalize_advantages: bool = Field(default=True, description="to zero mean and unit variance")
-    normalization_scope: Literal["batch", "group"] = Field(
-        default="batch", description="over all steps of the rollout, or over the episodes of each group"
-    )
-    bootstrap_type: Literal["truncation", "none"] = Field(
-        default="truncation",
-        description="add gamma * V(last observation) where the step limit, not the task, ended an episode",
-    )
-    surrogate: Literal["ratio", "log_ratio"] = Field(
-        default="ratio", description="what the advantage multiplies: the clipped ratio (PPO) or its logarithm (CPGD)"
-    )
-    clip_ratio_low: Fraction = Field(default=0.2, description="lower clip of the ratio")
-    clip_ratio_high: PositiveFloat = Field(default=0.28, description="upper clip of the ratio")
-    clip_ratio_dual: PositiveFloat | None = Field(
-        default=None, description="with a negative advantage no ratio counts for more than this (dual clip)"
-    )
-    drift_coef: NonNegativeFloat = Field(
-        default=0.0, description="weight of the KL from the policy that acted (CPGD's policy drift)"
-    )
-    kl: KlConfig = Field(default=KlConfig(), description="distance to the policy that the run began with")
-    value_clip: PositiveFloat | None = Field(default=0.2, description="clip of the value change; null for none")
-    value_loss_coef: NonNegativeFloat = Field(default=0.5, description="weight of the value loss")
-    huber_delta: PositiveFloat | None = Field(
-        default=None, description="beyond this error the value loss grows linearly; null for the square everywhere"
-    )
-    entropy_bonus: NonNegativeFloat = Field(default=0.0, description="weight of the entropy")
-    loss_agg: Literal["token_mean", "episode_mean", "fixed_length"] = Field(
-        default="token_mean",
-        description="each ratio counts the same, or each episode, or sums over episodes are divided by the rollout's"
-        " length (Dr. GRPO)",
-    )
-    update_epoch: PositiveInt = Field(default=2, description="passes over a rollout")
-    rollout_epoch: PositiveInt = Field(default=1, description="rollouts gathered one after the other for an update")
-    group_size: PositiveInt = Field(default=1, description="environments that share an initial state")
-    filter: FilterConfig = Field(default=FilterConfig(), description="dynamic sampling by success rate")
-    srpo: SrpoConfig = Field(default=SrpoConfig(), description="rewards of failures by their likeness to successes")
-    target_kl: PositiveFloat | None = Field(
-        default=None, description="end an update once the approximate KL per token exceeds this"
-    )
-    sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")
-
-
 class RewardConfig(Section):
     """A reward function of the user's."""
 
@@ -255,6 +157,18 @@ class RewardConfig(Section):
     max_concurrency: PositiveInt = Field(default=16, description="calls at the same time")
     on_error: Literal["drop", "raise"] = Field(
         default="drop", description="drop: an episode without a reward is not trained on, and counted; raise: stop"
+    )
+
+
+class PipelineConfig(Section):
+    """The graph that an iteration walks."""
+
+    name: str | None = Field(
+        default=None,
+        description="a name of `embodrl list pipelines`; null takes the one that belongs to the algorithm's settings",
+    )
+    fn: str | None = Field(
+        default=None, description="module:function of yours, from the configuration to a Pipeline; null for none"
     )
 
 
@@ -330,6 +244,11 @@ class RunnerConfig(Section):
     name: str = Field(default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
     output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
     max_iterations: PositiveInt = Field(default=40, description="rollout + update cycles")
+    max_staleness: NonNegativeInt = Field(
+        default=0,
+        description="updates that rollouts may run ahead: 0 takes turns, 1 plays the next rollout while training, more"
+        " let rollouts run freely; best with algorithm.decoupled",
+    )
     seed: Seed = Field(default=0, description="of everything random")
     eval_interval: NonNegativeInt = Field(
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
@@ -385,6 +304,7 @@ class Config(Section):
     model: ModelConfig = Field(default=ModelConfig(), description="the policy")
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
     reward: RewardConfig = Field(default=RewardConfig(), description="a reward function of yours")
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
     actor: ActorConfig = Field(default=ActorConfig(), description="training backend and optimizer")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="inference backend")
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="devices and placement")

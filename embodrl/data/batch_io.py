@@ -80,6 +80,38 @@ def load_batch(path: Path) -> TrajectoryBatch:
         raise BatchError(f"{path} holds no batch: {error}", "name a file that save_batch wrote") from error
 
 
+def batch_to_tensors(batch: TrajectoryBatch) -> dict[str, Tensor]:
+    """Return the columns under names that ``batch_from_tensors`` can read, for files that hold more than a batch.
+
+    Raises:
+        BatchError: the batch has objects, which are no tensors.
+    """
+    if batch.objects:
+        raise BatchError(f"objects {', '.join(batch.objects)} are no tensors", "use save_batch")
+    return {json.dumps(list(path)): tensor for path, tensor in batch.leaves()}
+
+
+def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: dict[str, Any]) -> TrajectoryBatch:
+    """Return the batch of ``batch_to_tensors``.
+
+    Args:
+        tensors: what it returned.
+        batch_size: ``[N]`` or ``[T,N]``.
+        meta: of the batch.
+
+    Raises:
+        BatchError: these are no tensors of a batch.
+    """
+    tree: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        try:
+            path = json.loads(name)
+            _node(tree, path[:-1])[path[-1]] = tensor
+        except (ValueError, TypeError, IndexError) as error:
+            raise BatchError(f"'{name}' is no column of a batch", "read what batch_to_tensors wrote") from error
+    return TrajectoryBatch(tree, None, meta, batch_size)
+
+
 def _groups(node: dict[str, Any], path: list[str]) -> list[list[str]]:
     """Return the paths of the groups of columns, of the empty ones too."""
     found: list[list[str]] = []

@@ -57,13 +57,14 @@ class TrajectoryBatch(Batch):
         valid: ``bool[T,B,C]``.
         terminated, truncated: ``bool[T,B,C]``.
         bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated, else 0.
-        policy_version: ``int64[T,B]``.
+        policy_version: ``int64[T,B]``, the train engine's ``version`` whose weights played the chunk.
         task_id: ``int64[T,B]``.
         success: ``bool[T,B]``, the task has been solved at some time in the episode so far; None if not known.
         group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if not known.
         frames: ``uint8[T,B,H,W,3]``, what the first camera sees after the chunk, at the end of an episode if it ends
             there; None if nobody asked for it.
         ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
+        prox_logprobs: ``float32[T,B,C,A]`` under the weights at the start of the update; None where not decoupled.
         meta: scalars about the rollout: ``env_steps``, the steps simulated for it, those of dropped episodes included.
     """
 
@@ -81,6 +82,7 @@ class TrajectoryBatch(Batch):
     group_id = OptionalColumn()
     frames = OptionalColumn()
     ref_logprobs = OptionalColumn()
+    prox_logprobs = OptionalColumn()
 
     @classmethod
     def from_rollout(

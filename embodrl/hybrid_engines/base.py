@@ -73,10 +73,11 @@ class TrainEngine(ABC):
             generator: on the CPU; shuffles the chunks.
 
         Returns:
-            metrics named ``train/...``.
+            metrics named ``train/...``, and ``staleness/...`` where chunks may be of older policies.
 
         Raises:
             NonFiniteError: several steps in a row were not finite.
+            EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
         """
 
     @abstractmethod
@@ -90,6 +91,16 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
+    def proximal_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        """Return ``float32[T,B,C,A]``: log-probs of the actions under the weights as they are now.
+
+        Chunks played by a policy with these weights keep the log-probs of the rollout, to the bit.
+
+        Raises:
+            EmbodrlError: a chunk has a version above the engine's.
+        """
+
+    @abstractmethod
     def forward_backward(
         self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -100,7 +111,7 @@ class TrainEngine(ABC):
             loss_fn: loss of a micro-batch; those of a minibatch must add up to its loss.
 
         Returns:
-            the loss and metrics, summed over the micro-batches.
+            the loss and metrics, summed over the micro-batches; of metrics named ``..._max`` the largest.
         """
 
     @abstractmethod

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.algorithms.advantages import Advantages, explained_variance
-from embodrl.algorithms.episodes import element_weights, split_episodes
-from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
+from embodrl.algorithms.decoupled import proximal_columns, proximal_terms, staleness_metrics, staleness_of
+from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
+from embodrl.hybrid_engines.objective import checked_loss, chunk_weights, flatten_chunks, is_largest, loss_settings
 from embodrl.hybrid_engines.parallel import add_gradients, on_threads
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
@@ -44,6 +45,7 @@ class NativeTrainEngine(TrainEngine):
         num_threads: micro-batches computed at the same time on a CPU.
         keep_reference: keep a frozen copy of the policy as it is now. Only what trains is copied, the rest is shared,
             so that it costs as much memory again as the trained weights.
+        may_be_stale: rollouts may come from older policies; every update then tells how old they are.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class NativeTrainEngine(TrainEngine):
         device: torch.device | str,
         num_threads: int = 1,
         keep_reference: bool = False,
+        may_be_stale: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.policy = policy.to(self.device)
@@ -61,6 +64,7 @@ class NativeTrainEngine(TrainEngine):
         self.total_iterations = total_iterations
         self.num_threads = num_threads if self.device.type == "cpu" else 1
         self.precision: Precision = resolve_precision(config.precision, self.device)
+        self.may_be_stale = may_be_stale
         self.version = 0
         self.nonfinite_in_row = 0
         groups = policy.trainable_groups()
@@ -99,11 +103,13 @@ class NativeTrainEngine(TrainEngine):
         generator: torch.Generator,
     ) -> dict[str, float]:
         needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
-        critic_warmup = self.config.optim.critic_warmup_iterations if needs_values and self.value_parameters else 0
+        critic_warmup = self._critic_warmup(algorithm)
         rates = learning_rates(self.config.optim, self.version, self.total_iterations, critic_warmup)
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
         loss_fn = self._make_loss(algorithm, needs_values)
-        chunks = flatten_chunks(batch, advantages, chunk_weights(batch, algorithm))
+        staleness = staleness_of(batch.policy_version, batch.valid, self.version)
+        proximal = proximal_columns(batch, algorithm, self._policy_staleness(batch, algorithm))
+        chunks = flatten_chunks(batch.replace(**proximal), advantages, chunk_weights(batch, algorithm))
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
         for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
@@ -120,9 +126,12 @@ class NativeTrainEngine(TrainEngine):
             num_updates += 1
             totals["grad_norm"] += step.grad_norm
             for name, value in metrics.items():
-                totals[name] += float(value)
+                known = totals.get(name, -math.inf)
+                totals[name] = max(known, float(value)) if is_largest(name) else totals[name] + float(value)
         self.version += 1
-        result = {f"train/{name}": total / num_updates for name, total in totals.items()}
+        result = {f"train/{name}": total if is_largest(name) else total / num_updates for name, total in totals.items()}
+        if self.may_be_stale or algorithm.decoupled.enabled or bool(staleness.any()):
+            result |= staleness_metrics(staleness, batch.valid)
         if needs_values:
             result["train/explained_variance"] = explained_variance(
                 batch["values"], advantages.returns, advantages.valid
@@ -134,6 +143,17 @@ class NativeTrainEngine(TrainEngine):
             "train/num_nonfinite": float(num_nonfinite),
             "train/early_stop": float(stopped),
         }
+
+    def _critic_warmup(self, algorithm: AlgorithmConfig) -> int:
+        """Return how many of the first updates leave the policy as it is."""
+        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        return self.config.optim.critic_warmup_iterations if needs_values and self.value_parameters else 0
+
+    def _policy_staleness(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        """Return ``int64[T,B]``, in updates that trained the policy: those of the critic alone do not count."""
+        warmup = self._critic_warmup(algorithm)
+        versions = batch.policy_version.clamp_min(warmup)
+        return staleness_of(versions, batch.valid, max(self.version, warmup))
 
     def _set_learning_rates(self, rates: LearningRates, train_policy: bool) -> None:
         for group in self.optimizer.param_groups:
@@ -168,33 +188,47 @@ class NativeTrainEngine(TrainEngine):
                         "set model.add_value_head to true",
                     )
                 critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
+            logprobs = output.logprobs.float()
+            proximal = proximal_terms(micro, logprobs.detach(), algorithm, counts)
             arguments: dict[str, Any] = {
-                "logprobs": output.logprobs.float(),
+                "logprobs": logprobs,
                 "old_logprobs": micro.logprobs,
                 "ref_logprobs": micro.ref_logprobs,
+                "prox_logprobs": proximal.logprobs if proximal else None,
+                "behavior_weights": proximal.weights if proximal else None,
                 "advantages": micro["advantages"],
                 "valid": micro.valid,
                 "entropy": None if output.entropy is None else output.entropy.float(),
                 "weights": micro.get("weights"),
                 "counts": counts,
             }
-            return checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
+            loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
+            return LossOutput(loss.loss, loss.metrics | proximal.metrics) if proximal else loss
 
         return compute
 
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         if self.reference is None:
             raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
-        reference = self.reference
+        return self._logprobs(self.reference, batch, batch.valid.any(-1), torch.zeros_like(batch.logprobs), algorithm)
+
+    def proximal_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        stale = self._policy_staleness(batch, algorithm) > 0
+        return self._logprobs(self.policy, batch, stale, batch.logprobs.clone(), algorithm)
+
+    def _logprobs(
+        self, policy: VLAPolicy, batch: TrajectoryBatch, wanted: Tensor, result: Tensor, algorithm: AlgorithmConfig
+    ) -> Tensor:
+        """Return ``result float32[T,B,C,A]`` with a policy's log-probs of the chunks ``wanted bool[T,B]``."""
         sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
-        result = torch.zeros_like(batch.logprobs).flatten(0, 1)
-        chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
+        rows_of_result = result.flatten(0, 1)
+        chosen = wanted.flatten().nonzero().squeeze(-1)
         inputs = batch.select("forward_inputs").fold()
 
         def compute(rows: Tensor) -> Tensor:
             micro = inputs[rows].to(self.device, non_blocking=True)
             with torch.no_grad(), autocast(self.precision, self.device):
-                output = reference.evaluate_actions(
+                output = policy.evaluate_actions(
                     micro.forward_inputs, sampling, compute_entropy=False, compute_values=False
                 )
             return output.logprobs.float().cpu()
@@ -202,8 +236,8 @@ class NativeTrainEngine(TrainEngine):
         parts = chosen.split(self.config.micro_batch_size) if len(chosen) else ()
         outputs = on_threads([lambda rows=rows: compute(rows) for rows in parts], self.num_threads)
         for rows, logprobs in zip(parts, outputs, strict=True):
-            result[rows] = logprobs
-        return result.view_as(batch.logprobs)
+            rows_of_result[rows] = logprobs
+        return rows_of_result.view_as(result)
 
     def forward_backward(
         self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
@@ -220,7 +254,9 @@ class NativeTrainEngine(TrainEngine):
         metrics: dict[str, Tensor] = {}
         for output in outputs:
             for name, value in output.items():
-                metrics[name] = metrics[name] + value if name in metrics else value
+                known = metrics.get(name)
+                both = torch.maximum if is_largest(name) else torch.add
+                metrics[name] = value if known is None else both(known, value)
         return total, metrics
 
     def optimizer_step(self, loss: Tensor) -> StepResult:
@@ -310,66 +346,3 @@ class NativeTrainEngine(TrainEngine):
         weights = sum(tensor.numel() * tensor.element_size() for _, tensor in self.weights())
         weights += sum(tensor.numel() * tensor.element_size() for tensor in self._reference_weights().values())
         return weights + 2 * sum(p.numel() * p.element_size() for p in self._trained_names().values())
-
-
-def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, Any]:
-    """Return the settings that a loss may ask for."""
-    settings: dict[str, Any] = {
-        "logprob_type": algorithm.logprob_type,
-        "length_normalized_ratio": algorithm.length_normalized_ratio,
-        "surrogate": algorithm.surrogate,
-        "clip_ratio_low": algorithm.clip_ratio_low,
-        "clip_ratio_high": algorithm.clip_ratio_high,
-        "clip_ratio_dual": algorithm.clip_ratio_dual,
-        "drift_coef": algorithm.drift_coef,
-        "entropy_type": algorithm.entropy_type,
-        "entropy_bonus": algorithm.entropy_bonus,
-        "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
-        "kl_estimator": algorithm.kl.estimator,
-    }
-    if needs_values:
-        settings |= {
-            "value_clip": algorithm.value_clip,
-            "value_loss_coef": algorithm.value_loss_coef,
-            "huber_delta": algorithm.huber_delta,
-        }
-    return settings
-
-
-def checked_loss(output: object, name: str) -> LossOutput:
-    """Return what a loss, perhaps the user's, returned, if it is one.
-
-    Raises:
-        EmbodrlError: it is none, or has no ``approx_kl``, which ``algorithm.target_kl`` and the console read.
-    """
-    if isinstance(output, LossOutput) and output.loss.ndim == 0 and "approx_kl" in output.metrics:
-        return output
-    raise EmbodrlError(
-        f"loss_type '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
-        "return embodrl.algorithms.losses.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
-    )
-
-
-def chunk_weights(batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor | None:
-    """Return ``float32[T,B]`` for ``algorithm.loss_agg``; None where every ratio counts the same."""
-    if algorithm.loss_agg == "token_mean":
-        return None
-    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-    num_elements = element_counts(batch.valid, batch.logprobs.shape[-1], algorithm.logprob_type)
-    whole = element_counts(torch.ones_like(batch.valid), batch.logprobs.shape[-1], algorithm.logprob_type)
-    length = int(whole[:, 0].sum()) if whole.numel() else 0
-    return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
-
-
-def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tensor | None = None) -> TrajectoryBatch:
-    """Return the chunks of a rollout that have a valid action, as rows: time and environments become one axis.
-
-    The columns ``advantages``, ``returns`` and, if given, ``weights`` are added to what a loss may ask for.
-    """
-    asked = ("forward_inputs", "logprobs", "values", "valid", "ref_logprobs")
-    rows = batch.select(*(name for name in asked if name in batch)).replace(
-        advantages=advantages.advantages, returns=advantages.returns, weights=weights
-    )
-    chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
-    flat = rows.fold()
-    return flat if len(chosen) == len(flat) else flat[chosen]

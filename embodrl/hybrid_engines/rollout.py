@@ -1,12 +1,16 @@
-"""The rollout backend "huggingface": the training weights themselves, in the same process."""
+"""The rollout backend "huggingface": the policy's own modules, in the same process."""
 
 from __future__ import annotations
 
+import copy
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.data.rng import generator_state, restore_generator
@@ -17,16 +21,20 @@ from embodrl.types import Observation, PolicyOutput, SamplingParams
 
 
 class NativeRolloutEngine:
-    """Acts with a policy whose weights somebody else trains; there is nothing to synchronise.
+    """Acts with a policy: the one that trains, whose weights are always the newest, or a copy that is told of them.
 
-    On a CPU a batch is cut into ``num_threads`` parts, each with a random generator of its own.
+    On a CPU a batch is cut into ``num_threads`` parts, each with a random generator of its own. Several threads may ask
+    at once: one batch is computed at a time, and weights change only between batches.
 
     Args:
-        policy: shared with the train engine.
+        policy: shared with the train engine, or a copy (``copy_for_rollout``).
         config: section ``rollout``.
         sampling: section ``algorithm.sampling``.
         seed: of the actions that are drawn.
         num_threads: parts of a batch computed at the same time on a CPU.
+
+    Attributes:
+        version: updates that the weights have seen.
     """
 
     def __init__(
@@ -37,16 +45,42 @@ class NativeRolloutEngine:
         self.precision: Precision = resolve_precision(config.precision, self.device)
         self.sampling = SamplingParams(sampling.temperature, sampling.top_k)
         self.num_threads = num_threads if self.device.type == "cpu" else 1
-        seeds = np.random.SeedSequence(seed).generate_state(self.num_threads)
-        self.generators = [torch.Generator().manual_seed(int(s)) for s in seeds]
+        self.generators = self.make_generators([seed])
+        self.version = 0
+        self._lock = threading.Lock()
 
-    def act(self, observation: Observation, compute_values: bool) -> PolicyOutput:
-        """Draw a chunk of actions for each row."""
-        return self._predict(observation, "train", compute_values)
+    def make_generators(self, seed: Sequence[int]) -> list[torch.Generator]:
+        """Return generators for ``act``, one a thread, that follow from the numbers."""
+        # A list of one number and the number itself give the same sequence.
+        seeds = np.random.SeedSequence(list(seed)).generate_state(self.num_threads)
+        return [torch.Generator().manual_seed(int(s)) for s in seeds]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take over weights, between two batches.
+
+        Args:
+            weights: names and tensors of the policy; what this engine shares already is passed over.
+            version: updates that they have seen.
+
+        Raises:
+            KeyError: a name is unknown.
+        """
+        mine = dict(self.policy.named_parameters()) | dict(self.policy.named_buffers())
+        with self._lock, torch.no_grad():
+            for name, tensor in weights:
+                if mine[name].data_ptr() != tensor.data_ptr():
+                    mine[name].copy_(tensor)
+            self.version = version
+
+    def act(
+        self, observation: Observation, compute_values: bool, generators: list[torch.Generator] | None = None
+    ) -> PolicyOutput:
+        """Draw a chunk of actions for each row, with the engine's own generators unless others are given."""
+        return self._predict(observation, "train", compute_values, generators or self.generators)
 
     def act_greedily(self, observation: Observation) -> PolicyOutput:
         """Choose the most probable chunk of actions for each row."""
-        return self._predict(observation, "eval", compute_values=False)
+        return self._predict(observation, "eval", False, self.generators)
 
     def values(self, observation: Observation) -> Tensor:
         """Return ``float32[B,K]`` on the CPU."""
@@ -56,17 +90,25 @@ class NativeRolloutEngine:
                 return self.policy.predict_values(part).float().cpu()
 
         tasks = [lambda part=part: compute(part) for part in self._parts(observation)]
-        return torch.cat(on_threads(tasks, self.num_threads))
+        with self._lock:
+            return torch.cat(on_threads(tasks, self.num_threads))
 
-    def _predict(self, observation: Observation, mode: Literal["train", "eval"], compute_values: bool) -> PolicyOutput:
+    def _predict(
+        self,
+        observation: Observation,
+        mode: Literal["train", "eval"],
+        compute_values: bool,
+        generators: list[torch.Generator],
+    ) -> PolicyOutput:
         def compute(part: Observation, generator: torch.Generator) -> PolicyOutput:
             with torch.no_grad(), autocast(self.precision, self.device):
                 return self.policy.predict_action_batch(part, mode, self.sampling, generator, compute_values)
 
-        pairs = zip(self._parts(observation), self.generators, strict=False)
+        pairs = zip(self._parts(observation), generators, strict=False)
         tasks = [lambda part=part, generator=generator: compute(part, generator) for part, generator in pairs]
-        outputs = on_threads(tasks, self.num_threads)
-        return outputs[0] if len(outputs) == 1 else concat_outputs(outputs)
+        with self._lock:
+            outputs, version = on_threads(tasks, self.num_threads), self.version
+        return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=version)
 
     def _parts(self, observation: Observation) -> list[Observation]:
         rows = np.array_split(np.arange(observation.batch_size), min(self.num_threads, observation.batch_size))
@@ -84,6 +126,17 @@ class NativeRolloutEngine:
         """
         for generator, state in zip(self.generators, states, strict=True):
             restore_generator(generator, state)
+
+
+def copy_for_rollout(policy: VLAPolicy, trained: Iterable[nn.Parameter]) -> VLAPolicy:
+    """Return a policy with own, frozen copies of the weights that train; the others are shared."""
+    copied = {id(p) for p in trained}
+    shared = {id(p): p for p in policy.parameters() if id(p) not in copied}
+    twin = copy.deepcopy(policy, shared)
+    for parameter in twin.parameters():
+        if id(parameter) not in shared:
+            parameter.requires_grad_(False)
+    return twin
 
 
 def concat_outputs(parts: list[PolicyOutput]) -> PolicyOutput:

@@ -1,4 +1,4 @@
-"""Results as one JSON file that is whole or not there."""
+"""Results as one file, JSON or other text, that is whole or not there."""
 
 from __future__ import annotations
 
@@ -38,15 +38,19 @@ def write_json_file(path: Path, content: Any) -> None:
     Raises:
         OutputError: it can't be written; nothing half-written is left.
     """
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    write_text_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text_file(path: Path, text: str) -> None:
+    """Write text; as ``write_json_file``."""
     partial = _partial(path)
     try:
         if _is_special(path):
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            partial.write_text(text)
+            partial.write_text(text, encoding="utf-8")
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

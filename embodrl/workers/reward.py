@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -82,10 +81,8 @@ class RewardWorker:
         """
         if not self.needs_frames:
             return {}
-        clock = time.perf_counter()
         episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-        metrics = self._call_function(batch, episodes) if self.function else self._apply_srpo(batch, episodes)
-        return metrics | {"time/reward_s": time.perf_counter() - clock}
+        return self._call_function(batch, episodes) if self.function else self._apply_srpo(batch, episodes)
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run needs, as tensors by name."""
@@ -132,6 +129,7 @@ class RewardWorker:
         if errors:
             logger.warning("%d of %d episodes have no reward: %s", len(errors), len(outcomes), errors[0].message)
         _pay(batch, episodes, {n: o for n, o in enumerate(outcomes) if not isinstance(o, RewardError)})
+        batch.valid = batch.valid.clone()  # others may share the column
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, RewardError):
                 batch.valid[episodes.index == number] = False

@@ -1,91 +1,110 @@
 """Gathering experience: the policy acts, the environments answer, and the chunks become a TrajectoryBatch.
 
-Legend: T policy steps, B environments, C actions in a chunk, A action dimensions, K values a chunk.
+Legend: T policy steps (chunks), B environments.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodrl.algorithms.episodes import split_episodes
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
+from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
-from embodrl.registry import LOSSES
-from embodrl.types import EnvStep, Observation, PolicyOutput
+from embodrl.workers.stage import EpisodeStats, Seconds, Stage
+
+Metrics = dict[str, float | None]
 
 
 @dataclass
-class EpisodeStats:
-    """What became of the episodes that ended in a rollout."""
-
-    successes: int = 0
-    episodes: int = 0
-    lost: int = 0
-    returns: float = 0.0
-    lengths: int = 0
-
-    def add(self, step: EnvStep, acted: NDArray[np.bool_]) -> None:
-        """Count the episodes that ended in a chunk; those that a fault ended are counted as lost only."""
-        done = step.done & acted
-        lost = done & ~step.valid.any(axis=1)
-        ended = done & ~lost
-        self.lost += int(lost.sum())
-        self.episodes += int(ended.sum())
-        self.successes += int(step.success[ended].sum())
-        self.returns += float(step.episode_return[ended].sum())
-        self.lengths += int(step.episode_length[ended].sum())
-
-    def metrics(self) -> dict[str, float | None]:
-        """Return means over the episodes; None where none has ended."""
-        count = self.episodes
-        return {
-            "rollout/success_rate": self.successes / count if count else None,
-            "rollout/return": self.returns / count if count else None,
-            "rollout/episode_length": self.lengths / count if count else None,
-            "rollout/episodes": float(count),
-            "rollout/lost_episodes": float(self.lost),
-        }
-
-
-@dataclass
-class Stage:
-    """A group of environments that is simulated while the policy serves the others.
+class RolloutState:
+    """What a resumed run needs of its rollouts.
 
     Attributes:
-        pool: its managers.
-        rows: its environments within the whole batch.
-        observation: what the policy sees next.
-        active: ``bool[B]``, episodes that go on; all of them with auto-reset.
-        steps, inputs: what was gathered so far, one entry a chunk.
-        output: what the policy answered last.
-        task_id: ``int64[B]``, tasks of the observation that it answered to.
+        state: what can be written as JSON.
+        tensors: groups of tensors by name.
+        blobs: opaque bytes by name.
     """
 
-    pool: EnvPool
-    rows: slice
-    observation: Observation | None = None
-    active: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    steps: list[dict[str, Tensor]] = field(default_factory=list)
-    inputs: list[dict[str, Tensor]] = field(default_factory=list)
-    output: PolicyOutput | None = None
-    task_id: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    state: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    blobs: dict[str, bytes] = field(default_factory=dict[str, bytes])
+
+
+class RolloutSource(Protocol):
+    """Where the batches that a run trains on come from."""
+
+    config: Config
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """Return the batch of an update, and metrics.
+
+        Raises:
+            InterruptedError: the run is to stop; what was gathered is not lost, or will be gathered again.
+        """
+        ...
+
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        """Return a further batch for the same update; metrics are of all since ``gather``.
+
+        Args:
+            iteration: as for ``gather``.
+            epoch: rollouts that the iteration has had.
+
+        Raises:
+            InterruptedError: as ``gather``.
+        """
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Act with these weights from the next chunk on.
+
+        Args:
+            weights: names and tensors of the policy.
+            version: updates that they have seen.
+        """
+        ...
+
+    def quiet(self) -> Any:
+        """Return a context in which the environments are left to somebody else."""
+        ...
+
+    def forget_history(self) -> None:
+        """See to it that what follows depends on nothing but ``state``."""
+        ...
+
+    def state(self) -> RolloutState:
+        """Return what is needed to go on."""
+        ...
+
+    def load_state(self, saved: RolloutState, version: int) -> None:
+        """Go on from a state of ``state``, with weights that have seen ``version`` updates.
+
+        Raises:
+            CheckpointError: it was made with other settings.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what is under way."""
+        ...
 
 
 class RolloutWorker:
-    """Plays ``rollout_epoch`` rollouts of T chunks in all environments.
+    """Plays ``rollout_epoch`` rollouts of T chunks in all environments, while nothing else happens.
 
     Every rollout begins with fresh episodes, whose seeds follow from ``runner.seed`` and the iteration; environments
-    of a group (``algorithm.group_size``) get the same ones.
+    of a group (``algorithm.group_size``) get the same ones. A rollout that is interrupted leaves simulators and random
+    numbers as if it had never begun.
 
     Args:
         config: the run.
@@ -103,20 +122,119 @@ class RolloutWorker:
         should_stop: Callable[[], bool],
         keep_frames: bool = False,
     ) -> None:
-        self.config = config
-        self.keep_frames = keep_frames
-        self.engine = engine
-        self.should_stop = should_stop
-        self.num_envs = pool.spec.num_envs
-        self.num_tasks = len(pool.spec.tasks)
+        self.config, self.pool, self.engine, self.should_stop = config, pool, engine, should_stop
+        self.schedule = EpisodeSchedule(config, pool.spec.num_envs, len(pool.spec.tasks))
         self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
-        self.needs_values = bool(LOSSES.entry(config.algorithm.loss_type).facts.get("needs_values"))
-        pools = pool.split(config.rollout.pipeline_stages)
-        size = self.num_envs // len(pools)
-        self.stages = [Stage(part, slice(i * size, (i + 1) * size)) for i, part in enumerate(pools)]
-        self.seconds = {"env": 0.0, "policy": 0.0}
+        self.stages = make_stages(config, pool, engine, keep_frames)
+        self.seconds, self.stats = Seconds(), EpisodeStats()
+        self._before: list[str] = []
 
-    def seeds(self, iteration: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource."""
+        self.seconds, self.stats = Seconds(), EpisodeStats()
+        self.pool.call("mark", restart=True)
+        self._before = self.engine.random_state()
+        return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
+
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource."""
+        return self._rollouts(iteration, range(epoch, epoch + 1))
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See RolloutSource; where the engine shares the weights, only the version is new."""
+        self.engine.update_weights(weights, version)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """See RolloutSource; between two rollouts the environments have nothing to do."""
+        yield
+
+    def forget_history(self) -> None:
+        """See RolloutSource; simulators carry history that a checkpoint would have to replay."""
+        self.pool.call("rebuild", restart=True)
+
+    def state(self) -> RolloutState:
+        """See RolloutSource."""
+        blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state(restart=True))}
+        return RolloutState({"random": self.engine.random_state()}, blobs=blobs)
+
+    def load_state(self, saved: RolloutState, version: int) -> None:
+        """See RolloutSource."""
+        processes = len(self.pool.managers)
+        if len(saved.blobs) != processes:
+            raise CheckpointError(
+                f"the checkpoint was made with {len(saved.blobs)} simulator processes, not with {processes}",
+                f"resume with env.num_processes={len(saved.blobs)}",
+            )
+        self.pool.set_state([saved.blobs[f"env_{rank}"] for rank in range(processes)])
+        try:
+            self.engine.set_random_state(saved.state["random"])
+        except ValueError as error:
+            threads = len(saved.state["random"])
+            raise CheckpointError(
+                f"the checkpoint was made with {threads} threads, not with {self.engine.num_threads}",
+                f"resume with cluster.num_threads={threads}",
+            ) from error
+        self.engine.version = version
+
+    def close(self) -> None:
+        """See RolloutSource; nothing is under way between two rollouts."""
+
+    def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
+        try:
+            parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
+        except InterruptedError:
+            self.engine.set_random_state(self._before)
+            self.pool.call("rewind", restart=True)
+            raise
+        batch = TrajectoryBatch.concat(parts)
+        batch.meta["env_steps"] = int(batch.valid.sum())
+        times: Metrics = {"time/env_s": self.seconds.env, "time/policy_s": self.seconds.policy}
+        return batch, self.stats.metrics() | times
+
+    def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
+        """Return one rollout of all environments, a batch a stage.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+        """
+        seeds, tasks = self.schedule.draw(iteration, epoch)
+        for stage in self.stages:
+            stage.begin(seeds[stage.rows], tasks[stage.rows])
+        for stage in self.stages:
+            stage.act()
+        for index in range(self.num_steps):
+            if self.should_stop():
+                for stage in self.stages:
+                    stage.abandon()
+                raise InterruptedError
+            for stage in self.stages:
+                stage.receive()
+                # While the policy serves this stage, the simulators of the others are at work.
+                if index + 1 < self.num_steps:
+                    stage.act()
+        groups = self.schedule.group_ids(epoch)
+        batches = [stage.stack(groups[stage.rows]) for stage in self.stages]
+        for stage in self.stages:
+            self.stats.merge(stage.stats)
+            self.seconds.env += stage.seconds.env
+            self.seconds.policy += stage.seconds.policy
+        return batches
+
+
+class EpisodeSchedule:
+    """Which episodes an iteration begins with.
+
+    Args:
+        config: the run.
+        num_envs: B.
+        num_tasks: tasks that take turns.
+    """
+
+    def __init__(self, config: Config, num_envs: int, num_tasks: int) -> None:
+        self.config, self.num_envs, self.num_tasks = config, num_envs, num_tasks
+
+    def draw(self, iteration: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return reset seeds ``int64[B]`` and tasks ``int32[B]``, equal within a group."""
         train = self.config.env.train
         moment = (0, 0) if train.use_fixed_reset_state_ids else (iteration, epoch)
@@ -126,178 +244,15 @@ class RolloutWorker:
         tasks = (groups + iteration) % self.num_tasks
         return drawn[groups].astype(np.int64), tasks.astype(np.int32)
 
-    def gather(self, iteration: int) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-        """Return a rollout with the present policy, and metrics.
-
-        Raises:
-            InterruptedError: ``should_stop`` answered True.
-        """
-        self.seconds = {"env": 0.0, "policy": 0.0}
-        stats = EpisodeStats()
-        selection, wanted = self.config.algorithm.filter, self.config.algorithm.rollout_epoch
-        if selection.enabled:
-            batch, selected = self._gather_mixed(iteration, stats)
-        else:
-            parts = [part for epoch in range(wanted) for part in self._play(iteration, epoch, stats)]
-            batch = TrajectoryBatch.concat(parts)
-            batch.meta["env_steps"] = int(batch.valid.sum())
-            selected = {}
-        metrics = stats.metrics() | selected
-        return batch, metrics | {"time/env_s": self.seconds["env"], "time/policy_s": self.seconds["policy"]}
-
-    def _gather_mixed(self, iteration: int, stats: EpisodeStats) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-        """Return groups with both successes and failures, from further rollouts if need be (DAPO's dynamic sampling).
-
-        DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Groups left over are dropped.
-        """
-        algorithm = self.config.algorithm
-        selection, size = algorithm.filter, algorithm.group_size
-        wanted = algorithm.rollout_epoch * (self.num_envs // size)
-        parts: list[TrajectoryBatch] = []
-        kept, seen, env_steps, rounds = 0, 0, 0, 0
-        for _ in range(algorithm.rollout_epoch + selection.max_resamples):
-            if kept >= wanted:
-                break
-            batch = TrajectoryBatch.concat(self._play(iteration, rounds, stats))
-            rounds += 1
-            env_steps += int(batch.valid.sum())
-            rates = group_success_rates(batch, size)
-            chosen = ((rates > selection.min_rate) & (rates < selection.max_rate)).nonzero().squeeze(-1)
-            seen, chosen = seen + len(rates), chosen[: wanted - kept]
-            kept += len(chosen)
-            parts.append(batch[(chosen.unsqueeze(1) * size + torch.arange(size)).flatten()])
-        batch = TrajectoryBatch.concat(parts)
-        batch.meta["env_steps"] = env_steps
-        return batch, {
-            "rollout/groups_kept": float(kept),
-            "rollout/groups_dropped": float(seen - kept),
-            "rollout/groups_missing": float(wanted - kept),
-            "rollout/resamples": float(max(rounds - algorithm.rollout_epoch, 0)),
-        }
-
-    def _play(self, iteration: int, epoch: int, stats: EpisodeStats) -> list[TrajectoryBatch]:
-        """Return one rollout of all environments, a batch a stage.
-
-        Raises:
-            InterruptedError: ``should_stop`` answered True.
-        """
-        seeds, tasks = self.seeds(iteration, epoch)
-        for stage in self.stages:
-            self._begin(stage, seeds[stage.rows], tasks[stage.rows])
-        for stage in self.stages:
-            self._act(stage)
-        for index in range(self.num_steps):
-            if self.should_stop():
-                for stage in self.stages:
-                    stage.pool.wait()  # a pool with a step under way takes no other request
-                raise InterruptedError
-            for stage in self.stages:
-                self._receive(stage, stats)
-                # While the policy serves this stage, the simulators of the others are at work.
-                if index + 1 < self.num_steps:
-                    self._act(stage)
-        return [self._stack(stage, iteration, epoch) for stage in self.stages]
-
-    def _begin(self, stage: Stage, seeds: NDArray[np.int64], tasks: NDArray[np.int32]) -> None:
-        clock = time.perf_counter()
-        stage.observation = stage.pool.reset(seeds, tasks)
-        stage.active = np.ones(len(seeds), np.bool_)
-        stage.steps, stage.inputs = [], []
-        self._lap("env", clock)
-
-    def _act(self, stage: Stage) -> None:
-        clock = time.perf_counter()
-        assert stage.observation is not None
-        stage.task_id = torch.from_numpy(stage.observation.task_id.astype(np.int64))
-        stage.output = self.engine.act(stage.observation, self.needs_values)
-        clock = self._lap("policy", clock)
-        stage.pool.step_async(stage.output.actions, stage.active)
-        self._lap("env", clock)
-
-    def _receive(self, stage: Stage, stats: EpisodeStats) -> None:
-        clock = time.perf_counter()
-        assert stage.output is not None
-        output = stage.output
-        step = stage.pool.wait()
-        clock = self._lap("env", clock)
-        stats.add(step, stage.active)
-        logprobs = output.logprobs.float().cpu()
-        values = torch.zeros(len(logprobs), 1) if output.values is None else output.values.float().cpu()
-        stage.inputs.append({name: tensor.cpu() for name, tensor in output.forward_inputs.items()})
-        stage.steps.append(
-            {
-                "logprobs": logprobs,
-                "values": values,
-                "rewards": torch.from_numpy(step.reward.copy()),
-                "valid": torch.from_numpy(step.valid.copy()),
-                "terminated": torch.from_numpy(step.terminated.copy()),
-                "truncated": torch.from_numpy(step.truncated.copy()),
-                "bootstrap_values": self._bootstrap(step, values.shape[1]),
-                "task_id": stage.task_id,
-                "success": torch.from_numpy(step.success.copy()),
-            }
-        )
-        if self.keep_frames:
-            stage.steps[-1]["frames"] = torch.from_numpy(self._frames(stage, step))
-        if not self.config.env.train.auto_reset:
-            stage.active = stage.active & ~step.done
-        stage.observation = step.observation
-        self._lap("policy", clock)
-
-    def _frames(self, stage: Stage, step: EnvStep) -> NDArray[np.uint8]:
-        """Return ``uint8[B,H,W,3]``: what the first camera sees after the chunk, of the episode that it belongs to."""
-        assert stage.observation is not None
-        frames = step.observation.images[:, 0].copy()
-        if self.config.env.train.auto_reset:  # where an episode has ended, that is the start of the next one
-            frames[step.done] = stage.observation.images[step.done, 0]
-        if step.final_observation is not None:
-            frames[step.final_mask] = step.final_observation.images[step.final_mask, 0]
-        return frames
-
-    def _bootstrap(self, step: EnvStep, num_values: int) -> Tensor:
-        """Return ``float32[B,K]``: the value of the last observation of episodes that the step limit ended, else 0."""
-        values = torch.zeros(len(step.reward), num_values)
-        rows = np.flatnonzero(step.final_mask & step.valid.any(axis=1))
-        wanted = self.needs_values and self.config.algorithm.bootstrap_type == "truncation"
-        if wanted and len(rows) and step.final_observation is not None:
-            values[torch.from_numpy(rows)] = self.engine.values(step.final_observation.select(rows))
-        return values
-
-    def _stack(self, stage: Stage, iteration: int, epoch: int) -> TrajectoryBatch:
-        clock = time.perf_counter()
-        assert stage.observation is not None
-        last = (
-            self.engine.values(stage.observation) if self.needs_values else torch.zeros_like(stage.steps[0]["values"])
-        )
-        columns: dict[str, Any] = {name: torch.stack([step[name] for step in stage.steps]) for name in stage.steps[0]}
-        inputs = {name: torch.stack([step[name] for step in stage.inputs]) for name in stage.inputs[0]}
-        columns["values"] = torch.cat([columns["values"], last[None]])
-        version = torch.full(columns["task_id"].shape, iteration, dtype=torch.int64)
-        group_id = self._group_ids(stage, epoch).expand(version.shape)
-        self._lap("policy", clock)
-        return TrajectoryBatch.from_rollout(forward_inputs=inputs, policy_version=version, group_id=group_id, **columns)
-
-    def _group_ids(self, stage: Stage, epoch: int) -> Tensor:
-        """Return ``int64[B]`` of a stage's environments; no two rollouts share a group."""
+    def group_ids(self, epoch: int) -> Tensor:
+        """Return ``int64[B]``; no two rollouts of an iteration share a group."""
         size = self.config.algorithm.group_size
-        rows = torch.arange(self.num_envs)[stage.rows]
-        return epoch * (self.num_envs // size) + rows // size
-
-    def _lap(self, name: str, clock: float) -> float:
-        now = time.perf_counter()
-        self.seconds[name] += now - clock
-        return now
+        return epoch * (self.num_envs // size) + torch.arange(self.num_envs) // size
 
 
-def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:
-    """Return ``float32[B / group_size]``: the part of a group's episodes that succeeded; lost ones do not count.
-
-    A group without episodes has a rate of 0.
-    """
-    assert batch.success is not None
-    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-    known = ~episodes.lost
-    group = episodes.column[known] // group_size
-    count = torch.zeros(batch.success.shape[1] // group_size)
-    successes = count.clone().index_add_(0, group, episodes.of(batch.success)[known].float())
-    return successes / count.index_add_(0, group, torch.ones(len(group))).clamp_min(1)
+def make_stages(config: Config, pool: EnvPool, engine: NativeRolloutEngine, keep_frames: bool) -> list[Stage]:
+    """Return ``rollout.pipeline_stages`` stages of equal size."""
+    pools = pool.split(config.rollout.pipeline_stages)
+    size = pool.spec.num_envs // len(pools)
+    rows = [slice(i * size, (i + 1) * size) for i in range(len(pools))]
+    return [Stage(config, part, engine, mine, keep_frames) for part, mine in zip(pools, rows, strict=True)]

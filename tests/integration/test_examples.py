@@ -1,5 +1,6 @@
 """The examples run as their comments say, at the smallest size."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -45,6 +46,21 @@ def test_a_reward_from_outside_the_package(tmp_path: Path) -> None:
     rows = run_example("custom_reward", {"total_num_envs": 4, "max_steps_per_rollout_epoch": 12}, tmp_path)
     assert [row.get("reward/errors") for row in rows] == [None, 0, 0]
     assert rows[2]["train/num_updates"]
+
+
+def test_a_pipeline_from_outside_the_package(tmp_path: Path) -> None:
+    train = {"total_num_envs": 4, "max_steps_per_rollout_epoch": 12}
+    rows = run_example("custom_pipeline", train, tmp_path)
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    for before, row in itertools.pairwise(rows):
+        steps = row["env_steps"] - before["env_steps"]  # pyright: ignore[reportOperatorIssue]
+        assert row["reward/cost"] == pytest.approx(0.01 * steps), "every action costs 0.01"
+    (tmp_path / "plain").mkdir()
+    plain = run_example("custom_pipeline", train, tmp_path / "plain", "pipeline.fn=null")
+    assert rows[1]["rollout/return"] == plain[1]["rollout/return"], "the first rollout is the same"
+    assert rows[1]["train/value_loss"] != plain[1]["train/value_loss"], "and what is learned from it is not"
+    shown = embodrl("pipeline", "show", "--config", tmp_path / "config.yaml", search_path=EXAMPLES / "custom_pipeline")
+    assert shown.code == 0 and "3  shape_rewards  compute    reward" in shown.stdout
 
 
 def test_an_environment_from_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

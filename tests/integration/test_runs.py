@@ -96,6 +96,23 @@ def test_a_killed_run_is_resumed_bit_exactly(
     assert_same_run(run_dir, whole[0])
 
 
+def test_decoupling_a_synchronous_run_changes_nothing_not_even_after_resuming(
+    whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ("train", "--config", config, f"runner.output_dir={run_dir}", "algorithm.decoupled.enabled=true")
+    assert embodrl(*arguments, stop_at="act:11:SIGKILL").code == -signal.SIGKILL
+    resume(run_dir)
+    rows = metrics(run_dir)
+    for row in rows[1:]:  # the version stamped on a chunk is the engine's, while the critic warms up, too
+        assert row["staleness/mean"] == row["staleness/max"] == 0
+        assert row["train/behavior_weight_mean"] == row["train/behavior_weight_max"] == 1
+    added = ("staleness/", "train/behavior_")
+    assert [{k: v for k, v in row.items() if not k.startswith(added)} for row in rows] == metrics(whole[0])
+    left, right = (load_file(path / "policy" / "model.safetensors") for path in (run_dir, whole[0]))
+    assert all(left[name].equal(right[name]) for name in left)
+
+
 def test_a_run_killed_anywhere_is_resumed_bit_exactly(
     whole: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:

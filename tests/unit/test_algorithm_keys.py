@@ -15,11 +15,13 @@ from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
 
 from embodrl.algorithms.advantages import compute_advantages
+from embodrl.algorithms.decoupled import needs_proximal
 from embodrl.config import load_config
 from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.workers.dynamic_sampling import sample_mixed_groups
 from embodrl.workers.reward import RewardWorker
 
 
@@ -33,6 +35,7 @@ class Change:
 
 KL, SRPO = {"kl.coef": 0.5}, {"srpo.enabled": True}
 MIXED = {"filter.enabled": True, "group_size": 2}
+DECOUPLED = {"decoupled.enabled": True}
 TRAINING = {
     "adv_type": Change("reinforce_pp"),
     "loss_type": Change("actor"),
@@ -60,6 +63,11 @@ TRAINING = {
     "loss_agg": Change("episode_mean"),
     "update_epoch": Change(3),
     "target_kl": Change(1e-9),
+    "decoupled.enabled": Change(True),
+    "decoupled.prox": Change("loglinear", DECOUPLED),
+    "decoupled.cap": Change(1.2, DECOUPLED),
+    "decoupled.on_exceed": Change("clamp", DECOUPLED | {"decoupled.cap": 1.2}),
+    "decoupled.level": Change("chunk", DECOUPLED),
     "sampling.temperature": Change(0.7),
     "sampling.top_k": Change(3),
 }
@@ -124,6 +132,8 @@ def trained(changes: dict[str, Any]) -> Tensor:
         batch = recorded_batch()
         if engine.reference is not None:
             batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
+        if needs_proximal(algorithm):  # of version 0, and in the second update stale
+            batch.prox_logprobs = engine.proximal_logprobs(batch, algorithm)
         engine.update(batch, compute_advantages(batch, algorithm), algorithm, generator)
     return torch.cat([tensor.flatten() for _, tensor in engine.weights()])
 
@@ -134,10 +144,11 @@ class HalfExpert(KnownPolicy):
     pool: Any = None
     SOLVES = (1, 1, 1, 0, 0, 0, 1, 0)
 
-    def act(self, observation: Any, compute_values: bool) -> Any:
+    def act(self, observation: Any, compute_values: bool, generators: Any = None) -> Any:
         output = super().act(observation, compute_values)
         expert = self.pool.parts[0]._env.expert_actions()[:, None]
-        output.actions[:] = expert * torch.tensor(self.SOLVES).view(-1, 1, 1).numpy() * 0.5
+        chosen = expert * torch.tensor(self.SOLVES).view(-1, 1, 1).numpy() * 0.5
+        output.actions[:] = chosen[self.pool.parts[0].going]
         return output
 
 
@@ -154,6 +165,8 @@ def gathered(changes: dict[str, Any]) -> Tensor:
     policy = HalfExpert()
     worker, policy.pool = worker_of(config, policy)
     batch, _ = worker.gather(0)
+    if config.algorithm.filter.enabled:
+        batch, _ = sample_mixed_groups(worker, batch, 0)
     return torch.cat([batch.rewards.flatten(), batch.bootstrap_values.flatten()])
 
 

@@ -129,6 +129,13 @@ def too_few(episode: Episode) -> list[float]:
     return [1.0]
 
 
+def test_the_columns_that_others_share_stay_as_they_were() -> None:
+    first = judged_batch(0)
+    batch = first.replace()
+    worker_of(function="fails_on_successes").apply(batch)
+    assert not batch.valid.equal(first.valid) and first.equals(judged_batch(0))
+
+
 @pytest.mark.parametrize("function", ["steps", "steps_async"])
 def test_one_number_is_paid_at_the_last_action(function: str) -> None:
     batch = judged_batch(0)

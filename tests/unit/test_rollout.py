@@ -9,7 +9,8 @@ import torch
 from embodrl.config import load_config
 from embodrl.envs.toy import ToyVectorEnv
 from embodrl.types import EnvStep, Observation, PolicyOutput
-from embodrl.workers.rollout import EpisodeStats, RolloutWorker
+from embodrl.workers.rollout import RolloutWorker
+from embodrl.workers.stage import EpisodeStats
 
 CHUNK = 4
 FIXED = [
@@ -49,14 +50,19 @@ class LocalPool:
         self.spec = self._env.spec
         self.resets: list[tuple[list[int], list[int]]] = []
         self.pending: EnvStep | None = None
+        self.called: list[str] = []
 
     def split(self, num_parts):
         parts = [LocalPool(self._config, self.spec.num_envs // num_parts, self._faults) for _ in range(num_parts)]
         self.parts = parts
         return parts
 
+    def call(self, method, *, restart=False):
+        self.called.append(method)
+
     def reset(self, seeds, task_ids):
         self.resets.append((seeds.tolist(), task_ids.tolist()))
+        self.going = np.ones(len(seeds), np.bool_)
         return self._env.reset(seeds, task_ids, np.arange(len(seeds)))
 
     def step_async(self, actions, active):
@@ -75,6 +81,8 @@ class LocalPool:
     def wait(self):
         step, self.pending = self.pending, None
         assert step is not None
+        if not self._config.env.train.auto_reset:
+            self.going &= ~step.done
         return step
 
 
@@ -83,14 +91,30 @@ class KnownPolicy:
 
     def __init__(self, speed=0.0):
         self.speed = speed
+        self.version = 0
+        self.seen: list[int] = []
 
-    def act(self, observation: Observation, compute_values: bool) -> PolicyOutput:
+    def update_weights(self, weights, version):
+        assert not list(weights)
+        self.version = version
+
+    def make_generators(self, seed):
+        return [torch.Generator().manual_seed(sum(seed))]
+
+    def random_state(self):
+        return ["before"]
+
+    def set_random_state(self, states):
+        self.restored = states
+
+    def act(self, observation: Observation, compute_values: bool, generators=None) -> PolicyOutput:
+        self.seen.append(observation.batch_size)
         batch = observation.batch_size
         actions = np.zeros((batch, CHUNK, 7), np.float32)
         actions[:, :, 0] = self.speed
         values = self.values(observation) if compute_values else None
         seen = torch.from_numpy(observation.state.copy())
-        return PolicyOutput(actions, torch.full((batch, CHUNK, 7), -1.0), values, {"seen": seen})
+        return PolicyOutput(actions, torch.full((batch, CHUNK, 7), -1.0), values, {"seen": seen}, self.version)
 
     def values(self, observation: Observation) -> torch.Tensor:
         return torch.from_numpy(observation.state[:, :1].copy())
@@ -103,21 +127,21 @@ def worker_of(config, policy=None, should_stop=lambda: False, faults=()):
 
 def test_seeds_are_equal_within_a_group_and_new_in_every_iteration():
     worker, _ = worker_of(config_of("algorithm.group_size=2"))
-    seeds, tasks = worker.seeds(3, 0)
+    seeds, tasks = worker.schedule.draw(3, 0)
     assert seeds.dtype == np.int64 and tasks.dtype == np.int32
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     np.testing.assert_array_equal(tasks, [1, 1, 0, 0])  # (group + 3) mod 2 tasks
-    again, _ = worker.seeds(3, 0)
+    again, _ = worker.schedule.draw(3, 0)
     np.testing.assert_array_equal(seeds, again)
     for iteration, epoch in ((4, 0), (3, 1)):
-        assert not set(worker.seeds(iteration, epoch)[0]) & set(seeds)
-    other, _ = worker_of(config_of("algorithm.group_size=2", "runner.seed=1"))[0].seeds(3, 0)
+        assert not set(worker.schedule.draw(iteration, epoch)[0]) & set(seeds)
+    other, _ = worker_of(config_of("algorithm.group_size=2", "runner.seed=1"))[0].schedule.draw(3, 0)
     assert not set(other) & set(seeds)
 
 
 def test_fixed_reset_states_come_back_in_every_iteration():
     worker, _ = worker_of(config_of("env.train.use_fixed_reset_state_ids=true"))
-    np.testing.assert_array_equal(worker.seeds(0, 0)[0], worker.seeds(7, 0)[0])
+    np.testing.assert_array_equal(worker.schedule.draw(0, 0)[0], worker.schedule.draw(7, 0)[0])
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -131,7 +155,7 @@ def test_a_rollout_has_the_shapes_and_the_contents_of_what_happened(stages):
     for name in ("rewards", "valid", "terminated", "truncated"):
         assert getattr(batch, name).shape == (steps, envs, CHUNK), name
     assert batch.bootstrap_values.shape == (steps, envs, 1)
-    assert (batch.policy_version == 5).all() and batch.policy_version.shape == (steps, envs)
+    assert (batch.policy_version == 0).all() and batch.policy_version.shape == (steps, envs)
     seen = batch.forward_inputs["seen"]
     torch.testing.assert_close(batch.values[:-1], seen[..., :1])  # the value belongs to what the policy saw
     # Truncated after two chunks, unless solved before; then new episodes.
@@ -141,11 +165,17 @@ def test_a_rollout_has_the_shapes_and_the_contents_of_what_happened(stages):
             assert ends[:2].tolist() == [False, True]
             moved = seen[1, env, 0] - seen[0, env, 0]
             assert float(moved) == pytest.approx(4 * 0.1 * 0.15, abs=1e-5) or seen[1, env, 0] == 1
-    seeds, tasks = worker.seeds(5, 0)
+    seeds, tasks = worker.schedule.draw(5, 0)
     assert [seed for part in pool.parts for seed in part.resets[0][0]] == seeds.tolist()
     np.testing.assert_array_equal(batch.task_id[0].numpy(), tasks)
     assert metrics["rollout/episodes"] >= envs
     assert metrics["time/env_s"] >= 0 and metrics["time/policy_s"] > 0
+
+
+def test_chunks_carry_the_version_of_the_weights_that_chose_them():
+    worker, _ = worker_of(config_of())
+    worker.update_weights([], 3)
+    assert (worker.gather(0)[0].policy_version == 3).all()
 
 
 def test_two_stages_gather_what_one_gathers():
@@ -190,14 +220,19 @@ def test_a_lost_episode_is_neither_counted_nor_bootstrapped():
 def test_without_auto_reset_an_environment_whose_episode_has_ended_is_left_alone():
     settings = ("env.train.auto_reset=false", "env.max_episode_steps=16", "env.train.total_num_envs=32")
     worker, _ = worker_of(config_of(*settings), KnownPolicy(0.5))
+    policy = worker.engine
     batch, metrics = worker.gather(0)
     ends = batch.terminated.any(-1).any(0)
     assert ends.any() and not ends.all(), "some episodes are solved, others reach the limit"
+    going = batch.valid.any(-1).sum(1)
+    assert policy.seen == going[going > 0].tolist(), "the policy sees only those that go on"
     for env in range(32):
         played = batch.valid[:, env].flatten()
         length = int(played.sum())
         assert played[:length].all()
         assert length == 16 or batch.terminated[:, env].flatten()[length - 1]
+    skipped = ~batch.valid.any(-1)
+    assert not batch.logprobs[skipped].any() and not batch.forward_inputs["seen"][skipped].any()
     assert metrics["rollout/episodes"] == 32
     assert metrics["rollout/episode_length"] == int(batch.valid.sum()) / 32
 

@@ -11,7 +11,7 @@ from test_algorithm_keys import HalfExpert
 from test_rollout import CHUNK, KnownPolicy, config_of, worker_of
 
 from embodrl.envs.toy import ToyVectorEnv
-from embodrl.workers.rollout import group_success_rates
+from embodrl.workers.dynamic_sampling import group_success_rates, sample_mixed_groups
 
 # Success of the groups of two that HalfExpert plays: both, one, none, one.
 FOUR_GROUPS = (
@@ -27,7 +27,11 @@ FOUR_GROUPS = (
 def gather(*overrides: str, iteration: int = 0) -> Any:
     policy = HalfExpert()
     worker, policy.pool = worker_of(config_of(*FOUR_GROUPS, *overrides), policy)
-    return worker.gather(iteration)
+    batch, metrics = worker.gather(iteration)
+    if not worker.config.algorithm.filter.enabled:
+        return batch, metrics
+    batch, selected = sample_mixed_groups(worker, batch, iteration)
+    return batch, metrics | selected
 
 
 def test_success_rates_of_groups() -> None:
@@ -87,12 +91,12 @@ def test_groups_have_numbers_of_their_own(stages: int) -> None:
 def test_frames_show_what_a_chunk_led_to(auto_reset: str) -> None:
     config = config_of(f"env.train.auto_reset={auto_reset}", "env.max_episode_steps=16", "env.train.total_num_envs=8")
     worker, _ = worker_of(config, KnownPolicy(0.5))
-    worker.keep_frames = True
+    worker.stages[0].keep_frames = True
     batch, _ = worker.gather(0)
     assert batch.frames is not None and batch.frames.dtype == torch.uint8
     # the same episodes once more, by hand
     env = ToyVectorEnv(8, config.env.tasks, image_size=8, max_episode_steps=16, auto_reset=False)
-    seeds, tasks = worker.seeds(0, 0)
+    seeds, tasks = worker.schedule.draw(0, 0)
     before = env.reset(seeds, tasks, np.arange(8)).images[:, 0]
     actions, active = np.zeros((8, CHUNK, 7), np.float32), np.ones(8, np.bool_)
     actions[..., 0] = 0.5

@@ -17,7 +17,8 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, KlConfig, OptimC
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError
-from embodrl.hybrid_engines.native import NativeTrainEngine, flatten_chunks
+from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.hybrid_engines.objective import flatten_chunks
 from embodrl.hybrid_engines.precision import resolve_precision
 from embodrl.hybrid_engines.schedule import learning_rates
 

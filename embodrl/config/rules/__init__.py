@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodrl.config.nodes import Node
-from embodrl.config.rules import algorithm, cluster, env, families, model, reward, runner
+from embodrl.config.rules import algorithm, cluster, env, families, model, pipeline, reward, runner
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
@@ -17,6 +17,7 @@ __all__ = [
     "env",
     "families",
     "model",
+    "pipeline",
     "reward",
     "run_rules",
     "runner",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
-from embodrl.config.schema import FilterConfig, KlConfig, SrpoConfig
+from embodrl.config.schema import DecoupledConfig, FilterConfig, KlConfig, SrpoConfig
 from embodrl.errors import EmbodrlError
 from embodrl.registry import ADVANTAGES, LOSSES, Registry, nearest
 
@@ -188,6 +188,48 @@ def clip_leaves_a_ratio(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.clip_ratio_low", message, "set it to 0.2", "above 0 and below 1")
 
 
+@rule("algorithm.decoupled", "algorithm.logprob_type")
+def decoupled_level_fits(context: Context) -> Iterator[Finding]:
+    """The behaviour weight is not finer than the ratio, and is known where it is needed."""
+    algorithm = context.config.algorithm
+    decoupled = algorithm.decoupled
+    if not decoupled.enabled:
+        return
+    if decoupled.level == "token" and algorithm.logprob_type != "token_level":
+        yield Finding(
+            "algorithm.decoupled.level",
+            f"a weight per token can't be multiplied with a ratio of logprob_type '{algorithm.logprob_type}'",
+            "set algorithm.decoupled.level=chunk, or algorithm.logprob_type=token_level",
+            "chunk, episode",
+            others=("algorithm.logprob_type", "algorithm.decoupled.enabled"),
+        )
+    if decoupled.level == "episode" and decoupled.prox == "loglinear":
+        yield Finding(
+            "algorithm.decoupled.prox",
+            "loglinear takes the present log-probs of a minibatch, which does not have all chunks of an episode",
+            "set algorithm.decoupled.prox=recompute, or algorithm.decoupled.level=chunk",
+            "recompute",
+            others=("algorithm.decoupled.level",),
+        )
+
+
+@rule("algorithm.decoupled", "algorithm.loss_type")
+def decoupled_reaches_the_loss(context: Context) -> Iterator[Finding]:
+    """A loss of the user's applies the behaviour weights."""
+    algorithm = context.config.algorithm
+    names = facts(context)[1].get("parameters")
+    if not algorithm.decoupled.enabled or names is None:
+        return
+    missing = [name for name in ("prox_logprobs", "behavior_weights") if name not in names]
+    if missing:
+        yield Finding(
+            "algorithm.loss_type",
+            f"algorithm.decoupled is enabled, and the loss has no parameter {' or '.join(missing)} to apply it with",
+            f"name both in its signature (see {USER_FUNCTIONS}), or set algorithm.decoupled.enabled=false",
+            others=("algorithm.decoupled.enabled",),
+        )
+
+
 @rule("algorithm.sampling")
 def sampling_explores(context: Context) -> Iterator[Finding]:
     """A policy that always takes the most probable action has no gradient."""
@@ -330,10 +372,12 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
         ("kl", KlConfig, "coef is 0", algorithm.kl.coef > 0),
         ("filter", FilterConfig, "enabled is false", algorithm.filter.enabled),
         ("srpo", SrpoConfig, "enabled is false", algorithm.srpo.enabled),
+        ("decoupled", DecoupledConfig, "enabled is false", algorithm.decoupled.enabled),
     ):
         for name in model.model_fields:
             if name not in ("coef", "enabled"):
                 yield f"algorithm.{section}.{name}", not used, f"algorithm.{section}.{switch}"
+    yield "algorithm.decoupled.on_exceed", algorithm.decoupled.cap is None, "algorithm.decoupled.cap is null"
     encoder = algorithm.srpo.encoder
     yield "algorithm.srpo.encoder_path", encoder != "vjepa2", f"algorithm.srpo.encoder is '{encoder}'"
     # A function of the user's gets the settings that its parameters name, and no others.

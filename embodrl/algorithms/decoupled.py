@@ -1,0 +1,227 @@
+"""Decoupled PPO: the policy is clipped against a recent one, whoever acted.
+
+Hilton et al. 2021, arXiv 2110.00641, eq. 4, and AReaL, arXiv 2505.24298, sec. 5.2. With the policy that acted b, the
+proximal policy prox (the weights when the update began) and the present one theta, the loss is
+``sum(w * surrogate(u, A)) / N`` with ``u = exp(logp_theta - logp_prox)`` and ``w = exp(logp_prox - logp_b)``.
+
+Legend: T policy steps (chunks), B environments, N chunks, C actions in a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from embodrl.algorithms.episodes import Episodes, split_episodes
+from embodrl.algorithms.losses import LossCounts, reduce_to_level, reduce_to_ratio
+from embodrl.config.schema import AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import EmbodrlError
+
+OnExceed = Literal["mask", "clamp"]
+
+# Columns of a flattened rollout that carry what is known before the update.
+PROX, LOG_WEIGHTS, STALENESS = "prox_logprobs", "behavior_log_weights", "policy_staleness"
+COLUMNS = (PROX, LOG_WEIGHTS, STALENESS)
+
+
+@dataclass(frozen=True)
+class Proximal:
+    """What decoupling adds to the arguments of a loss.
+
+    Attributes:
+        logprobs: ``float32[N,C,A]`` under the proximal policy, without gradient.
+        weights: ``float32[N,C,A]`` or ``float32[N,1,1]``, w after the cap, without gradient; 0 where masked by it.
+        metrics: ``behavior_weight_mean``, ``behavior_weight_max`` and, with a cap, ``behavior_masked_fraction`` or
+            ``behavior_clamped_fraction``; see ``weight_metrics``.
+    """
+
+    logprobs: Tensor
+    weights: Tensor
+    metrics: dict[str, Tensor]
+
+
+def staleness_of(policy_version: Tensor, valid: Tensor, version: int) -> Tensor:
+    """Return ``int64[T,B]``: how many updates behind the policy was that played a chunk; 0 where nothing is valid.
+
+    Args:
+        policy_version: ``int64[T,B]``.
+        valid: ``bool[T,B,C]``.
+        version: of the weights now.
+
+    Raises:
+        EmbodrlError: a chunk comes from weights that are not there yet.
+    """
+    staleness = torch.where(valid.any(-1), version - policy_version, 0)
+    if staleness.numel() and int(staleness.min()) < 0:
+        raise EmbodrlError(
+            f"a chunk was played by policy version {version - int(staleness.min())}, and the engine is at {version}",
+            "stamp chunks with the version of the engine whose weights acted, and restore both from one checkpoint",
+        )
+    return staleness
+
+
+def staleness_metrics(staleness: Tensor, valid: Tensor) -> dict[str, float]:
+    """Return ``staleness/mean`` and ``staleness/max`` over the chunks with a valid action, in updates."""
+    live = staleness[valid.any(-1)]
+    if not len(live):
+        return {"staleness/mean": 0.0, "staleness/max": 0.0}
+    return {"staleness/mean": float(live.double().mean()), "staleness/max": float(live.max())}
+
+
+def loglinear_logprobs(logprobs: Tensor, old_logprobs: Tensor, staleness: Tensor) -> Tensor:
+    """Estimate the proximal log-probs between those of the policy that acted and the present ones, as AReaL does.
+
+    ``logp_b + alpha (logp_theta - logp_b)`` with ``alpha = (v_prox - v_b) / (v_theta - v_b)``. The update makes version
+    ``v_theta`` of ``v_prox = v_theta - 1``, so with the staleness ``s = v_prox - v_b`` that is ``s / (s + 1)``.
+
+    Args:
+        logprobs: ``float32[N,C,A]`` under the present policy; no gradient flows into them.
+        old_logprobs: ``float32[N,C,A]`` under the policy that acted.
+        staleness: ``int64[N]``; where it is 0 the result is ``old_logprobs`` to the bit.
+    """
+    age = staleness.view(-1, 1, 1)
+    between = torch.lerp(old_logprobs, logprobs.detach(), age / (age + 1))
+    return torch.where(age == 0, old_logprobs, between)
+
+
+def log_behavior_weights(
+    prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, per_token: bool, length_normalized: bool = False
+) -> Tensor:
+    """Return ``log w`` of tokens ``float32[N,C,A]`` or of chunks ``float32[N,1,1]``; 0 where not valid.
+
+    Args:
+        prox_logprobs: ``float32[N,C,A]``.
+        old_logprobs: ``float32[N,C,A]`` under the policy that acted.
+        valid: ``bool[N,C]``.
+        per_token: else per chunk, the product over its valid tokens.
+        length_normalized: the geometric mean instead of the product, as for the ratio.
+    """
+    tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
+    return reduce_to_ratio(tokens, valid, "token_level" if per_token else "chunk_level", length_normalized)[0]
+
+
+def log_episode_weights(prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, episodes: Episodes) -> Tensor:
+    """Return ``log w`` of the episode that a chunk belongs to, ``float32[T,B]``; 0 where there is none.
+
+    ``w`` is the geometric mean over the valid tokens of the episode: the product over some thousands of tokens would be
+    0 or infinite.
+
+    Args:
+        prox_logprobs: ``float32[T,B,C,A]``.
+        old_logprobs: ``float32[T,B,C,A]`` under the policy that acted.
+        valid: ``bool[T,B,C]``.
+        episodes: of the rollout.
+    """
+    live = episodes.index >= 0
+    tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
+    count = (valid.sum(-1) * old_logprobs.shape[-1])[live].double()
+    zeros = torch.zeros(len(episodes), dtype=torch.float64, device=valid.device)
+    total = zeros.index_add(0, episodes.index[live], tokens.double().sum((-1, -2))[live])
+    length = zeros.index_add(0, episodes.index[live], count)
+    result = torch.zeros(valid.shape[:2], device=valid.device)
+    result[live] = (total / length).float()[episodes.index[live]]
+    return result
+
+
+def cap_weights(log_weights: Tensor, cap: float | None, on_exceed: OnExceed) -> tuple[Tensor, Tensor]:
+    """Return w and where it was above the cap (``bool``); there it is 0 (mask) or the cap (clamp)."""
+    weights = log_weights.exp()
+    if cap is None:
+        return weights, torch.zeros_like(weights, dtype=torch.bool)
+    exceeds = weights > cap
+    return torch.where(exceeds, 0.0 if on_exceed == "mask" else cap, weights), exceeds
+
+
+def weight_metrics(
+    log_weights: Tensor, weights: Tensor, exceeds: Tensor, mask: Tensor, num_ratios: Tensor
+) -> dict[str, Tensor]:
+    """Return the mean of w after the cap and its largest value before, and the part above the cap, over the ratios.
+
+    Args:
+        log_weights: before the cap, of tokens or chunks.
+        weights: after the cap.
+        exceeds: ``bool``, above the cap.
+        mask: ``bool``, the valid ratios, to which the others broadcast.
+        num_ratios: of the whole minibatch, so that those of micro-batches add up; the largest value is one of its own.
+    """
+    highest = torch.finfo(log_weights.dtype).max
+    largest = torch.where(mask, log_weights.exp().clamp(max=highest), 0.0)
+    return {
+        "behavior_weight_mean": torch.where(mask, weights, 0.0).sum() / num_ratios,
+        "behavior_weight_max": largest.max() if largest.numel() else largest.sum(),
+        "exceeds": (exceeds & mask).sum() / num_ratios,
+    }
+
+
+def needs_proximal(algorithm: AlgorithmConfig) -> bool:
+    """Tell whether a rollout needs ``prox_logprobs`` before the update."""
+    return algorithm.decoupled.enabled and algorithm.decoupled.prox == "recompute"
+
+
+def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, staleness: Tensor) -> dict[str, Tensor]:
+    """Return the columns ``[T,B,...]`` that minibatches carry for ``proximal_terms``; none without decoupling.
+
+    Args:
+        batch: the rollout.
+        algorithm: of the run.
+        staleness: ``int64[T,B]``, in updates that changed the policy.
+
+    Raises:
+        EmbodrlError: the log-probs under the proximal policy are wanted and not there.
+    """
+    decoupled = algorithm.decoupled
+    if not decoupled.enabled:
+        return {}
+    if decoupled.prox == "loglinear":
+        if decoupled.level == "episode":
+            raise EmbodrlError(
+                "a minibatch does not see whole episodes, so loglinear can't weight them",
+                "set algorithm.decoupled.prox=recompute, or algorithm.decoupled.level=chunk",
+            )
+        return {STALENESS: staleness}
+    prox = batch.prox_logprobs
+    if prox is None:
+        raise EmbodrlError(
+            "algorithm.decoupled.prox=recompute needs the log-probs under the weights before the update",
+            "set batch.prox_logprobs = engine.proximal_logprobs(batch, algorithm) before engine.update",
+        )
+    if decoupled.level == "episode":
+        episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+        log_weights = log_episode_weights(prox, batch.logprobs, batch.valid, episodes)
+        return {PROX: prox, LOG_WEIGHTS: log_weights[..., None, None]}
+    return {PROX: prox}
+
+
+def proximal_terms(
+    micro: TrajectoryBatch, logprobs: Tensor, algorithm: AlgorithmConfig, counts: LossCounts
+) -> Proximal | None:
+    """Return the proximal log-probs and behaviour weights of a micro-batch; None without decoupling.
+
+    Args:
+        micro: flat, with what ``proximal_columns`` gave.
+        logprobs: ``float32[N,C,A]`` under the present policy.
+        algorithm: of the run.
+        counts: of the whole minibatch.
+    """
+    decoupled = algorithm.decoupled
+    if not decoupled.enabled:
+        return None
+    old, valid = micro.logprobs, micro.valid
+    prox = micro.prox_logprobs
+    if prox is None:
+        prox = loglinear_logprobs(logprobs, old, micro[STALENESS])
+    log_weights = micro.get(LOG_WEIGHTS)
+    if log_weights is None:
+        normalized = algorithm.length_normalized_ratio and algorithm.logprob_type != "token_level"
+        log_weights = log_behavior_weights(prox, old, valid, decoupled.level == "token", normalized)
+    weights, exceeds = cap_weights(log_weights, decoupled.cap, decoupled.on_exceed)
+    mask = reduce_to_level(old, valid, algorithm.logprob_type)[1]
+    metrics = weight_metrics(log_weights, weights, exceeds, mask, counts.policy)
+    fraction = metrics.pop("exceeds")
+    if decoupled.cap is not None:
+        metrics["behavior_masked_fraction" if decoupled.on_exceed == "mask" else "behavior_clamped_fraction"] = fraction
+    return Proximal(prox, weights, metrics)

@@ -1,0 +1,157 @@
+"""The typed configuration of algorithms: section ``algorithm``. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from embodrl.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class SamplingConfig(Section):
+    """How actions are drawn."""
+
+    temperature: PositiveFloat = Field(default=0.3, description="of rollout and of the log-probs in training alike")
+    top_k: NonNegativeInt = Field(default=0, description="most probable bins kept; 0 keeps all")
+
+
+class KlConfig(Section):
+    """Distance to the policy that the run began with."""
+
+    coef: NonNegativeFloat = Field(
+        default=0.0, description="weight; 0 for none, above 0 a copy of the trained weights is kept as the reference"
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="of the KL per token: k1 log ratio, k2 half its square, k3 1/ratio - 1 + log ratio"
+    )
+    placement: Literal["loss", "reward"] = Field(
+        default="loss", description="added to the loss, or taken off the reward of each action"
+    )
+
+
+class FilterConfig(Section):
+    """DAPO's dynamic sampling."""
+
+    enabled: bool = Field(
+        default=False, description="train only on groups whose success rate is above min_rate and below max_rate"
+    )
+    min_rate: Fraction = Field(default=0.0, description="groups with this success rate or less are dropped")
+    max_rate: Fraction = Field(default=1.0, description="groups with this success rate or more are dropped")
+    max_resamples: NonNegativeInt = Field(
+        default=2, description="further rollouts to replace what was dropped; what is still missing then stays missing"
+    )
+
+
+class SrpoConfig(Section):
+    """Rewards of failures by their likeness to successes."""
+
+    enabled: bool = Field(
+        default=False, description="replace rewards by 1 for a success and less for a failure, by its distance to them"
+    )
+    encoder: str = Field(
+        default="pixels", description="pixels (built in), vjepa2, or module:function of yours, frames to embeddings"
+    )
+    encoder_path: str | None = Field(default=None, description="directory with the weights of vjepa2")
+    num_frames: PositiveInt = Field(default=64, description="frames of an episode that the encoder sees")
+    failure_scale: Fraction = Field(default=0.6, description="rewards of failures stay below it")
+    steepness: PositiveFloat = Field(default=10.0, description="of the sigmoid from distance to reward")
+    cluster_eps: PositiveFloat = Field(
+        default=0.5, description="DBSCAN: distance of neighbours, root mean square over standardised dimensions"
+    )
+    cluster_min_samples: PositiveInt = Field(default=2, description="DBSCAN: neighbours that make a cluster")
+    memory: NonNegativeInt = Field(
+        default=64, description="successes of a task kept for rollouts that have none; 0 keeps none"
+    )
+
+
+class DecoupledConfig(Section):
+    """Decoupled PPO, for rollouts of older policies."""
+
+    enabled: bool = Field(
+        default=False,
+        description="clip against the policy at the start of the update (proximal) and weight each term by its"
+        " probability over that of the policy that acted",
+    )
+    prox: Literal["recompute", "loglinear"] = Field(
+        default="recompute",
+        description="log-probs of the proximal policy: recompute them before the update, or loglinear, between those of"
+        " the rollout and the present ones by version",
+    )
+    cap: float | None = Field(default=5.0, gt=1, description="largest weight; null for none")
+    on_exceed: Literal["mask", "clamp"] = Field(
+        default="mask", description="a weight above the cap becomes 0 (mask) or the cap (clamp)"
+    )
+    level: Literal["token", "chunk", "episode"] = Field(
+        default="token",
+        description="a weight for each token, chunk or episode (geometric mean over its tokens); not finer than"
+        " logprob_type",
+    )
+
+
+class AlgorithmConfig(Section):
+    """PPO, its kin, and their parts."""
+
+    adv_type: str = Field(default="gae", description="a name of `embodrl list algorithms`, or module:function of yours")
+    loss_type: str = Field(
+        default="actor_critic", description="a name of `embodrl list algorithms`, or module:function of yours"
+    )
+    reward_type: Literal["chunk_level", "action_level"] = Field(
+        default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value a chunk"
+    )
+    logprob_type: Literal["token_level", "action_level", "chunk_level"] = Field(
+        default="token_level", description="level of the importance ratio"
+    )
+    length_normalized_ratio: bool = Field(
+        default=False, description="the ratio of an action or chunk is the geometric mean over its tokens (GSPO)"
+    )
+    entropy_type: Literal["token_level", "action_level", "chunk_level"] = Field(
+        default="token_level", description="level of the entropy bonus"
+    )
+    gamma: Fraction = Field(default=0.97, description="discount per reward step (chunk or action)")
+    gae_lambda: Fraction = Field(default=0.95, description="lambda of GAE")
+    normalize_advantages: bool = Field(default=True, description="to zero mean and unit variance")
+    normalization_scope: Literal["batch", "group"] = Field(
+        default="batch", description="over all steps of the rollout, or over the episodes of each group"
+    )
+    bootstrap_type: Literal["truncation", "none"] = Field(
+        default="truncation",
+        description="add gamma * V(last observation) where the step limit, not the task, ended an episode",
+    )
+    surrogate: Literal["ratio", "log_ratio"] = Field(
+        default="ratio", description="what the advantage multiplies: the clipped ratio (PPO) or its logarithm (CPGD)"
+    )
+    clip_ratio_low: Fraction = Field(default=0.2, description="lower clip of the ratio")
+    clip_ratio_high: PositiveFloat = Field(default=0.28, description="upper clip of the ratio")
+    clip_ratio_dual: PositiveFloat | None = Field(
+        default=None, description="with a negative advantage no ratio counts for more than this (dual clip)"
+    )
+    drift_coef: NonNegativeFloat = Field(
+        default=0.0, description="weight of the KL from the policy that acted (CPGD's policy drift)"
+    )
+    kl: KlConfig = Field(default=KlConfig(), description="distance to the policy that the run began with")
+    value_clip: PositiveFloat | None = Field(default=0.2, description="clip of the value change; null for none")
+    value_loss_coef: NonNegativeFloat = Field(default=0.5, description="weight of the value loss")
+    huber_delta: PositiveFloat | None = Field(
+        default=None, description="beyond this error the value loss grows linearly; null for the square everywhere"
+    )
+    entropy_bonus: NonNegativeFloat = Field(default=0.0, description="weight of the entropy")
+    loss_agg: Literal["token_mean", "episode_mean", "fixed_length"] = Field(
+        default="token_mean",
+        description="each ratio counts the same, or each episode, or sums over episodes are divided by the rollout's"
+        " length (Dr. GRPO)",
+    )
+    update_epoch: PositiveInt = Field(default=2, description="passes over a rollout")
+    rollout_epoch: PositiveInt = Field(default=1, description="rollouts gathered one after the other for an update")
+    group_size: PositiveInt = Field(default=1, description="environments that share an initial state")
+    filter: FilterConfig = Field(default=FilterConfig(), description="dynamic sampling by success rate")
+    srpo: SrpoConfig = Field(default=SrpoConfig(), description="rewards of failures by their likeness to successes")
+    decoupled: DecoupledConfig = Field(
+        default=DecoupledConfig(), description="decoupled PPO, for rollouts of older policies"
+    )
+    target_kl: PositiveFloat | None = Field(
+        default=None,
+        description="end an update once the approximate KL per token to the policy that acted (decoupled: the proximal"
+        " one) exceeds this",
+    )
+    sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

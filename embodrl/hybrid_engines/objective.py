@@ -1,0 +1,84 @@
+"""What an update hands to a loss, and what it takes from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodrl.algorithms.advantages import Advantages
+from embodrl.algorithms.decoupled import COLUMNS
+from embodrl.algorithms.episodes import element_weights, split_episodes
+from embodrl.algorithms.losses import LossOutput, element_counts
+from embodrl.config.schema import AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import EmbodrlError
+
+
+def is_largest(name: str) -> bool:
+    """Tell whether of a metric the largest counts, not the sum over micro-batches and the mean over updates."""
+    return name.endswith("_max")
+
+
+def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, Any]:
+    """Return the settings that a loss may ask for."""
+    settings: dict[str, Any] = {
+        "logprob_type": algorithm.logprob_type,
+        "length_normalized_ratio": algorithm.length_normalized_ratio,
+        "surrogate": algorithm.surrogate,
+        "clip_ratio_low": algorithm.clip_ratio_low,
+        "clip_ratio_high": algorithm.clip_ratio_high,
+        "clip_ratio_dual": algorithm.clip_ratio_dual,
+        "drift_coef": algorithm.drift_coef,
+        "entropy_type": algorithm.entropy_type,
+        "entropy_bonus": algorithm.entropy_bonus,
+        "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
+        "kl_estimator": algorithm.kl.estimator,
+    }
+    if needs_values:
+        settings |= {
+            "value_clip": algorithm.value_clip,
+            "value_loss_coef": algorithm.value_loss_coef,
+            "huber_delta": algorithm.huber_delta,
+        }
+    return settings
+
+
+def checked_loss(output: object, name: str) -> LossOutput:
+    """Return what a loss, perhaps the user's, returned, if it is one.
+
+    Raises:
+        EmbodrlError: it is none, or has no ``approx_kl``, which ``algorithm.target_kl`` and the console read.
+    """
+    if isinstance(output, LossOutput) and output.loss.ndim == 0 and "approx_kl" in output.metrics:
+        return output
+    raise EmbodrlError(
+        f"loss_type '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
+        "return embodrl.algorithms.losses.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
+    )
+
+
+def chunk_weights(batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor | None:
+    """Return ``float32[T,B]`` for ``algorithm.loss_agg``; None where every ratio counts the same."""
+    if algorithm.loss_agg == "token_mean":
+        return None
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    num_elements = element_counts(batch.valid, batch.logprobs.shape[-1], algorithm.logprob_type)
+    whole = element_counts(torch.ones_like(batch.valid), batch.logprobs.shape[-1], algorithm.logprob_type)
+    length = int(whole[:, 0].sum()) if whole.numel() else 0
+    return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
+
+
+def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tensor | None = None) -> TrajectoryBatch:
+    """Return the chunks of a rollout that have a valid action, as rows: time and environments become one axis.
+
+    The columns ``advantages``, ``returns`` and, if given, ``weights`` are added to what a loss may ask for.
+    """
+    asked = ("forward_inputs", "logprobs", "values", "valid", "ref_logprobs", *COLUMNS)
+    rows = batch.select(*(name for name in asked if name in batch)).replace(
+        advantages=advantages.advantages, returns=advantages.returns, weights=weights
+    )
+    chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
+    flat = rows.fold()
+    return flat if len(chosen) == len(flat) else flat[chosen]

@@ -1,0 +1,88 @@
+"""The built-in pipelines, one function each, from a configuration to a graph.
+
+Most algorithms differ in their advantages and losses, which are settings, and share one graph:
+
+    rollout -> reward -> (reference) -> (proximal) -> advantage -> train -> sync
+"""
+
+from __future__ import annotations
+
+from embodrl.config.schema import Config
+from embodrl.pipelines.graph import Pipeline
+
+NODES = "embodrl.pipelines.nodes"
+
+
+def ppo(config: Config) -> Pipeline:
+    """Proximal policy optimisation with a critic."""
+    return _learn(_gather(Pipeline("ppo")), config, "rollout")
+
+
+def grpo(config: Config) -> Pipeline:
+    """Group-relative policy optimisation."""
+    return _learn(_gather(Pipeline("grpo")), config, "rollout")
+
+
+def rloo(config: Config) -> Pipeline:
+    """REINFORCE with a leave-one-out baseline."""
+    return _learn(_gather(Pipeline("rloo")), config, "rollout")
+
+
+def reinforce_pp(config: Config) -> Pipeline:
+    """REINFORCE++."""
+    return _learn(_gather(Pipeline("reinforce_pp")), config, "rollout")
+
+
+def gspo(config: Config) -> Pipeline:
+    """Group sequence policy optimisation."""
+    return _learn(_gather(Pipeline("gspo")), config, "rollout")
+
+
+def cpgd(config: Config) -> Pipeline:
+    """Clipped policy gradient optimisation with policy drift."""
+    return _learn(_gather(Pipeline("cpgd")), config, "rollout")
+
+
+def dapo(config: Config) -> Pipeline:
+    """Decoupled clip and dynamic sampling policy optimisation: uniform groups are replaced before anything else."""
+    return _learn(_sample(_gather(Pipeline("dapo"))), config, "dynamic_sampling")
+
+
+def srpo(config: Config) -> Pipeline:
+    """Self-referential policy optimisation: its rewards are those of the reward node, its groups may be sampled."""
+    pipeline = _gather(Pipeline("srpo"))
+    if config.algorithm.filter.enabled:
+        return _learn(_sample(pipeline), config, "dynamic_sampling")
+    return _learn(pipeline, config, "rollout")
+
+
+def _gather(pipeline: Pipeline) -> Pipeline:
+    return pipeline.add_node("rollout", f"{NODES}:rollout", role="rollout")
+
+
+def _sample(pipeline: Pipeline) -> Pipeline:
+    return pipeline.add_node("dynamic_sampling", f"{NODES}:dynamic_sampling", ("rollout",), "dynamic_sampling")
+
+
+def _learn(pipeline: Pipeline, config: Config, source: str) -> Pipeline:
+    """Add the nodes from the rewards of a batch to the new weights."""
+    pipeline.add_node("reward", f"{NODES}:reward", (source,), "reward")
+    batch = _add_logprobs(pipeline, config, "reward")
+    pipeline.add_node("advantage", f"{NODES}:advantage", (batch,), "advantage")
+    pipeline.add_node("train", f"{NODES}:train", (batch, "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
+def _add_logprobs(pipeline: Pipeline, config: Config, batch: str) -> str:
+    """Add the nodes that evaluate the actions under further policies, one after the other; return the last.
+
+    They follow the rewards, since an episode without a reward is not valid and costs no forward pass.
+    """
+    if config.algorithm.kl.coef > 0:
+        pipeline.add_node("reference", f"{NODES}:reference", (batch,), "reference")
+        batch = "reference"
+    decoupled = config.algorithm.decoupled
+    if decoupled.enabled and decoupled.prox == "recompute":
+        pipeline.add_node("proximal", f"{NODES}:proximal", (batch,), "proximal")
+        batch = "proximal"
+    return batch

@@ -1,0 +1,216 @@
+"""What must hold before a pipeline may run. All of it is checked, and all problems are told. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from embodrl.errors import EmbodrlError, PipelineProblem
+from embodrl.registry import import_function, nearest
+
+ROLES: dict[str, str] = {
+    "rollout": "gathers experience; at least one",
+    "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
+    "reward": "judges episodes; goes with reward.fn and algorithm.srpo.enabled",
+    "reference": "log-probs under the starting policy; goes with algorithm.kl.coef",
+    "proximal": "log-probs under the weights that the update begins with; goes with algorithm.decoupled",
+    "advantage": "advantages and returns",
+    "train": "updates the weights; exactly one",
+    "sync": "hands the new weights to the rollout; at least one, after the node that trains",
+    "compute": "anything else, and others use what it returns",
+    "sink": "anything else that nobody depends on, such as a log",
+}
+ENDS = ("train", "sync", "sink")
+"""Roles of nodes that nobody need depend on."""
+TAKEN = ("env", "policy", "total", "eval")
+"""Names whose times are metrics with another meaning."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """A node as it was given, not yet checked; see ``graph.Node``."""
+
+    name: str
+    fn: Callable[..., Any] | str
+    deps: tuple[str, ...]
+    role: str
+    retries: int
+
+
+def resolve(fn: Callable[..., Any] | str) -> tuple[Callable[..., Any], str]:
+    """Return a function and its ``module:name``.
+
+    Raises:
+        EmbodrlError: there is none.
+    """
+    if isinstance(fn, str):
+        return import_function(fn), fn
+    if not callable(fn):
+        raise EmbodrlError(f"fn is a {type(fn).__name__}, not a function", "give a function, or 'module:function'")
+    inner: Any = fn
+    while isinstance(inner, functools.partial):
+        inner = cast(Any, inner).func
+    named = cast(Any, inner if hasattr(inner, "__qualname__") else type(inner))
+    return fn, f"{named.__module__}:{named.__qualname__}"
+
+
+def sorted_names(specs: list[NodeSpec]) -> list[str]:
+    """Return names so that each comes after those it depends on, and else in the given order (Kahn 1962).
+
+    What is in a cycle, or depends on one, is left out; dependencies that are missing do not count.
+    """
+    known = {spec.name for spec in specs}
+    left, done = list(specs), list[str]()
+    while ready := next((s for s in left if all(d in done or d not in known for d in s.deps)), None):
+        left.remove(ready)
+        done.append(ready.name)
+    return done
+
+
+def check_nodes(specs: list[NodeSpec]) -> list[PipelineProblem]:
+    """Return all that is wrong with the nodes of a pipeline."""
+    problems = [problem for spec in specs for problem in _check_node(spec)]
+    sound = [spec for spec in specs if not isinstance(spec.deps, str)]
+    links = [*_missing(sound), *_cycles(sound)]
+    problems += [*links, *_unused(sound), *_needed_roles(specs)]
+    if not links and len(sound) == len(specs):
+        problems += _disconnected(specs)
+    return problems
+
+
+def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
+    """Yield what is wrong with a node, whatever the others."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
+        yield PipelineProblem(spec.name, "is not a name", "use lower-case letters, digits and _, e.g. reward_shaping")
+    elif spec.name in TAKEN:
+        message = f"its time would be the metric time/{spec.name}_s, which means something else"
+        yield PipelineProblem(spec.name, message, "choose another name")
+    if isinstance(spec.deps, str):
+        yield PipelineProblem(spec.name, f"deps is the text '{spec.deps}'", f"write deps=('{spec.deps}',)")
+    elif twice := sorted({name for name in spec.deps if spec.deps.count(name) > 1}):
+        yield PipelineProblem(spec.name, f"depends on '{twice[0]}' more than once", "name it once")
+    if spec.role not in ROLES:
+        hint = nearest(str(spec.role), list(ROLES))
+        remedy = f"did you mean '{hint}'?" if hint else f"choose one of {', '.join(ROLES)}"
+        yield PipelineProblem(spec.name, f"unknown role '{spec.role}'; known: {', '.join(ROLES)}", remedy)
+    if type(spec.retries) is not int or spec.retries < 0:
+        yield PipelineProblem(spec.name, f"retries is {spec.retries!r}", "give a number from 0")
+    elif spec.retries and spec.role == "train":
+        message = "a further attempt would repeat the optimizer steps that the first has taken"
+        yield PipelineProblem(spec.name, message, "set its retries to 0")
+    try:
+        fn, label = resolve(spec.fn)
+    except EmbodrlError as error:
+        yield PipelineProblem(spec.name, error.message, error.remedy or "correct the name")
+    else:
+        if not isinstance(spec.deps, str):
+            yield from _check_signature(spec, fn, label)
+
+
+def _check_signature(spec: NodeSpec, fn: Callable[..., Any], label: str) -> Iterator[PipelineProblem]:
+    call = type(fn).__call__ if not inspect.isroutine(fn) else fn
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    if any(kind(fn) or kind(call) for kind in kinds):
+        message = f"{label} is a coroutine or a generator, and nobody would run it"
+        yield PipelineProblem(spec.name, message, "write a plain function; it may call asyncio.run")
+        return
+    wanted = f"(context{''.join(f', {name}' for name in spec.deps)})"
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        message = f"the parameters of {label} can't be read"
+        yield PipelineProblem(spec.name, message, f"wrap it in a function of {wanted}")
+        return
+    try:
+        signature.bind(*range(1 + len(spec.deps)))
+    except TypeError:
+        message = f"{label}{signature} can't be called with {wanted}"
+        remedy = "one positional parameter for the context, and one for each of deps"
+        yield PipelineProblem(spec.name, message, remedy)
+
+
+def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
+    names = [spec.name for spec in specs]
+    for spec in specs:
+        for name in dict.fromkeys(spec.deps):
+            if name not in names:
+                hint = nearest(name, [known for known in names if known != spec.name])
+                remedy = f"did you mean '{hint}'?" if hint else f"add it; there are {', '.join(names)}"
+                yield PipelineProblem(spec.name, f"depends on '{name}', which is not there", remedy)
+
+
+def _cycles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
+    """Yield a cycle through each node that is in one, unless a cycle told before has it."""
+    deps = {spec.name: spec.deps for spec in specs}
+    told = set[str]()
+    for spec in specs:
+        path = [] if spec.name in told else _cycle_through(spec.name, deps)
+        if path:
+            told |= set(path)
+            yield PipelineProblem(spec.name, f"is in a cycle: {' -> '.join(path)}", "remove one of these dependencies")
+
+
+def _cycle_through(name: str, deps: dict[str, tuple[str, ...]]) -> list[str]:
+    """Return a shortest way along the data from a node back to itself, or []."""
+    ways = deque([[name]])
+    seen = set[str]()
+    while ways:
+        way = ways.popleft()
+        for before in deps.get(way[0], ()):
+            if before == name:
+                return [name, *way]
+            if before not in seen:
+                seen.add(before)
+                ways.append([before, *way])
+    return []
+
+
+def _unused(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
+    used = {name for spec in specs for name in spec.deps}
+    for spec in specs:
+        if spec.name not in used and spec.role not in ENDS:
+            remedy = "name it in the deps of a node, or give it the role 'sink'"
+            yield PipelineProblem(spec.name, "nobody uses its output", remedy)
+
+
+def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
+    train = [spec.name for spec in specs if spec.role == "train"]
+    if not train:
+        yield PipelineProblem("", "no node has the role 'train'", "add one, e.g. embodrl.pipelines.nodes:train")
+    for name in train[1:]:
+        message = f"has the role 'train', and so has '{train[0]}'"
+        yield PipelineProblem(name, message, "one node trains; several losses are one function of algorithm.loss_type")
+    for role in ("rollout", "sync"):
+        if all(spec.role != role for spec in specs):
+            yield PipelineProblem("", f"no node has the role '{role}'", f"add one, e.g. embodrl.pipelines.nodes:{role}")
+
+
+def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
+    """Yield rollouts that the training does not depend on, which might be interrupted after it, and early syncs."""
+    deps = {spec.name: spec.deps for spec in specs}
+    train = next((spec.name for spec in specs if spec.role == "train"), None)
+    if train is None:
+        return
+    for spec in specs:
+        if spec.role in ("rollout", "dynamic_sampling") and spec.name not in _upstream(train, deps):
+            message = f"'{train}', which trains, does not depend on it"
+            yield PipelineProblem(spec.name, message, f"lead its output to '{train}'")
+        elif spec.role == "sync" and train not in _upstream(spec.name, deps):
+            message = f"does not depend on '{train}', so the weights might be those before the update"
+            yield PipelineProblem(spec.name, message, f"name '{train}' in its deps")
+
+
+def _upstream(name: str, deps: dict[str, tuple[str, ...]]) -> set[str]:
+    """Return a node and all that it depends on."""
+    found, todo = set[str](), [name]
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found.add(one)
+            todo += deps[one]
+    return found

@@ -1,0 +1,205 @@
+"""The training loop as a graph: what a node is, how a pipeline is put together, and how it is walked.
+
+Imports no torch, since pipelines are checked together with the configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
+from embodrl.pipelines.checks import NodeSpec, check_nodes, resolve, sorted_names
+from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
+
+if TYPE_CHECKING:
+    from embodrl.pipelines.context import Context
+
+logger = logging.getLogger(__name__)
+
+RETRIES = "pipeline/retries"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A step of the training loop.
+
+    Attributes:
+        name: unique; its time is the metric ``time/<name>_s``.
+        fn: ``fn(context, *outputs) -> value | (value, metrics) | None``, with an output for each of ``deps``.
+        label: ``module:function`` of it.
+        deps: names of the nodes whose outputs it gets, in this order.
+        role: what it is to the loop, one of ``checks.ROLES``.
+        retries: further attempts after it has raised.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    label: str
+    deps: tuple[str, ...]
+    role: str
+    retries: int
+
+
+class Pipeline:
+    """Nodes that are to become a graph.
+
+    >>> Pipeline("mine").add_node("rollout", "embodrl.pipelines.nodes:rollout", role="rollout").name
+    'mine'
+
+    Args:
+        name: for messages and drawings.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._specs: dict[str, NodeSpec] = {}
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of the nodes, in order of insertion."""
+        return [spec.role for spec in self._specs.values()]
+
+    def add_node(
+        self,
+        name: str,
+        fn: Callable[..., Any] | str,
+        deps: Sequence[str] = (),
+        role: str = "compute",
+        retries: int = 0,
+    ) -> Self:
+        """Add a node; nodes may be added in any order.
+
+        Args:
+            name: lower-case letters, digits and ``_``.
+            fn: a function, or ``module:function``. It gets the context and the outputs of ``deps``, and returns a
+                value, a pair of a value and a dictionary of metrics, or None. Batches among its inputs are shallow
+                copies: it may replace columns, but must not write into tensors.
+            deps: nodes that come before.
+            role: one of ``checks.ROLES``.
+            retries: further attempts after it has raised. An attempt begins with fresh copies of the inputs, but what
+                it did to the context stays done.
+
+        Raises:
+            PipelineError: there is a node of that name already.
+        """
+        if name in self._specs:
+            message = f"pipeline '{self.name}' has a node '{name}' already"
+            raise PipelineError(message, "choose another name", (PipelineProblem(name, message, "rename one"),))
+        kept = deps if isinstance(deps, str) else tuple(deps)
+        self._specs[name] = NodeSpec(name, fn, cast(tuple[str, ...], kept), role, retries)
+        return self
+
+    def problems(self) -> list[PipelineProblem]:
+        """Return all that is wrong with the nodes, in order of insertion."""
+        return check_nodes(list(self._specs.values()))
+
+    def build(self) -> Graph:
+        """Return the graph: nodes after those that they depend on, else in order of insertion.
+
+        Raises:
+            PipelineError: with every problem found.
+        """
+        problems = self.problems()
+        if problems:
+            count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+            raise PipelineError(f"the pipeline '{self.name}' has {count}:", problems=tuple(problems))
+        specs = [self._specs[name] for name in sorted_names(list(self._specs.values()))]
+        nodes = [Node(s.name, *resolve(s.fn), s.deps, s.role, s.retries) for s in specs]
+        return Graph(self.name, tuple(nodes))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A pipeline that has been checked; made by ``Pipeline.build``.
+
+    Attributes:
+        name: of the pipeline.
+        nodes: in the order in which they run.
+    """
+
+    name: str
+    nodes: tuple[Node, ...]
+
+    def run(self, context: Context, on_node: Callable[[Node], None] | None = None) -> Metrics:
+        """Run every node once, in order.
+
+        An output is kept until the last node that depends on it has run.
+
+        Args:
+            context: what every node gets.
+            on_node: called before each node.
+
+        Returns:
+            the metrics of all nodes (of one that several report, the last), ``time/<node>_s``, and the number of
+            retries if any node may be retried.
+
+        Raises:
+            InterruptedError: a node before the one that trains was interrupted; nothing has been learned.
+            EmbodrlError: a node raised it, as often as it may be retried; the message says which node, and its inputs.
+            PipelineError: a node raised anything else, was interrupted once training had begun, or returned metrics
+                that are none.
+        """
+        waiting = Counter(name for node in self.nodes for name in set(node.deps))
+        outputs: dict[str, Any] = {}
+        metrics: Metrics = {}
+        may_stop, retries = True, 0
+        for node in self.nodes:
+            if on_node is not None:
+                on_node(node)
+            may_stop = may_stop and node.role != "train"
+            clock = time.perf_counter()
+            result, failed = self._attempt(node, context, [outputs[name] for name in node.deps], may_stop)
+            value, found = self._outcome(node, result)
+            metrics |= found
+            metrics[f"time/{node.name}_s"] = time.perf_counter() - clock
+            retries += failed
+            if waiting[node.name]:
+                outputs[node.name] = value
+            for name in set(node.deps):
+                waiting[name] -= 1
+                if not waiting[name]:
+                    del outputs[name]
+            del result, value
+        return metrics | ({RETRIES: float(retries)} if any(node.retries for node in self.nodes) else {})
+
+    def _attempt(self, node: Node, context: Context, inputs: list[Any], may_stop: bool) -> tuple[Any, int]:
+        """Return what a node returned, and how many attempts had failed before."""
+        for attempt in range(node.retries + 1):
+            try:
+                return node.fn(context, *map(shared, inputs)), attempt
+            except Exception as error:
+                interrupted = isinstance(error, InterruptedError)
+                if interrupted and may_stop:
+                    raise
+                if interrupted or attempt == node.retries:
+                    raise self._failure(node, inputs, error, attempt + 1) from error
+                of = f"attempt {attempt + 1} of {node.retries + 1}"
+                logger.warning("node '%s' failed (%s): %s: %s", node.name, of, type(error).__name__, error)
+        raise AssertionError("a node has at least one attempt")
+
+    def _failure(self, node: Node, inputs: list[Any], error: Exception, attempts: int) -> EmbodrlError:
+        """Return the error of a node with its name, its inputs, and the cause."""
+        where = f"in node '{node.name}' ({node.label}) of the pipeline '{self.name}'"
+        where += f", after {attempts} attempts" if attempts > 1 else ""
+        pairs = [f"\n    {name}: {described(value)}" for name, value in zip(node.deps, inputs, strict=True)]
+        text = f"{where}{', which got' if pairs else ''}{''.join(pairs)}"
+        if isinstance(error, EmbodrlError):
+            error.add(text)
+            return error
+        if isinstance(error, InterruptedError):
+            remedy = "a node that can be interrupted, such as a rollout, comes before the one that trains"
+            return PipelineError(f"interrupted once training had begun, {text}", remedy)
+        remedy = "mend the function; --debug shows where it happened"
+        return PipelineError(f"{type(error).__name__}: {error}\n  {text}", remedy)
+
+    def _outcome(self, node: Node, result: Any) -> tuple[Any, Metrics]:
+        try:
+            return outcome_of(result)
+        except TypeError as error:
+            message = f"node '{node.name}' ({node.label}) of the pipeline '{self.name}' returned {error}"
+            raise PipelineError(message, "return value, (value, {name: number}) or None") from error

@@ -1,0 +1,69 @@
+"""The built-in nodes. Thin: the work is done by workers, engines and algorithms.
+
+Validating a configuration imports this module, which is why torch comes with the calls.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from embodrl.errors import EmbodrlError
+from embodrl.pipelines.context import Context
+from embodrl.pipelines.outcomes import Metrics
+
+if TYPE_CHECKING:
+    from embodrl.algorithms.advantages import Advantages
+    from embodrl.data.trajectory import TrajectoryBatch
+
+
+def rollout(context: Context) -> tuple[TrajectoryBatch, Metrics]:
+    """Gather experience with the present policy; ``env_steps`` are the steps simulated for it."""
+    batch, metrics = context.rollout.gather(context.iteration)
+    return batch, metrics | {"env_steps": batch.meta["env_steps"]}
+
+
+def dynamic_sampling(context: Context, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
+    """Keep groups with both successes and failures, and replace the others by further rollouts (DAPO)."""
+    from embodrl.workers.dynamic_sampling import sample_mixed_groups
+    from embodrl.workers.rollout import RolloutWorker
+
+    if not isinstance(context.rollout, RolloutWorker):
+        name = type(context.rollout).__name__
+        raise EmbodrlError(f"{name} gives no further rollouts on demand", "set algorithm.filter.enabled=false")
+    batch, metrics = sample_mixed_groups(context.rollout, batch, context.iteration)
+    return batch, metrics | {"env_steps": batch.meta["env_steps"]}
+
+
+def reward(context: Context, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
+    """Replace the rewards by those of ``reward.fn`` or SRPO; without either they stay the environment's."""
+    metrics: Metrics = {**context.rewards.apply(batch)}
+    return batch, metrics
+
+
+def reference(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Add the log-probs of the policy that the run began with."""
+    batch.ref_logprobs = context.engine.reference_logprobs(batch, context.config.algorithm)
+    return batch
+
+
+def proximal(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Add the log-probs of the weights that this update begins with (decoupled PPO)."""
+    batch.prox_logprobs = context.engine.proximal_logprobs(batch, context.config.algorithm)
+    return batch
+
+
+def advantage(context: Context, batch: TrajectoryBatch) -> Advantages:
+    """Estimate advantages and returns as ``algorithm.adv_type`` says."""
+    from embodrl.algorithms.advantages import compute_advantages
+
+    return compute_advantages(batch, context.config.algorithm)
+
+
+def train(context: Context, batch: TrajectoryBatch, advantages: Advantages) -> tuple[None, Metrics]:
+    """Update the weights."""
+    return None, {**context.engine.update(batch, advantages, context.config.algorithm, context.shuffle)}
+
+
+def sync(context: Context, trained: None) -> None:
+    """Hand the new weights, and their version, to the rollout."""
+    context.rollout.update_weights(context.engine.weights(), context.engine.version)

@@ -1,0 +1,67 @@
+"""What nodes hand over: values, metrics, and how they are described in a message. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, cast
+
+Metrics = dict[str, float | None]
+
+
+def outcome_of(result: Any) -> tuple[Any, Metrics]:
+    """Return the value and the metrics of what a node returned: ``value``, ``(value, metrics)`` or None.
+
+    Raises:
+        TypeError: there are metrics, and they are not numbers by name, or have a name that is taken.
+    """
+    pair = cast(tuple[Any, ...], result) if isinstance(result, tuple) else ()
+    if len(pair) != 2 or not isinstance(pair[1], dict):
+        return cast(Any, result), {}
+    value, metrics = pair
+    found: Metrics = {}
+    for name, number in cast(dict[Any, Any], metrics).items():
+        if not isinstance(name, str) or not (number is None or isinstance(number, Real)):
+            raise TypeError(f"the metric {name!r}, which is {described(number)}")
+        if name == "iteration":
+            raise TypeError("a metric called 'iteration', which is the name of the run's own")
+        found[name] = number if number is None or isinstance(number, int | float) else float(number)
+    return value, found
+
+
+def shared(value: Any) -> Any:
+    """Return a shallow copy of a batch, anything else itself."""
+    return value.replace() if _is_batch(value) else value
+
+
+def described(value: Any) -> str:
+    """Return the type of a value and, of tensors and what holds them, dtypes and shapes."""
+    if _is_batch(value):
+        columns = ", ".join(f"{'/'.join(path)} {_tensor(tensor)}" for path, tensor in value.leaves())
+        return f"{type(value).__name__} {list(value.batch_size)} with {columns or 'no columns'}"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{type(value).__name__} {_tensor(value)}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return f"{type(value).__name__} with {', '.join(f'{name} {described(part)}' for name, part in fields)}"
+    if isinstance(value, Mapping):
+        parts = [f"{name}: {described(part)}" for name, part in cast(Mapping[Any, Any], value).items()]
+        return f"{type(cast(Any, value)).__name__} {{{', '.join(parts)}}}"
+    if isinstance(value, list | tuple):
+        items = cast(list[Any] | tuple[Any, ...], value)
+        return f"{type(items).__name__} of {len(items)}"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    return type(value).__name__
+
+
+def _is_batch(value: Any) -> bool:
+    # Whoever has a batch has imported its module.
+    module = sys.modules.get("embodrl.data.batch")
+    return module is not None and isinstance(value, module.Batch)
+
+
+def _tensor(value: Any) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -1,0 +1,139 @@
+"""Which pipeline a configuration means, and whether it has the nodes that the other settings need. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from embodrl.config.schema import Config
+from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
+from embodrl.pipelines.graph import Graph, Pipeline
+from embodrl.registry import ADVANTAGES, PIPELINES, import_function
+
+
+@dataclass(frozen=True)
+class Need:
+    """A role that belongs to a setting.
+
+    Attributes:
+        role: of the node.
+        setting: when it is needed, in words.
+        wanted: whether it is.
+        switch: what turns the setting off.
+        only_then: the node can't do its work without the setting.
+    """
+
+    role: str
+    setting: str
+    wanted: Callable[[Config], bool]
+    switch: str
+    only_then: bool
+
+
+NEEDS = (
+    Need("reference", "algorithm.kl.coef above 0", lambda c: c.algorithm.kl.coef > 0, "algorithm.kl.coef=0", True),
+    Need(
+        "dynamic_sampling",
+        "algorithm.filter.enabled",
+        lambda c: c.algorithm.filter.enabled,
+        "algorithm.filter.enabled=false",
+        True,
+    ),
+    Need(
+        "proximal",
+        "algorithm.decoupled with prox=recompute",
+        lambda c: c.algorithm.decoupled.enabled and c.algorithm.decoupled.prox == "recompute",
+        "algorithm.decoupled.enabled=false",
+        True,
+    ),
+    Need("reward", "reward.fn", lambda c: c.reward.fn is not None, "reward.fn=null", False),
+    Need(
+        "reward",
+        "algorithm.srpo.enabled",
+        lambda c: c.algorithm.srpo.enabled,
+        "algorithm.srpo.enabled=false",
+        False,
+    ),
+)
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def default_name(config: Config) -> str:
+    """Return the built-in pipeline that belongs to the settings: the first registered one whose setting holds.
+
+    With an estimator of the user's that is ``ppo`` if it asks for values, else ``grpo``.
+    """
+    for name in PIPELINES:
+        key, value = PIPELINES.entry(name).facts.get("setting", ("", None))
+        if key and value_of(config, key) == value:
+            return name
+    return "ppo" if ADVANTAGES.entry(config.algorithm.adv_type).facts.get("needs_values") else "grpo"
+
+
+def make_pipeline(config: Config) -> Pipeline:
+    """Return the pipeline that ``pipeline.fn``, ``pipeline.name`` or the algorithm's settings name.
+
+    Raises:
+        EmbodrlError: there is none, or the user's function failed.
+    """
+    path = config.pipeline.fn
+    if path is None:
+        return PIPELINES.get(config.pipeline.name or default_name(config))(config)
+    function = import_function(path)
+    try:
+        made = function(config)
+    except EmbodrlError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        message = f"{path} raised {type(error).__name__}: {error}"
+        raise EmbodrlError(message, "it is called with the configuration, a Config, alone") from error
+    if not isinstance(made, Pipeline):
+        remedy = "return the Pipeline itself, which embodrl builds"
+        raise EmbodrlError(f"{path} returned {type(made).__name__}, not a Pipeline", remedy)
+    return made
+
+
+def unmet_needs(pipeline: Pipeline, config: Config) -> list[PipelineProblem]:
+    """Return what is wrong between the nodes of a pipeline and the other settings."""
+    problems: list[PipelineProblem] = []
+    for need in NEEDS:
+        present, wanted = need.role in pipeline.roles, need.wanted(config)
+        if wanted and not present:
+            message = f"{need.setting} needs a node of the role '{need.role}', and there is none"
+            remedy = f"add one, e.g. embodrl.pipelines.nodes:{need.role}; leave pipeline.name out; or set {need.switch}"
+            problems.append(PipelineProblem("", message, remedy))
+        elif present and need.only_then and not wanted:
+            message = f"a node has the role '{need.role}', which needs {need.setting}"
+            problems.append(PipelineProblem("", message, "set it, or leave the node out"))
+    return problems
+
+
+def find_problems(config: Config) -> list[PipelineProblem]:
+    """Return all that is wrong with the pipeline of a configuration."""
+    try:
+        pipeline = make_pipeline(config)
+    except PipelineError as error:
+        return list(error.problems) or [PipelineProblem("", error.message, error.remedy)]
+    except EmbodrlError as error:
+        return [PipelineProblem("", error.message, error.remedy or "put its directory on PYTHONPATH")]
+    return [*pipeline.problems(), *unmet_needs(pipeline, config)]
+
+
+def build_graph(config: Config) -> Graph:
+    """Return the graph of a configuration.
+
+    Raises:
+        PipelineError: with all that is wrong with it.
+    """
+    problems = find_problems(config)
+    if problems:
+        raise PipelineError("the pipeline can't run:", problems=tuple(problems))
+    return make_pipeline(config).build()

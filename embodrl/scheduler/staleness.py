@@ -1,0 +1,100 @@
+"""How far rollouts may run ahead of training: a pure state machine, which owns no threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StalenessGate:
+    """Admits shards of rollouts, and picks those to train on, so that no chunk is trained on too late.
+
+    A shard is what one stage plays in one go; an update takes ``batch_size`` of them. With v updates done, at most
+    ``(max_staleness + v + 1) * batch_size`` shards are accepted or running (AReaL: Fu et al. 2025, arXiv 2505.24298,
+    sec. 5.1, counted in shards). That alone does not bound the staleness, since a slow shard may be overtaken again
+    and again. So an update also waits for running shards where leaving them to later updates would make one too old:
+    a shard that began under version b has to be trained on while the version is ``b + max_staleness`` at most.
+
+    Attributes:
+        max_staleness: eta, most updates between the weights that chose an action and those it trains.
+        batch_size: B, shards an update.
+        max_running: C, shards at the same time.
+        version: v, updates done.
+        rejected: shards finished and not trained on: filtered out, or too old.
+        running: version at which each running shard began, by number.
+        waiting: the same of shards that are finished and not given out yet.
+        given_out: the same of shards that the present update trains on, or has turned down.
+    """
+
+    max_staleness: int
+    batch_size: int
+    max_running: int
+    version: int = 0
+    rejected: int = 0
+    running: dict[int, int] = field(default_factory=dict[int, int])
+    waiting: dict[int, int] = field(default_factory=dict[int, int])
+    given_out: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def accepted(self) -> int:
+        """Shards finished and kept since the start of the run: trained on, given out, or waiting for it."""
+        return self.version * self.batch_size + min(len(self.given_out), self.batch_size) + len(self.waiting)
+
+    def capacity(self) -> int:
+        """Return how many shards may begin now."""
+        ahead = (self.max_staleness + self.version + 1) * self.batch_size - (self.accepted + len(self.running))
+        return max(0, min(self.max_running - len(self.running), ahead))
+
+    def begin(self, shard: int) -> None:
+        """Note that a shard begins."""
+        assert self.capacity() > 0 and shard not in self.running and shard not in self.waiting
+        self.running[shard] = self.version
+
+    def finish(self, shard: int) -> None:
+        """Note that a shard waits to be trained on."""
+        self.waiting[shard] = self.running.pop(shard)
+
+    def abandon(self, shard: int) -> None:
+        """Note that a running shard was broken off; it may begin anew."""
+        del self.running[shard]
+
+    def drop_too_old(self) -> list[int]:
+        """Reject the waiting shards that no update may take any more; return them.
+
+        There are some only after ``max_staleness`` was lowered.
+        """
+        dropped = [shard for shard, began in self.waiting.items() if self.version - began > self.max_staleness]
+        for shard in dropped:
+            del self.waiting[shard]
+        self.rejected += len(dropped)
+        return dropped
+
+    def choose(self) -> list[int] | None:
+        """Return the B oldest of the waiting shards, or None while an update has to wait for running ones."""
+        oldest = sorted(self.waiting, key=lambda shard: (self.waiting[shard], shard))
+        chosen = oldest[: self.batch_size]
+        if len(chosen) < self.batch_size:
+            return None
+        left = [self.waiting[shard] for shard in oldest[self.batch_size :]] + list(self.running.values())
+        for began in self.running.values():
+            # Later updates take B shards each: those that began so early must fit into the ones they may wait for.
+            updates = max(0, began + self.max_staleness - self.version)
+            if sum(other <= began for other in left) > updates * self.batch_size:
+                return None
+        return chosen
+
+    def give_out(self, chosen: list[int]) -> None:
+        """Note that the present update trains on these shards; beyond B, it turned some of them down."""
+        for shard in chosen:
+            self.given_out[shard] = self.waiting.pop(shard)
+
+    def take_back(self) -> None:
+        """Note that there is no update; the shards given out wait for the next one."""
+        self.waiting |= self.given_out
+        self.given_out.clear()
+
+    def update(self, version: int) -> None:
+        """Note that the update is done."""
+        self.rejected += max(0, len(self.given_out) - self.batch_size)
+        self.version = version
+        self.given_out.clear()

@@ -1,0 +1,288 @@
+"""Rollouts that go on while the policy trains.
+
+Each stage of environments has a thread, which plays one shard after the other: T chunks of the stage's environments,
+from fresh episodes. A StalenessGate says when a shard may begin and which shards an update takes.
+
+Legend: T policy steps (chunks), B environments.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from embodrl.config.schema import Config
+from embodrl.data.batch_io import batch_from_tensors, batch_to_tensors
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.envs.pool import EnvPool
+from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.scheduler.staleness import StalenessGate
+from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutState, make_stages
+from embodrl.workers.stage import EpisodeStats, Seconds, Stage
+
+# How long a signal may wait until it is looked at.
+_POLL_S = 0.1
+
+
+class AsyncRolloutWorker:
+    """Gathers as ``RolloutWorker`` does, up to ``runner.max_staleness`` updates ahead.
+
+    The weights are swapped between two chunks, so that an episode may be played by several versions; each chunk carries
+    its own. Which episodes are played is as in a synchronous run; what happens in them depends on when weights arrive.
+
+    Args:
+        config: the run.
+        pool: started.
+        engine: with weights of its own.
+        should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: NativeRolloutEngine,
+        should_stop: Callable[[], bool],
+        keep_frames: bool = False,
+    ) -> None:
+        self.config, self.engine, self.should_stop = config, engine, should_stop
+        self.num_envs = pool.spec.num_envs
+        self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+        self.schedule = EpisodeSchedule(config, self.num_envs, len(pool.spec.tasks))
+        self.stages = make_stages(config, pool, engine, keep_frames)
+        size = len(self.stages) * config.algorithm.rollout_epoch
+        self.gate = StalenessGate(config.runner.max_staleness, size, len(self.stages))
+        self._next_shard = 0
+        self._again: list[int] = []
+        self._finished: dict[int, TrajectoryBatch] = {}
+        self._env_steps_dropped = 0
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._drained = False
+        self._closing = False
+        self._seconds, self._stats, self._waited_s = Seconds(), EpisodeStats(), 0.0
+        self._threads: list[threading.Thread] = []
+
+    # -- the side of the trainer --------------------------------------------------------------------------------------
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource: the shards of an update, once they are there."""
+        self._seconds, self._stats, self._waited_s = Seconds(), EpisodeStats(), 0.0
+        return self._gather()
+
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource: as many shards again."""
+        return self._gather()
+
+    def _gather(self) -> tuple[TrajectoryBatch, Metrics]:
+        clock = time.perf_counter()
+        self._start()
+        with self._changed:
+            while (chosen := self._choose()) is None:
+                if self.should_stop():
+                    self.gate.take_back()  # what the update has had so far, if this is not its first batch
+                    raise InterruptedError
+                self._changed.wait(_POLL_S)
+            self.gate.give_out(chosen)
+            batches = [self._finished[shard] for shard in chosen]
+            dropped, self._env_steps_dropped = self._env_steps_dropped, 0
+            metrics: Metrics = {
+                "staleness/queue": float(len(self.gate.waiting)),
+                "staleness/running": float(len(self.gate.running)),
+                "staleness/rejected_shards": float(self.gate.rejected),
+            }
+            self._changed.notify_all()
+        self._waited_s += time.perf_counter() - clock
+        for batch in batches:
+            self._stats.merge(EpisodeStats(**batch.meta["episodes"]))
+            self._seconds.env += batch.meta["seconds"]["env"]
+            self._seconds.policy += batch.meta["seconds"]["policy"]
+        metrics |= {
+            "time/env_s": self._seconds.env,
+            "time/policy_s": self._seconds.policy,
+            "time/wait_s": self._waited_s,
+        }
+        return _join(batches, dropped), self._stats.metrics() | metrics
+
+    def _choose(self) -> list[int] | None:
+        if self._failure is not None:
+            raise self._failure
+        for shard in self.gate.drop_too_old():
+            self._env_steps_dropped += int(self._finished.pop(shard).meta["env_steps"])
+        return self.gate.choose()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See RolloutSource; further shards may begin."""
+        self.engine.update_weights(weights, version)
+        with self._changed:
+            for shard in self.gate.given_out:
+                del self._finished[shard]
+            self.gate.update(version)
+            self._changed.notify_all()
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """See RolloutSource: shards under way are played to their end, and none begins.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+        """
+        with self._changed:
+            self._drained = True
+            try:
+                while self.gate.running:
+                    if self._failure is not None:
+                        raise self._failure
+                    if self.should_stop():
+                        raise InterruptedError
+                    self._changed.wait(_POLL_S)
+            except BaseException:
+                self._drained = False
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._drained = False
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Break off what is under way and end the threads."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # -- the side of the stages ---------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if not self._threads:
+            for number, stage in enumerate(self.stages):
+                self._threads.append(
+                    threading.Thread(target=self._work, args=(stage,), name=f"rollout-{number}", daemon=True)
+                )
+            for thread in self._threads:
+                thread.start()
+
+    def _work(self, stage: Stage) -> None:
+        try:
+            # Until the end: a simulator that this thread has restarted would end with it.
+            while (shard := self._begin()) is not None:
+                batch = self._play(stage, shard)
+                with self._changed:
+                    if batch is None:
+                        self.gate.abandon(shard)
+                        self._again.append(shard)
+                    else:
+                        self.gate.finish(shard)
+                        self._finished[shard] = batch
+                    self._changed.notify_all()
+        except BaseException as error:  # noqa: BLE001  (raised where the trainer waits)
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _begin(self) -> int | None:
+        """Wait until a shard may begin; return its number, or None at the end."""
+        with self._changed:
+            while not self._closing and self._failure is None:
+                wanted = self.config.runner.max_iterations * self.gate.batch_size
+                enough = self.gate.accepted + len(self.gate.running) >= wanted
+                if not (enough or self._drained) and self.gate.capacity():
+                    shard = self._again.pop(0) if self._again else self._next_shard
+                    self._next_shard = max(self._next_shard, shard + 1)
+                    self.gate.begin(shard)
+                    return shard
+                self._changed.wait()
+        return None
+
+    def _play(self, stage: Stage, shard: int) -> TrajectoryBatch | None:
+        """Return what a stage played; None if it was broken off."""
+        iteration, place = divmod(shard, self.gate.batch_size)
+        epoch, number = divmod(place, len(self.stages))
+        seeds, tasks = self.schedule.draw(iteration, epoch)
+        rows = self.stages[number].rows
+        generators = self.engine.make_generators([self.config.runner.seed, shard])
+        stage.begin(seeds[rows], tasks[rows], generators)
+        for _ in range(self.num_steps):
+            if self._closing or self._failure is not None:
+                return None
+            stage.act()
+            stage.receive()
+        batch = stage.stack(self.schedule.group_ids(0)[rows])
+        batch.meta = {
+            "env_steps": int(batch.valid.sum()),
+            "episodes": dict(vars(stage.stats)),
+            "seconds": dict(vars(stage.seconds)),
+        }
+        return batch
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def forget_history(self) -> None:
+        """See RolloutSource; ``state`` holds no simulators, since a shard that is under way begins anew."""
+
+    def state(self) -> RolloutState:
+        """See RolloutSource: the shards that wait, and the numbers of those that will begin anew."""
+        with self._changed:
+            shards = {
+                str(shard): {
+                    "began": began,
+                    "batch_size": list(self._finished[shard].batch_size),
+                    "meta": self._finished[shard].meta,
+                }
+                for shard, began in self.gate.waiting.items()
+            }
+            tensors = {f"shard_{shard}": batch_to_tensors(self._finished[shard]) for shard in self.gate.waiting}
+            state: dict[str, Any] = {
+                "shards": shards,
+                "again": sorted([*self._again, *self.gate.running]),
+                "next_shard": self._next_shard,
+                "rejected": self.gate.rejected,
+                "env_steps_dropped": self._env_steps_dropped,
+                "batch_size": self.gate.batch_size,
+                "num_envs": self.num_envs,
+            }
+        return RolloutState(state, tensors)
+
+    def load_state(self, saved: RolloutState, version: int) -> None:
+        """See RolloutSource."""
+        state = saved.state
+        if state["batch_size"] != self.gate.batch_size or state["num_envs"] != self.num_envs:
+            raise CheckpointError(
+                f"the checkpoint holds rollouts of {state['num_envs']} environments, {state['batch_size']} an update,"
+                f" and this run has {self.num_envs} and {self.gate.batch_size}",
+                "resume with env.train.total_num_envs, rollout.pipeline_stages and algorithm.rollout_epoch as before",
+            )
+        with self._changed:
+            self.gate.version, self.gate.rejected = version, state["rejected"]
+            self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}
+            self._finished = {
+                int(shard): batch_from_tensors(saved.tensors[f"shard_{shard}"], entry["batch_size"], entry["meta"])
+                for shard, entry in state["shards"].items()
+            }
+            self._again, self._next_shard = list(state["again"]), state["next_shard"]
+            self._env_steps_dropped = state["env_steps_dropped"]
+
+
+def _join(batches: list[TrajectoryBatch], dropped_env_steps: int) -> TrajectoryBatch:
+    """Return shards as one batch, whose groups have numbers of their own."""
+    parts: list[TrajectoryBatch] = []
+    num_groups = 0
+    for batch in batches:
+        assert batch.group_id is not None
+        part = batch.replace(group_id=batch.group_id - int(batch.group_id.min()) + num_groups)
+        part.meta = {}
+        num_groups = int(part["group_id"].max()) + 1
+        parts.append(part)
+    whole = TrajectoryBatch.concat(parts)
+    whole.meta["env_steps"] = sum(int(batch.meta["env_steps"]) for batch in batches) + dropped_env_steps
+    return whole

@@ -1,0 +1,73 @@
+"""DAPO's dynamic sampling: groups that all succeed or all fail teach nothing, so others take their places.
+
+Legend: T policy steps, B environments, C actions in a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from embodrl.algorithms.episodes import split_episodes
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.workers.rollout import RolloutSource
+
+
+def sample_mixed_groups(
+    rollout: RolloutSource, batch: TrajectoryBatch, iteration: int
+) -> tuple[TrajectoryBatch, dict[str, float | None]]:
+    """Return groups with both successes and failures, from further rollouts if need be.
+
+    DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Groups left over are dropped.
+
+    Args:
+        rollout: that gathered the batch in this iteration.
+        batch: ``[T,B]``, all its groups.
+        iteration: the present one.
+
+    Returns:
+        ``[T,B]`` of as many groups as the batch has, or fewer if ``algorithm.filter.max_resamples`` further rollouts
+        do not suffice; and the rollout's metrics, brought up to date.
+
+    Raises:
+        InterruptedError: the run is to stop.
+    """
+    algorithm = rollout.config.algorithm
+    size, epochs = algorithm.group_size, algorithm.rollout_epoch
+    wanted, seen, resamples = len(batch) // size, 0, 0
+    parts: list[TrajectoryBatch] = []
+    kept, env_steps = 0, 0
+    metrics: dict[str, float | None] = {}
+    while True:
+        rates = group_success_rates(batch, size)
+        mixed = (rates > algorithm.filter.min_rate) & (rates < algorithm.filter.max_rate)
+        chosen = mixed.nonzero().squeeze(-1)[: wanted - kept]
+        kept, seen, env_steps = kept + len(chosen), seen + len(rates), env_steps + int(batch.meta["env_steps"])
+        parts.append(batch[(chosen.unsqueeze(1) * size + torch.arange(size)).flatten()])
+        parts[-1].meta.pop("env_steps")
+        if kept == wanted or resamples == algorithm.filter.max_resamples:
+            break
+        batch, metrics = rollout.gather_more(iteration, epochs + resamples)
+        resamples += 1
+    selected = TrajectoryBatch.concat(parts)
+    selected.meta["env_steps"] = env_steps
+    return selected, metrics | {
+        "rollout/groups_kept": float(kept),
+        "rollout/groups_dropped": float(seen - kept),
+        "rollout/groups_missing": float(wanted - kept),
+        "rollout/resamples": float(resamples),
+    }
+
+
+def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:
+    """Return ``float32[B / group_size]``: the part of a group's episodes that succeeded; lost ones do not count.
+
+    A group without episodes has a rate of 0.
+    """
+    assert batch.success is not None
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    known = ~episodes.lost
+    group = episodes.column[known] // group_size
+    count = torch.zeros(batch.success.shape[1] // group_size)
+    successes = count.clone().index_add_(0, group, episodes.of(batch.success)[known].float())
+    return successes / count.index_add_(0, group, torch.ones(len(group))).clamp_min(1)

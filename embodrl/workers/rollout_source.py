@@ -1,0 +1,40 @@
+"""The choice of where batches come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from embodrl.config.schema import Config
+from embodrl.envs.pool import EnvPool
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine, copy_for_rollout
+from embodrl.workers.async_rollout import AsyncRolloutWorker
+from embodrl.workers.rollout import RolloutSource, RolloutWorker
+
+
+def make_rollout_source(
+    config: Config,
+    pool: EnvPool,
+    engine: NativeRolloutEngine,
+    should_stop: Callable[[], bool],
+    keep_frames: bool,
+) -> RolloutSource:
+    """Return what ``runner.max_staleness`` asks for.
+
+    Args:
+        config: the run.
+        pool: started.
+        engine: acts with the weights that train.
+        should_stop: asked now and then; True interrupts a rollout.
+        keep_frames: keep what the first camera sees.
+    """
+    if config.runner.max_staleness == 0:
+        return RolloutWorker(config, pool, engine, should_stop, keep_frames)
+    trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
+    apart = NativeRolloutEngine(
+        copy_for_rollout(engine.policy, trained),
+        config.rollout,
+        config.algorithm.sampling,
+        config.runner.seed,
+        engine.num_threads,
+    )
+    return AsyncRolloutWorker(config, pool, apart, should_stop, keep_frames)

@@ -1,0 +1,241 @@
+"""A group of environments that is played in lockstep, chunk by chunk.
+
+Legend: T policy steps (chunks), B environments of the stage, K values a chunk, H x W image.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.config.schema import Config
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.envs.pool import EnvPool
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.registry import LOSSES
+from embodrl.types import EnvStep, Observation, PolicyOutput
+
+
+@dataclass
+class EpisodeStats:
+    """What became of the episodes that ended in a rollout."""
+
+    successes: int = 0
+    episodes: int = 0
+    lost: int = 0
+    returns: float = 0.0
+    lengths: int = 0
+
+    def add(self, step: EnvStep, acted: NDArray[np.bool_]) -> None:
+        """Count the episodes that ended in a chunk; those that a fault ended are counted as lost only."""
+        done = step.done & acted
+        lost = done & ~step.valid.any(axis=1)
+        ended = done & ~lost
+        self.lost += int(lost.sum())
+        self.episodes += int(ended.sum())
+        self.successes += int(step.success[ended].sum())
+        self.returns += float(step.episode_return[ended].sum())
+        self.lengths += int(step.episode_length[ended].sum())
+
+    def merge(self, other: EpisodeStats) -> None:
+        """Count those of another rollout as well."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return means over the episodes; None where none has ended."""
+        count = self.episodes
+        return {
+            "rollout/success_rate": self.successes / count if count else None,
+            "rollout/return": self.returns / count if count else None,
+            "rollout/episode_length": self.lengths / count if count else None,
+            "rollout/episodes": float(count),
+            "rollout/lost_episodes": float(self.lost),
+        }
+
+
+@dataclass
+class Seconds:
+    """Time that a rollout has spent waiting for simulation and for the policy."""
+
+    env: float = 0.0
+    policy: float = 0.0
+
+
+class Stage:
+    """Environments that are simulated while the policy serves others, and what was gathered of them so far.
+
+    ``begin``, then as often as there are chunks ``act`` (sends the actions) and ``receive`` (waits for what they led
+    to), then ``stack``. One thread uses a stage at a time.
+
+    Args:
+        config: the run.
+        pool: its managers, started.
+        engine: the policy.
+        rows: its environments within the whole batch.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+    """
+
+    def __init__(
+        self, config: Config, pool: EnvPool, engine: NativeRolloutEngine, rows: slice, keep_frames: bool
+    ) -> None:
+        self.config, self.pool, self.engine, self.rows = config, pool, engine, rows
+        self.keep_frames = keep_frames
+        self.auto_reset = config.env.train.auto_reset
+        self.needs_values = bool(LOSSES.entry(config.algorithm.loss_type).facts.get("needs_values"))
+        self.seconds = Seconds()
+        self.stats = EpisodeStats()
+        self.generators: list[torch.Generator] | None = None
+        self._observation: Observation | None = None
+        # Episodes that go on; all of them with auto-reset.
+        self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._output: PolicyOutput | None = None
+        self._sent: dict[str, Tensor] = {}
+        self._steps: list[dict[str, Tensor]] = []
+        self._inputs: list[dict[str, Tensor]] = []
+
+    def begin(
+        self,
+        seeds: NDArray[np.int64],
+        tasks: NDArray[np.int32],
+        generators: list[torch.Generator] | None = None,
+    ) -> None:
+        """Start fresh episodes.
+
+        Args:
+            seeds: ``int64[B]``.
+            tasks: ``int32[B]``.
+            generators: of the actions that are drawn, one a thread of the engine; None takes the engine's own.
+        """
+        clock = time.perf_counter()
+        self.seconds, self.stats, self.generators = Seconds(), EpisodeStats(), generators
+        self._observation = self.pool.reset(seeds, tasks)
+        self._active = np.ones(len(seeds), np.bool_)
+        self._steps, self._inputs = [], []
+        self._lap("env", clock)
+
+    def act(self) -> None:
+        """Choose actions and send them; the policy sees only the environments whose episodes go on."""
+        clock = time.perf_counter()
+        assert self._observation is not None
+        output = self._output = self._predict(self._observation)
+        self._sent = {
+            "task_id": torch.from_numpy(self._observation.task_id.astype(np.int64)),
+            "policy_version": torch.full((len(output.actions),), output.version, dtype=torch.int64),
+        }
+        clock = self._lap("policy", clock)
+        self.pool.step_async(output.actions, self._active)
+        self._lap("env", clock)
+
+    def _predict(self, observation: Observation) -> PolicyOutput:
+        going = np.flatnonzero(self._active)
+        if len(going) == len(self._active):
+            return self.engine.act(observation, self.needs_values, self.generators)
+        if not len(going):
+            assert self._output is not None
+            return _spread(self._output, going, len(self._active), going)
+        output = self.engine.act(observation.select(going), self.needs_values, self.generators)
+        return _spread(output, np.arange(len(going)), len(self._active), going)
+
+    def receive(self) -> None:
+        """Wait for what the actions led to, and keep it."""
+        clock = time.perf_counter()
+        assert self._output is not None
+        output = self._output
+        step = self.pool.wait()
+        clock = self._lap("env", clock)
+        self.stats.add(step, self._active)
+        logprobs = output.logprobs.float().cpu()
+        values = torch.zeros(len(logprobs), 1) if output.values is None else output.values.float().cpu()
+        self._inputs.append({name: tensor.cpu() for name, tensor in output.forward_inputs.items()})
+        self._steps.append(
+            {
+                "logprobs": logprobs,
+                "values": values,
+                "rewards": torch.from_numpy(step.reward.copy()),
+                "valid": torch.from_numpy(step.valid.copy()),
+                "terminated": torch.from_numpy(step.terminated.copy()),
+                "truncated": torch.from_numpy(step.truncated.copy()),
+                "bootstrap_values": self._bootstrap(step, values.shape[1]),
+                "success": torch.from_numpy(step.success.copy()),
+                **self._sent,
+            }
+        )
+        if self.keep_frames:
+            self._steps[-1]["frames"] = torch.from_numpy(self._frames(step))
+        if not self.auto_reset:
+            self._active = self._active & ~step.done
+        self._observation = step.observation
+        self._lap("policy", clock)
+
+    def abandon(self) -> None:
+        """Wait for the chunk under way: a pool with a step under way takes no other request."""
+        self.pool.wait()
+
+    def _frames(self, step: EnvStep) -> NDArray[np.uint8]:
+        """Return ``uint8[B,H,W,3]``: what the first camera sees after the chunk, of the episode that it belongs to."""
+        assert self._observation is not None
+        frames = step.observation.images[:, 0].copy()
+        if self.auto_reset:  # where an episode has ended, that is the start of the next one
+            frames[step.done] = self._observation.images[step.done, 0]
+        if step.final_observation is not None:
+            frames[step.final_mask] = step.final_observation.images[step.final_mask, 0]
+        return frames
+
+    def _bootstrap(self, step: EnvStep, num_values: int) -> Tensor:
+        """Return ``float32[B,K]``: the value of the last observation of episodes that the step limit ended, else 0."""
+        values = torch.zeros(len(step.reward), num_values)
+        rows = np.flatnonzero(step.final_mask & step.valid.any(axis=1))
+        wanted = self.needs_values and self.config.algorithm.bootstrap_type == "truncation"
+        if wanted and len(rows) and step.final_observation is not None:
+            values[torch.from_numpy(rows)] = self.engine.values(step.final_observation.select(rows))
+        return values
+
+    def stack(self, group_id: Tensor) -> TrajectoryBatch:
+        """Return what was gathered.
+
+        Args:
+            group_id: ``int64[B]``, equal where episodes began in the same initial state.
+        """
+        clock = time.perf_counter()
+        assert self._observation is not None
+        last = (
+            self.engine.values(self._observation) if self.needs_values else torch.zeros_like(self._steps[0]["values"])
+        )
+        columns: dict[str, Any] = {name: torch.stack([step[name] for step in self._steps]) for name in self._steps[0]}
+        inputs = {name: torch.stack([step[name] for step in self._inputs]) for name in self._inputs[0]}
+        columns["values"] = torch.cat([columns["values"], last[None]])
+        columns["group_id"] = group_id.expand(columns["task_id"].shape)
+        self._lap("policy", clock)
+        return TrajectoryBatch.from_rollout(forward_inputs=inputs, **columns)
+
+    def _lap(self, name: str, clock: float) -> float:
+        now = time.perf_counter()
+        setattr(self.seconds, name, getattr(self.seconds, name) + now - clock)
+        return now
+
+
+def _spread(output: PolicyOutput, rows: NDArray[np.int64], batch: int, places: NDArray[np.int64]) -> PolicyOutput:
+    """Return an output for ``batch`` environments: the given rows at their places, zeros elsewhere."""
+    source, target = torch.from_numpy(rows), torch.from_numpy(places)
+
+    def spread(x: Tensor) -> Tensor:
+        whole = x.new_zeros((batch, *x.shape[1:]))
+        whole[target] = x[source.to(x.device)]
+        return whole
+
+    actions = np.zeros((batch, *output.actions.shape[1:]), output.actions.dtype)
+    actions[places] = output.actions[rows]
+    return replace(
+        output,
+        actions=actions,
+        logprobs=spread(output.logprobs),
+        values=None if output.values is None else spread(output.values),
+        forward_inputs={name: spread(tensor) for name, tensor in output.forward_inputs.items()},
+    )

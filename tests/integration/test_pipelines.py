@@ -1,0 +1,160 @@
+"""Pipelines train on the toy environment, and walking a graph gives what the written-out loop gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import TINY, metrics
+from safetensors.torch import load_file
+
+from embodrl.algorithms.advantages import compute_advantages
+from embodrl.config import load_config
+from embodrl.config.schema import Config
+from embodrl.errors import PipelineError
+from embodrl.pipelines.builtin import NODES
+from embodrl.pipelines.context import Context
+from embodrl.pipelines.graph import Pipeline
+from embodrl.registry import PIPELINES
+from embodrl.runner import Runner, train
+
+pytestmark = pytest.mark.slow
+SMALL = (
+    "env.tasks=[reach-red]",
+    "env.train.total_num_envs=8",
+    "runner.eval_interval=0",
+    "runner.eval_at_start=false",
+    "runner.max_iterations=2",
+    "actor.optim.lr_scheduler=constant",
+)
+IN_GROUPS = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6", "algorithm.group_size=4")
+NO_GROUPS = ("ppo", "reinforce_pp")
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_torch() -> Iterator[None]:
+    """A run in this process leaves torch as it was."""
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode(mode)
+
+
+def run(directory: Path, *overrides: str) -> list[dict[str, Any]]:
+    directory.mkdir()
+    config = directory / "tiny.yaml"
+    config.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
+    loaded = load_config([*SMALL, *overrides, f"runner.output_dir={directory / 'run'}"], config)
+    assert train(loaded) == 0
+    return metrics(directory / "run")  # pyright: ignore[reportReturnType]
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "run" / "policy" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_a_built_in_pipeline_trains(name: str, tmp_path: Path) -> None:
+    groups = () if name in NO_GROUPS else IN_GROUPS
+    rows = run(tmp_path / "one", f"pipeline={name}", *groups)
+    assert [row["iteration"] for row in rows] == [1, 2]
+    assert rows[1]["env_steps"] > rows[0]["env_steps"] > 0
+    assert name == "dapo" or any(row["train/num_updates"] for row in rows)
+
+
+def written_out(runner: Runner) -> None:
+    """An iteration as a loop without a graph."""
+    algorithm = runner.config.algorithm
+    batch, row = runner.rollout.gather(runner.iteration)
+    env_steps = batch.meta["env_steps"]
+    row |= runner.rewards.apply(batch)
+    if algorithm.kl.coef > 0:
+        batch.ref_logprobs = runner.engine.reference_logprobs(batch, algorithm)
+    row |= runner.engine.update(batch, compute_advantages(batch, algorithm), algorithm, runner.shuffle)
+    runner.rollout.update_weights(runner.engine.weights(), runner.engine.version)
+    runner.iteration += 1
+    runner.env_steps += env_steps
+    faults = runner.pool.faults
+    row |= {"env/restarts": faults.restarts, "env/quarantined": faults.quarantined}
+    runner.pending = {"iteration": runner.iteration, "env_steps": runner.env_steps, **row}
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "srpo"])
+def test_a_graph_gives_the_numbers_of_the_loop(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = (f"pipeline={name}", "algorithm.kl.coef=0.05", *(() if name in NO_GROUPS else IN_GROUPS))
+    walked = run(tmp_path / "walked", *settings)
+    monkeypatch.setattr(Runner, "_iterate", written_out)
+    assert run(tmp_path / "written", *settings) == walked
+    left, right = weights(tmp_path / "walked"), weights(tmp_path / "written")
+    assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
+
+
+def build_retried(config: Config) -> Pipeline:
+    """The plain pipeline with a node between that fails at first, after it has changed its batch."""
+    attempts = iter([True, False])
+
+    def unsteady(context: Context, batch: Any) -> Any:
+        rewards, batch.rewards = batch.rewards, batch.rewards + 1
+        if context.iteration == 0 and next(attempts):
+            raise ValueError("not yet")
+        batch.rewards = rewards
+        return batch
+
+    pipeline = Pipeline("retried").add_node("rollout", f"{NODES}:rollout", role="rollout")
+    pipeline.add_node("unsteady", unsteady, ("rollout",), retries=1)
+    pipeline.add_node("advantage", f"{NODES}:advantage", ("unsteady",), "advantage")
+    pipeline.add_node("train", f"{NODES}:train", ("unsteady", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
+def test_a_node_that_is_tried_again_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
+    rows = run(tmp_path / "retried", f"pipeline.fn={__name__}:build_retried")
+    assert [row.pop("pipeline/retries") for row in rows] == [1, 0]
+    assert rows == run(tmp_path / "plain")
+
+
+def silent(context: Context) -> Any:
+    """A rollout that does not say how many steps it took."""
+    return context.rollout.gather(context.iteration)[0]
+
+
+def build_silent(config: Config) -> Pipeline:
+    """A pipeline whose steps nobody counts."""
+    pipeline = Pipeline("silent").add_node("rollout", silent, role="rollout")
+    pipeline.add_node("advantage", f"{NODES}:advantage", ("rollout",), "advantage")
+    pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
+def build_failing(config: Config) -> Pipeline:
+    """A pipeline with a node that always fails."""
+
+    def fails(context: Context, batch: Any) -> None:
+        raise KeyError("colour")
+
+    return build_silent(config).add_node("colours", fails, ("rollout",), "sink", retries=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        ("build_silent", ["pipeline 'silent' reports how many steps were simulated", "'env_steps': STEPS"]),
+        (
+            "build_failing",
+            [
+                "KeyError: 'colour'",
+                "in node 'colours'",
+                "after 2 attempts",
+                "TrajectoryBatch [4, 8]",
+                "rewards float32",
+            ],
+        ),
+    ],
+)
+def test_a_failure_ends_the_run_and_says_where(build: str, says: list[str], tmp_path: Path) -> None:
+    with pytest.raises(PipelineError) as caught:
+        run(tmp_path / "bad", f"pipeline.fn={__name__}:{build}")
+    assert all(text in str(caught.value) for text in says)

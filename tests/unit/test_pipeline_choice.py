@@ -1,0 +1,305 @@
+"""Which graph a configuration means, what the other settings ask of it, and how it is shown."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodrl.cli import list as list_command
+from embodrl.config import load_config
+from embodrl.config.compose import presets
+from embodrl.config.schema import Config
+from embodrl.errors import ConfigError, PipelineError
+from embodrl.pipelines.builtin import NODES
+from embodrl.pipelines.draw import to_mermaid, to_svg, to_text
+from embodrl.pipelines.graph import Graph, Pipeline
+from embodrl.pipelines.select import build_graph, default_name
+from embodrl.registry import PIPELINES, import_object
+
+TOY = ("env=toy", "model.warm_start=null")
+PLAIN = ["rollout", "reward", "advantage", "train", "sync"]
+SAMPLED = ["rollout", "dynamic_sampling", *PLAIN[1:]]
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config([*TOY, *overrides]).config
+
+
+def links(graph: Graph) -> dict[str, tuple[str, ...]]:
+    return {node.name: node.deps for node in graph.nodes}
+
+
+# -- which one --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(PIPELINES))
+def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> None:
+    chosen, implied = config_of(f"pipeline={name}"), config_of(f"algorithm={name}")
+    assert chosen.algorithm == implied.algorithm and chosen.pipeline.name == name
+    assert implied.pipeline.name is None and default_name(implied) == name
+    assert build_graph(chosen) == build_graph(implied)
+
+
+def test_every_pipeline_has_a_preset() -> None:
+    assert presets("pipeline") == sorted(PIPELINES) == presets("algorithm")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes"),
+    [
+        (("pipeline=ppo",), PLAIN),
+        (("pipeline=grpo",), PLAIN),
+        (("pipeline=gspo",), PLAIN),
+        (("pipeline=cpgd",), PLAIN),
+        (("pipeline=rloo",), PLAIN),
+        (("pipeline=srpo",), PLAIN),
+        (("pipeline=dapo",), SAMPLED),
+        (("pipeline=srpo", "algorithm.filter.enabled=true"), SAMPLED),
+        (("pipeline=reinforce_pp",), [*PLAIN[:2], "reference", *PLAIN[2:]]),
+        (("pipeline=dapo", "algorithm.kl.coef=0.1"), [*SAMPLED[:3], "reference", *SAMPLED[3:]]),
+        (("pipeline=reinforce_pp", "algorithm.kl.coef=0"), PLAIN),
+        ((), PLAIN),
+    ],
+)
+def test_nodes_follow_from_the_settings(overrides: tuple[str, ...], nodes: list[str]) -> None:
+    graph = build_graph(config_of(*overrides))
+    assert [node.name for node in graph.nodes] == nodes
+    batch = nodes[-4]  # the node before the advantages
+    expected = {name: (before,) for before, name in itertools.pairwise(nodes)}
+    assert links(graph) == {"rollout": (), **expected, "train": (batch, "advantage")}
+    assert all(node.role == node.name and node.retries == 0 for node in graph.nodes)
+
+
+def with_values(rewards: Any, values: Any) -> None:
+    """An estimator of the user's that asks for a critic."""
+
+
+def without_values(rewards: Any) -> None:
+    """An estimator of the user's that does not."""
+
+
+@pytest.mark.parametrize(
+    ("estimator", "preset", "name"), [("with_values", "ppo", "ppo"), ("without_values", "grpo", "grpo")]
+)
+def test_an_estimator_of_the_users_has_a_pipeline_too(estimator: str, preset: str, name: str) -> None:
+    config = config_of(f"algorithm={preset}", f"algorithm.adv_type='{__name__}:{estimator}'")
+    assert default_name(config) == name
+    named = config_of(f"pipeline={name}", f"algorithm.adv_type='{__name__}:{estimator}'")
+    assert build_graph(named).name == name
+
+
+def test_no_choice_is_a_choice() -> None:
+    assert config_of("pipeline=null", "experiment=null") == config_of()
+
+
+# -- a function of the user's -----------------------------------------------------------------------------------------
+
+
+def build_plain(config: Config) -> Pipeline:
+    """A pipeline of the user's without any of the optional nodes."""
+    pipeline = Pipeline("mine").add_node("rollout", f"{NODES}:rollout", role="rollout")
+    pipeline.add_node("advantage", f"{NODES}:advantage", ("rollout",), "advantage")
+    pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
+def build_full(config: Config) -> Pipeline:
+    """One with nodes that need their settings."""
+    pipeline = Pipeline("mine").add_node("rollout", f"{NODES}:rollout", role="rollout")
+    pipeline.add_node("again", f"{NODES}:dynamic_sampling", ("rollout",), "dynamic_sampling")
+    pipeline.add_node("old", f"{NODES}:reference", ("again",), "reference")
+    pipeline.add_node("advantage", f"{NODES}:advantage", ("old",), "advantage")
+    pipeline.add_node("train", f"{NODES}:train", ("old", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
+def build_broken(config: Config) -> Pipeline:
+    """One with several problems."""
+    return build_plain(config).add_node("log", f"{NODES}:rewart", ("rolout",), "sink")
+
+
+def build_twice(config: Config) -> Pipeline:
+    """One that names a node twice."""
+    return build_plain(config).add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
+
+
+FN = "pipeline.fn={}:{}"
+
+
+def test_a_pipeline_of_the_users_is_taken() -> None:
+    config = config_of(FN.format(__name__, "build_plain"))
+    assert build_graph(config).name == "mine"
+    found = {"rollout": (), "advantage": ("rollout",), "train": ("rollout", "advantage"), "sync": ("train",)}
+    assert links(build_graph(config)) == found
+
+
+SRPO = ("algorithm=srpo",)
+FILTER = ("algorithm=dapo",)
+
+
+@pytest.mark.parametrize(
+    ("build", "overrides", "says"),
+    [
+        ("build_plain", ("algorithm.kl.coef=0.1",), ["algorithm.kl.coef above 0 needs a node of the role 'reference'"]),
+        ("build_plain", FILTER, ["algorithm.filter.enabled needs a node of the role 'dynamic_sampling'"]),
+        ("build_plain", SRPO, ["algorithm.srpo.enabled needs a node of the role 'reward'"]),
+        ("build_plain", ("reward.fn='math:fsum'",), ["reward.fn needs a node of the role 'reward'"]),
+        (
+            "build_full",
+            (),
+            [
+                "a node has the role 'reference', which needs algorithm.kl.coef above 0",
+                "a node has the role 'dynamic_sampling', which needs algorithm.filter.enabled",
+            ],
+        ),
+        (
+            "build_broken",
+            (*FILTER, "algorithm.kl.coef=0.1"),
+            [
+                "node 'log': module 'embodrl.pipelines.nodes' has no attribute 'rewart'",
+                "node 'log': depends on 'rolout', which is not there",
+                "algorithm.kl.coef above 0 needs a node of the role 'reference'",
+                "algorithm.filter.enabled needs a node of the role 'dynamic_sampling'",
+            ],
+        ),
+        ("build_twice", (), ["node 'train': pipeline 'mine' has a node 'train' already"]),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_is_refused_before_anything_starts(
+    build: str, overrides: tuple[str, ...], says: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(*overrides, FN.format(__name__, build))
+    found = caught.value.problems
+    assert {problem.key for problem in found} == {"pipeline.fn"} and all(problem.remedy for problem in found)
+    assert [problem.message.partition(", and there is none")[0] for problem in found] == says
+
+
+def test_the_runner_s_own_check_tells_the_same() -> None:
+    config = config_of()
+    wrong = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"fn": f"{__name__}:build_full"})})
+    with pytest.raises(PipelineError, match="role 'reference', which needs") as caught:
+        build_graph(wrong)
+    assert len(caught.value.problems) == 2
+
+
+def test_looking_at_a_pipeline_imports_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from embodrl.cli.main import main\n"
+        "sys.argv = ['embodrl', 'pipeline', 'show', 'env=toy', 'model.warm_start=null', 'pipeline=dapo']\n"
+        "try:\n    main()\nexcept SystemExit as leave:\n    code = leave.code\n"
+        "print(code, sorted({'torch', 'numpy', 'tensordict'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+# -- shown ------------------------------------------------------------------------------------------------------------
+
+
+def fan() -> Graph:
+    def node(context: Any, *outputs: Any) -> None:
+        """Fit everywhere."""
+
+    pipeline = Pipeline("a & b").add_node("rollout", node, role="rollout")
+    pipeline.add_node("reward", node, ("rollout",), "reward", retries=2).add_node("end", node, ("reward",), "sink")
+    pipeline.add_node("train", node, ("rollout", "reward"), "train")
+    return pipeline.add_node("sync", node, ("train",), "sync").build()
+
+
+def test_the_table_has_a_line_a_node() -> None:
+    head, columns, *lines = to_text(fan()).splitlines()
+    assert head == "pipeline a & b"
+    assert re.split("  +", columns.strip()) == ["node", "role", "gets the outputs of", "function", "retries"]
+    label = f"{__name__}:fan.<locals>.node"
+    assert [re.split("  +", line) for line in lines] == [
+        ["1", "rollout", "rollout", "-", label, "0"],
+        ["2", "reward", "reward", "rollout", label, "2"],
+        ["3", "end", "sink", "reward", label, "0"],
+        ["4", "train", "train", "rollout, reward", label, "0"],
+        ["5", "sync", "sync", "train", label, "0"],
+    ]
+
+
+def test_mermaid_has_every_node_and_every_edge() -> None:
+    text = to_mermaid(fan())
+    assert re.findall(r"^    n_(\w+) --> n_(\w+)$", text, re.MULTILINE) == [
+        ("rollout", "reward"),
+        ("reward", "end"),
+        ("rollout", "train"),
+        ("reward", "train"),
+        ("train", "sync"),
+    ]
+    assert re.findall(r'^    n_(\w+)\["(.*?)<br/>', text, re.MULTILINE) == [
+        ("rollout", "rollout"),
+        ("reward", "reward (retries 2)"),
+        ("end", "end"),
+        ("train", "train"),
+        ("sync", "sync"),
+    ]
+    assert "&lt;locals&gt;" in text and text.startswith("flowchart TD\n")
+
+
+def test_the_picture_has_every_node_and_every_edge_and_no_boxes_overlap() -> None:
+    root = ElementTree.fromstring(to_svg(fan()))
+    tag = "{http://www.w3.org/2000/svg}"
+    names = [text.text for text in root.iter(f"{tag}text") if text.get("font-weight")]
+    assert sorted(names) == ["end", "reward (retries 2)", "rollout", "sync", "train"]  # pyright: ignore[reportArgumentType]
+    assert len([path for path in root.iter(f"{tag}path") if path.get("fill") == "none"]) == 5
+    boxes = [
+        [float(rect.get(k, "0")) for k in ("x", "y", "width", "height")] for rect in root.findall(f"{tag}rect")[1:]
+    ]
+    width, height = float(root.get("width", "0")), float(root.get("height", "0"))
+    for index, (x, y, w, h) in enumerate(boxes):
+        assert min(x, y) >= 0 and x + w <= width and y + h <= height
+        for left, top, wide, high in boxes[:index]:
+            assert x + w <= left or left + wide <= x or y + h <= top or top + high <= y
+    edges = [path.get("d", "") for path in root.iter(f"{tag}path") if path.get("fill") == "none"]
+    assert all(path.startswith("M") and " C" in path for path in edges)
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "embodrl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("ending", [".mmd", ".svg"])
+def test_the_command_prints_and_draws(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / "new" / f"graph{ending}"
+    done = run("pipeline", "show", *TOY, "pipeline=dapo", "--output", path)
+    assert (done.returncode, done.stderr) == (0, "")
+    graph = build_graph(config_of("pipeline=dapo"))
+    assert done.stdout == to_text(graph) + "\n"
+    assert path.read_text() == {".mmd": to_mermaid, ".svg": to_svg}[ending](graph)
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+def test_the_command_refuses_other_files_and_other_graphs(tmp_path: Path) -> None:
+    done = run("pipeline", "show", *TOY, "-o", tmp_path / "graph.png")
+    assert done.returncode == 2 and ".mmd or .svg" in done.stderr and done.stdout == ""
+    done = run("pipeline", "show", *TOY, "pipeline=dapo", "algorithm=ppo", "-o", tmp_path / "graph.svg")
+    assert done.returncode == 2 and "belongs to algorithm.filter.enabled=true" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_names_every_pipeline() -> None:
+    listed = list_command.pipelines()
+    for name in PIPELINES:
+        made = import_object(f"embodrl.pipelines.builtin:{name}")(config_of(f"algorithm={name}"))
+        assert made.name == name and f"  {name} " in listed
+        assert PIPELINES.entry(name).description in listed
+
+
+def test_the_configuration_keeps_the_choice() -> None:
+    loaded = load_config([*TOY, "pipeline=rloo"])
+    assert json.loads(loaded.config.model_dump_json())["pipeline"] == {"name": "rloo", "fn": None}
+    assert loaded.choices["pipeline"] == "rloo"
