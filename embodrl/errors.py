@@ -165,6 +165,18 @@ class EnvRaised(EnvError):
     """The simulator raised; the message carries the child's traceback."""
 
 
+class TaskRunnerError(EmbodrlError):
+    """A task runner is closed, its loop has failed, or it is asked for what it can't do."""
+
+
+class TaskQueueFull(TaskRunnerError):
+    """There was no room in the queue in time; nothing was queued."""
+
+
+class TaskIdTaken(TaskRunnerError):
+    """A task of that id is queued, runs, or has an undelivered result."""
+
+
 class OutputError(EmbodrlError):
     """The output directory can't be written, or the disk is full."""
 

@@ -130,6 +130,26 @@ def import_function(path: str) -> Callable[..., Any]:
     return found
 
 
+def import_workflow(path: str) -> Any:
+    """Return an instance of the workflow that ``module:Class`` names.
+
+    Raises:
+        EmbodrlError: there is none, or it is none; says why.
+    """
+    found = import_function(path)
+    if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run_episode", None)):
+        raise EmbodrlError(
+            f"'{path}' is no class with `async def run_episode(self, engine, env, task)`",
+            "name a subclass of embodrl.workers.workflow.RolloutWorkflow",
+        )
+    try:
+        return found()
+    except Exception as error:  # a user's class may raise anything
+        raise EmbodrlError(
+            f"making '{path}' failed: {type(error).__name__}: {error}", "give it a constructor without arguments"
+        ) from error
+
+
 def _is_part(name: str, module: str) -> bool:
     return module == name or module.startswith(f"{name}.")
 

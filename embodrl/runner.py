@@ -84,7 +84,13 @@ class Runner:
         runner, cores = config.runner, num_threads(config)
         self.needs_reference = config.algorithm.kl.coef > 0
         self.engine = NativeTrainEngine(
-            policy, config.actor, runner.max_iterations, policy.device, cores, self.needs_reference
+            policy,
+            config.actor,
+            runner.max_iterations,
+            policy.device,
+            cores,
+            keep_reference=self.needs_reference,
+            may_be_stale=runner.max_staleness > 0,
         )
         acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
         self.rewards = RewardWorker(config, pool.spec.tasks)

@@ -90,6 +90,7 @@ def _iterations(
         batch, metrics = worker.gather(iteration)
         second = clock.read()
         engine.update(batch, compute_advantages(batch, config.algorithm), config.algorithm, shuffle)
+        worker.update_weights(engine.weights(), engine.version)
         third = clock.read()
         wall["env"] += float(metrics["time/env_s"] or 0.0)
         wall["policy"] += float(metrics["time/policy_s"] or 0.0)

@@ -18,6 +18,8 @@ class Benchmark(StrEnum):
     render = "render"
     e2e = "e2e"
     inference = "inference"
+    asynchrony = "async"
+    tasks = "tasks"
 
 
 def bench(
@@ -32,6 +34,8 @@ def bench(
     render     camera pictures on this machine, against stock ManiSkill
     e2e        environment steps a second of a whole training iteration, and where the time goes
     inference  actions a second of every model family, against the plain way of their reference implementations
+    async      rollouts beside training, against taking turns, and the ideal of both
+    tasks      coroutines a second of the asynchronous task runner, against asyncio.gather
 
     \b
     Examples:
@@ -44,6 +48,6 @@ def bench(
             from embodrl.metrics.json_file import check_json_file
 
             check_json_file(json)
-        return importlib.import_module(f"embodrl.bench.{name.value}").main(json)
+        return importlib.import_module(f"embodrl.bench.{name.name}").main(json)
 
     execute(action, debug)

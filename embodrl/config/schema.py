@@ -223,6 +223,9 @@ class RolloutConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
     )
+    workflow: str | None = Field(
+        default=None, description="module:Class of yours that plays an episode; null plays all of them in lockstep"
+    )
 
 
 class LoggerConfig(Section):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def capture_rng() -> dict[str, Any]:
@@ -50,3 +53,44 @@ def _encode(state: torch.Tensor) -> str:
 
 def _decode(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class RowGenerators:
+    """A random generator for each row of a batch: what a row draws does not depend on its company.
+
+    Attributes:
+        rows: one a row, all on one device.
+    """
+
+    rows: tuple[torch.Generator, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows[0].device
+
+
+RandomSource = torch.Generator | RowGenerators
+"""Where a policy draws from: one generator for a batch, or one for each row."""
+
+
+def draw_rows(
+    draw: Callable[[list[int], torch.Generator | None], Tensor],
+    shape: Sequence[int],
+    source: RandomSource | None,
+    dim: int = 0,
+) -> Tensor:
+    """Return ``draw(shape, generator)``, or the rows joined that each generator of ``source`` draws on its own.
+
+    Args:
+        draw: from a shape and a generator to a tensor of that shape.
+        shape: of the result.
+        source: None stands for torch's global generator.
+        dim: the axis of the rows.
+    """
+    if not isinstance(source, RowGenerators):
+        return draw(list(shape), source)
+    if len(source.rows) != shape[dim]:
+        raise ValueError(f"{len(source.rows)} generators for {shape[dim]} rows")
+    one = [*shape[:dim], 1, *shape[dim + 1 :]]
+    return torch.cat([draw(one, generator) for generator in source.rows], dim)

@@ -22,7 +22,17 @@ class VectorEnv(ABC):
     """
 
     spec: EnvSpec
-    REQUESTS = ("set_auto_reset", "rebuild", "mark", "rewind", "start_video", "expert_reset", "expert_actions")
+    REQUESTS = (
+        "set_auto_reset",
+        "rebuild",
+        "mark",
+        "rewind",
+        "start_video",
+        "expert_reset",
+        "expert_actions",
+        "get_row_state",
+        "set_row_state",
+    )
 
     @abstractmethod
     def reset(self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Observation:
@@ -51,6 +61,14 @@ class VectorEnv(ABC):
     @abstractmethod
     def set_state(self, state: bytes) -> None:
         """Continue from a state of ``get_state`` to the bit."""
+
+    def get_row_state(self, row: int) -> dict[str, Any]:
+        """Return the state of one environment as plain values and arrays; the others go on meanwhile."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no state of single environments")
+
+    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
+        """Continue in ``row`` from what ``get_row_state`` returned, maybe for another row, to the bit."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no state of single environments")
 
     def set_auto_reset(self, value: bool) -> None:
         """Say whether the next episode begins at the end of the chunk in which one has ended."""

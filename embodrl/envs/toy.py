@@ -133,6 +133,15 @@ class ToyVectorEnv(VectorEnv):
         for name, value in decode(state).items():
             setattr(self, name, value)
 
+    def get_row_state(self, row: int) -> dict[str, Any]:
+        """See VectorEnv."""
+        return {name: getattr(self, name)[row].copy() for name in _COUNTERS}
+
+    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
+        """See VectorEnv."""
+        for name in _COUNTERS:
+            getattr(self, name)[row] = state[name]
+
     def set_auto_reset(self, value: bool) -> None:
         """See VectorEnv."""
         self._auto_reset = value

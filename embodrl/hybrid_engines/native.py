@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections import defaultdict
@@ -19,6 +18,7 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
+from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.objective import checked_loss, chunk_weights, flatten_chunks, is_largest, loss_settings
 from embodrl.hybrid_engines.parallel import add_gradients, on_threads
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
@@ -71,16 +71,7 @@ class NativeTrainEngine(TrainEngine):
         self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
         self.optimizer = self._build_optimizer()
-        self.reference = self._frozen_copy() if keep_reference else None
-
-    def _frozen_copy(self) -> VLAPolicy:
-        trained = {id(p) for p in self.policy_parameters}
-        shared = {id(p): p for p in self.policy.parameters() if id(p) not in trained}
-        reference = copy.deepcopy(self.policy, shared)
-        for parameter in reference.parameters():
-            if id(parameter) not in shared:
-                parameter.requires_grad_(False)
-        return reference
+        self.reference = frozen_copy(self.policy, self.policy_parameters) if keep_reference else None
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         optim = self.config.optim

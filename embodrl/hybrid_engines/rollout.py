@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.data.rng import generator_state, restore_generator
+from embodrl.data.rng import RandomSource, RowGenerators, generator_state, restore_generator
 from embodrl.hybrid_engines.parallel import on_threads
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy
@@ -27,7 +26,7 @@ class NativeRolloutEngine:
     at once: one batch is computed at a time, and weights change only between batches.
 
     Args:
-        policy: shared with the train engine, or a copy (``copy_for_rollout``).
+        policy: shared with the train engine, or a copy (``frozen_copy``).
         config: section ``rollout``.
         sampling: section ``algorithm.sampling``.
         seed: of the actions that are drawn.
@@ -55,6 +54,18 @@ class NativeRolloutEngine:
         seeds = np.random.SeedSequence(list(seed)).generate_state(self.num_threads)
         return [torch.Generator().manual_seed(int(s)) for s in seeds]
 
+    def row_generators(self, seeds: Sequence[Sequence[int]]) -> list[RandomSource] | None:
+        """Return generators for ``act`` such that each row draws from its own, which follows from its numbers.
+
+        None if the policy can't; it then draws from the engine's.
+        """
+        if not self.policy.draws_by_row:
+            return None
+        numbers = [int(np.random.SeedSequence(list(seed)).generate_state(1)[0]) for seed in seeds]
+        rows = [torch.Generator().manual_seed(number) for number in numbers]
+        parts = np.array_split(np.arange(len(rows)), min(self.num_threads, len(rows)))
+        return [RowGenerators(tuple(rows[i] for i in part)) for part in parts]
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Take over weights, between two batches.
 
@@ -73,7 +84,7 @@ class NativeRolloutEngine:
             self.version = version
 
     def act(
-        self, observation: Observation, compute_values: bool, generators: list[torch.Generator] | None = None
+        self, observation: Observation, compute_values: bool, generators: Sequence[RandomSource] | None = None
     ) -> PolicyOutput:
         """Draw a chunk of actions for each row, with the engine's own generators unless others are given."""
         return self._predict(observation, "train", compute_values, generators or self.generators)
@@ -98,9 +109,9 @@ class NativeRolloutEngine:
         observation: Observation,
         mode: Literal["train", "eval"],
         compute_values: bool,
-        generators: list[torch.Generator],
+        generators: Sequence[RandomSource],
     ) -> PolicyOutput:
-        def compute(part: Observation, generator: torch.Generator) -> PolicyOutput:
+        def compute(part: Observation, generator: RandomSource) -> PolicyOutput:
             with torch.no_grad(), autocast(self.precision, self.device):
                 return self.policy.predict_action_batch(part, mode, self.sampling, generator, compute_values)
 
@@ -126,17 +137,6 @@ class NativeRolloutEngine:
         """
         for generator, state in zip(self.generators, states, strict=True):
             restore_generator(generator, state)
-
-
-def copy_for_rollout(policy: VLAPolicy, trained: Iterable[nn.Parameter]) -> VLAPolicy:
-    """Return a policy with own, frozen copies of the weights that train; the others are shared."""
-    copied = {id(p) for p in trained}
-    shared = {id(p): p for p in policy.parameters() if id(p) not in copied}
-    twin = copy.deepcopy(policy, shared)
-    for parameter in twin.parameters():
-        if id(parameter) not in shared:
-            parameter.requires_grad_(False)
-    return twin
 
 
 def concat_outputs(parts: list[PolicyOutput]) -> PolicyOutput:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from embodrl.data.rng import RandomSource
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 
@@ -73,10 +74,12 @@ class VLAPolicy(nn.Module, ABC):
     Attributes:
         num_action_chunks: C.
         action_dim: A.
+        draws_by_row: ``predict_action_batch`` takes a RowGenerators as well.
     """
 
     num_action_chunks: int
     action_dim: int
+    draws_by_row: ClassVar[bool] = False
 
     @property
     def action_horizon(self) -> int:
@@ -97,7 +100,7 @@ class VLAPolicy(nn.Module, ABC):
         observation: Observation,
         mode: Literal["train", "eval"],
         sampling: SamplingParams,
-        generator: torch.Generator | None = None,
+        generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable in ``eval`` mode."""

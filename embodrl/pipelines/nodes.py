@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from embodrl.errors import EmbodrlError
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.outcomes import Metrics
 
@@ -25,11 +24,7 @@ def rollout(context: Context) -> tuple[TrajectoryBatch, Metrics]:
 def dynamic_sampling(context: Context, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
     """Keep groups with both successes and failures, and replace the others by further rollouts (DAPO)."""
     from embodrl.workers.dynamic_sampling import sample_mixed_groups
-    from embodrl.workers.rollout import RolloutWorker
 
-    if not isinstance(context.rollout, RolloutWorker):
-        name = type(context.rollout).__name__
-        raise EmbodrlError(f"{name} gives no further rollouts on demand", "set algorithm.filter.enabled=false")
     batch, metrics = sample_mixed_groups(context.rollout, batch, context.iteration)
     return batch, metrics | {"env_steps": batch.meta["env_steps"]}
 

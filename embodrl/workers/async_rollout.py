@@ -1,7 +1,8 @@
 """Rollouts that go on while the policy trains.
 
 Each stage of environments has a thread, which plays one shard after the other: T chunks of the stage's environments,
-from fresh episodes. A StalenessGate says when a shard may begin and which shards an update takes.
+from fresh episodes, or one episode each of a workflow. A StalenessGate says when a shard may begin and which shards an
+update takes.
 
 Legend: T policy steps (chunks), B environments.
 """
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,10 +25,23 @@ from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.scheduler.staleness import StalenessGate
 from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutState, make_stages
-from embodrl.workers.stage import EpisodeStats, Seconds, Stage
+from embodrl.workers.stage import EpisodeStats, Seconds, Shard, combine_extras
+from embodrl.workers.workflow_rollout import WorkflowPlayer
 
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
+
+
+class Player(Protocol):
+    """A group of environments with a thread of its own."""
+
+    def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+        """Return the shard, with ``shard_meta``.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+        """
+        ...
 
 
 class AsyncRolloutWorker:
@@ -54,31 +68,40 @@ class AsyncRolloutWorker:
     ) -> None:
         self.config, self.engine, self.should_stop = config, engine, should_stop
         self.num_envs = pool.spec.num_envs
-        self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
         self.schedule = EpisodeSchedule(config, self.num_envs, len(pool.spec.tasks))
-        self.stages = make_stages(config, pool, engine, keep_frames)
-        size = len(self.stages) * config.algorithm.rollout_epoch
-        self.gate = StalenessGate(config.runner.max_staleness, size, len(self.stages))
+        self.players: list[Player] = []
+        if config.rollout.workflow is None:
+            self.players += make_stages(config, pool, engine, keep_frames)
+        else:
+            parts = pool.split(config.rollout.pipeline_stages)
+            self.players += [WorkflowPlayer(config, part, engine, keep_frames) for part in parts]
+        count = len(self.players)
+        self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
         self._next_shard = 0
         self._again: list[int] = []
         self._finished: dict[int, TrajectoryBatch] = {}
         self._env_steps_dropped = 0
+        self._extra = 0  # shards that the present update asked for beyond its batch
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._drained = False
         self._closing = False
         self._seconds, self._stats, self._waited_s = Seconds(), EpisodeStats(), 0.0
+        self._metas: list[dict[str, Any]] = []
         self._threads: list[threading.Thread] = []
 
     # -- the side of the trainer --------------------------------------------------------------------------------------
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource: the shards of an update, once they are there."""
-        self._seconds, self._stats, self._waited_s = Seconds(), EpisodeStats(), 0.0
+        self._seconds, self._stats, self._metas, self._waited_s, self._extra = Seconds(), EpisodeStats(), [], 0.0, 0
         return self._gather()
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource: as many shards again."""
+        with self._changed:
+            self._extra += self.gate.batch_size
+            self._changed.notify_all()
         return self._gather()
 
     def _gather(self) -> tuple[TrajectoryBatch, Metrics]:
@@ -102,9 +125,9 @@ class AsyncRolloutWorker:
         self._waited_s += time.perf_counter() - clock
         for batch in batches:
             self._stats.merge(EpisodeStats(**batch.meta["episodes"]))
-            self._seconds.env += batch.meta["seconds"]["env"]
-            self._seconds.policy += batch.meta["seconds"]["policy"]
-        metrics |= {
+            self._seconds.merge(Seconds(**batch.meta["seconds"]))
+            self._metas.append(batch.meta)
+        metrics |= combine_extras(self._metas) | {
             "time/env_s": self._seconds.env,
             "time/policy_s": self._seconds.policy,
             "time/wait_s": self._waited_s,
@@ -125,6 +148,7 @@ class AsyncRolloutWorker:
             for shard in self.gate.given_out:
                 del self._finished[shard]
             self.gate.update(version)
+            self._extra = 0  # they are counted as rejected now
             self._changed.notify_all()
 
     @contextmanager
@@ -165,25 +189,25 @@ class AsyncRolloutWorker:
 
     def _start(self) -> None:
         if not self._threads:
-            for number, stage in enumerate(self.stages):
+            for number, player in enumerate(self.players):
                 self._threads.append(
-                    threading.Thread(target=self._work, args=(stage,), name=f"rollout-{number}", daemon=True)
+                    threading.Thread(target=self._work, args=(player,), name=f"rollout-{number}", daemon=True)
                 )
             for thread in self._threads:
                 thread.start()
 
-    def _work(self, stage: Stage) -> None:
+    def _work(self, player: Player) -> None:
         try:
             # Until the end: a simulator that this thread has restarted would end with it.
-            while (shard := self._begin()) is not None:
-                batch = self._play(stage, shard)
+            while (number := self._begin()) is not None:
+                batch = self._play(player, number)
                 with self._changed:
                     if batch is None:
-                        self.gate.abandon(shard)
-                        self._again.append(shard)
+                        self.gate.abandon(number)
+                        self._again.append(number)
                     else:
-                        self.gate.finish(shard)
-                        self._finished[shard] = batch
+                        self.gate.finish(number)
+                        self._finished[number] = batch
                     self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  (raised where the trainer waits)
             with self._changed:
@@ -194,8 +218,8 @@ class AsyncRolloutWorker:
         """Wait until a shard may begin; return its number, or None at the end."""
         with self._changed:
             while not self._closing and self._failure is None:
-                wanted = self.config.runner.max_iterations * self.gate.batch_size
-                enough = self.gate.accepted + len(self.gate.running) >= wanted
+                wanted = self.config.runner.max_iterations * self.gate.batch_size + self.gate.rejected + self._extra
+                enough = self._next_shard - len(self._again) >= wanted
                 if not (enough or self._drained) and self.gate.capacity():
                     shard = self._again.pop(0) if self._again else self._next_shard
                     self._next_shard = max(self._next_shard, shard + 1)
@@ -204,26 +228,19 @@ class AsyncRolloutWorker:
                 self._changed.wait()
         return None
 
-    def _play(self, stage: Stage, shard: int) -> TrajectoryBatch | None:
-        """Return what a stage played; None if it was broken off."""
-        iteration, place = divmod(shard, self.gate.batch_size)
-        epoch, number = divmod(place, len(self.stages))
-        seeds, tasks = self.schedule.draw(iteration, epoch)
-        rows = self.stages[number].rows
-        generators = self.engine.make_generators([self.config.runner.seed, shard])
-        stage.begin(seeds[rows], tasks[rows], generators)
-        for _ in range(self.num_steps):
-            if self._closing or self._failure is not None:
-                return None
-            stage.act()
-            stage.receive()
-        batch = stage.stack(self.schedule.group_ids(0)[rows])
-        batch.meta = {
-            "env_steps": int(batch.valid.sum()),
-            "episodes": dict(vars(stage.stats)),
-            "seconds": dict(vars(stage.seconds)),
-        }
-        return batch
+    def _play(self, player: Player, number: int) -> TrajectoryBatch | None:
+        """Return a shard; None if it was broken off."""
+        iteration, place = divmod(number, self.gate.batch_size)
+        epoch, part = divmod(place, len(self.players))
+        seeds, task_ids = self.schedule.draw(iteration, epoch)
+        size = self.num_envs // len(self.players)
+        rows = slice(part * size, (part + 1) * size)
+        groups = self.schedule.group_ids(0)[rows]
+        shard = Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
+        try:
+            return player.play(shard, lambda: self._closing or self._failure is not None)
+        except InterruptedError:
+            return None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -256,6 +273,8 @@ class AsyncRolloutWorker:
     def load_state(self, saved: RolloutState, version: int) -> None:
         """See RolloutSource."""
         state = saved.state
+        if "shards" not in state:
+            raise CheckpointError("the checkpoint is that of a synchronous run", "resume with runner.max_staleness=0")
         if state["batch_size"] != self.gate.batch_size or state["num_envs"] != self.num_envs:
             raise CheckpointError(
                 f"the checkpoint holds rollouts of {state['num_envs']} environments, {state['batch_size']} an update,"

@@ -160,6 +160,10 @@ class RolloutWorker:
 
     def load_state(self, saved: RolloutState, version: int) -> None:
         """See RolloutSource."""
+        if "random" not in saved.state:
+            raise CheckpointError(
+                "the checkpoint is that of an asynchronous run", "resume with runner.max_staleness above 0, as before"
+            )
         processes = len(self.pool.managers)
         if len(saved.blobs) != processes:
             raise CheckpointError(
@@ -217,8 +221,7 @@ class RolloutWorker:
         batches = [stage.stack(groups[stage.rows]) for stage in self.stages]
         for stage in self.stages:
             self.stats.merge(stage.stats)
-            self.seconds.env += stage.seconds.env
-            self.seconds.policy += stage.seconds.policy
+            self.seconds.merge(stage.seconds)
         return batches
 
 

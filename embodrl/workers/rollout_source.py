@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine, copy_for_rollout
+from embodrl.hybrid_engines.copies import frozen_copy
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.workers.async_rollout import AsyncRolloutWorker
 from embodrl.workers.rollout import RolloutSource, RolloutWorker
+from embodrl.workers.workflow_rollout import WorkflowRollout
 
 
 def make_rollout_source(
@@ -18,7 +20,7 @@ def make_rollout_source(
     should_stop: Callable[[], bool],
     keep_frames: bool,
 ) -> RolloutSource:
-    """Return what ``runner.max_staleness`` asks for.
+    """Return what ``runner.max_staleness`` and ``rollout.workflow`` ask for.
 
     Args:
         config: the run.
@@ -28,10 +30,11 @@ def make_rollout_source(
         keep_frames: keep what the first camera sees.
     """
     if config.runner.max_staleness == 0:
-        return RolloutWorker(config, pool, engine, should_stop, keep_frames)
+        worker = RolloutWorker if config.rollout.workflow is None else WorkflowRollout
+        return worker(config, pool, engine, should_stop, keep_frames)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     apart = NativeRolloutEngine(
-        copy_for_rollout(engine.policy, trained),
+        frozen_copy(engine.policy, trained),
         config.rollout,
         config.algorithm.sampling,
         config.runner.seed,

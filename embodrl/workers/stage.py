@@ -6,6 +6,7 @@ Legend: T policy steps (chunks), B environments of the stage, K values a chunk, 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,12 +68,54 @@ class Seconds:
     env: float = 0.0
     policy: float = 0.0
 
+    def merge(self, other: Seconds) -> None:
+        """Add those of another rollout."""
+        self.env += other.env
+        self.policy += other.policy
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a group of environments plays in one go.
+
+    Attributes:
+        iteration: that its episodes belong to.
+        seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the first episode of each environment.
+        group_id: ``int64[B]``, equal where episodes begin in the same initial state.
+        random: numbers that what is drawn follows from.
+    """
+
+    iteration: int
+    seeds: NDArray[np.int64]
+    task_ids: NDArray[np.int32]
+    group_id: Tensor
+    random: Sequence[int]
+
+
+def shard_meta(batch: TrajectoryBatch, stats: EpisodeStats, seconds: Seconds) -> dict[str, Any]:
+    """Return what is told of a shard beside its columns, as JSON can hold it."""
+    return {
+        "env_steps": int(batch.valid.sum()),
+        "episodes": dict(vars(stats)),
+        "seconds": dict(vars(seconds)),
+    }
+
+
+def combine_extras(metas: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return further metrics of some shards: ``counts`` are added up, of ``means`` the mean is taken."""
+    result: dict[str, float | None] = {}
+    for name in {name for meta in metas for name in meta.get("counts", {})}:
+        result[name] = float(sum(meta["counts"][name] for meta in metas))
+    for name in {name for meta in metas for name in meta.get("means", {})}:
+        result[name] = sum(meta["means"][name] for meta in metas) / len(metas)
+    return dict(sorted(result.items()))
+
 
 class Stage:
     """Environments that are simulated while the policy serves others, and what was gathered of them so far.
 
     ``begin``, then as often as there are chunks ``act`` (sends the actions) and ``receive`` (waits for what they led
-    to), then ``stack``. One thread uses a stage at a time.
+    to), then ``stack``; or ``play``, which does all of it. One thread uses a stage at a time.
 
     Args:
         config: the run.
@@ -87,6 +130,7 @@ class Stage:
     ) -> None:
         self.config, self.pool, self.engine, self.rows = config, pool, engine, rows
         self.keep_frames = keep_frames
+        self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
         self.auto_reset = config.env.train.auto_reset
         self.needs_values = bool(LOSSES.entry(config.algorithm.loss_type).facts.get("needs_values"))
         self.seconds = Seconds()
@@ -173,6 +217,22 @@ class Stage:
             self._active = self._active & ~step.done
         self._observation = step.observation
         self._lap("policy", clock)
+
+    def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+        """Return all chunks of a shard, with ``shard_meta``.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True; it is asked before every chunk.
+        """
+        self.begin(shard.seeds, shard.task_ids, self.engine.make_generators(shard.random))
+        for _ in range(self.num_steps):
+            if should_stop():
+                raise InterruptedError
+            self.act()
+            self.receive()
+        batch = self.stack(shard.group_id)
+        batch.meta = shard_meta(batch, self.stats, self.seconds)
+        return batch
 
     def abandon(self) -> None:
         """Wait for the chunk under way: a pool with a step under way takes no other request."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embodrl.bench import e2e, transport
+from embodrl.bench import e2e, tasks, transport
 
 
 def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -36,3 +36,16 @@ def test_end_to_end_on_an_environment_without_a_simulator(monkeypatch: pytest.Mo
         assert side["cores_busy"] == pytest.approx(sum(side["cores_split"].values()), abs=1e-3)
         assert all(part >= 0 for part in side["cores_split"].values())
     assert result["ratio"] > 0 and result["hardware"]["cpu"]
+
+
+def test_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tasks, "NUM_TASKS", {"no_op": 60, "sleep": 30})
+    monkeypatch.setattr(tasks, "MEMORY_TASKS", 20)
+    monkeypatch.setattr(tasks, "NUM_ROUNDS", 2)
+    monkeypatch.setattr(tasks, "SLEEP_S", 0.01)
+    path = tmp_path / "tasks.json"
+    assert tasks.main(path) == 0
+    result = json.loads(path.read_text())
+    assert result["no_op_per_s"] > 0 and len(result["resident_after_rounds"]) == 2
+    assert result["ratio_no_op"] == pytest.approx(result["no_op_per_s"] / result["gather_no_op_per_s"], rel=0.05)
+    assert result["sleep_s"] >= 0.01 and result["gather_sleep_s"] >= 0.01

@@ -10,6 +10,7 @@ from config_case import Wrong
 from config_cases import BASE, FORM
 from config_cases import RULES as GENERAL
 from config_cases_algorithm import ALGORITHMS
+from config_cases_cluster import CLUSTER
 from config_cases_families import FAMILIES
 
 from embodrl.config import load_config
@@ -17,7 +18,7 @@ from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
 from embodrl.registry import ADVANTAGES, LOSSES, MODELS
 
-RULES = GENERAL + ALGORITHMS + FAMILIES
+RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES
 CASES = FORM + RULES
 
 

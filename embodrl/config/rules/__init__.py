@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodrl.config.nodes import Node
-from embodrl.config.rules import algorithm, cluster, env, families, model, pipeline, reward, runner
+from embodrl.config.rules import algorithm, cluster, env, families, model, pipeline, reward, rollout, runner
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
@@ -19,6 +19,7 @@ __all__ = [
     "model",
     "pipeline",
     "reward",
+    "rollout",
     "run_rules",
     "runner",
 ]

@@ -18,6 +18,8 @@ from embodrl.envs.maniskill.tasks import TASKS
 from embodrl.envs.maniskill.video import VideoWriter
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
+_COLUMNS = ("_elapsed", "_returned", "_solved", "_seed", "_potential", "_images", "_state")
+
 
 def next_seed(seed: int) -> int:
     """Return the seed of the episode after the one of ``seed``; environments of a group thus stay alike."""
@@ -215,8 +217,7 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def get_state(self) -> bytes:
         """See VectorEnv; on a CPU what was done since the scenes were built, on a GPU the physical state."""
-        names = ("_elapsed", "_returned", "_solved", "_seed", "_potential", "_images", "_state")
-        return encode({"fleet": self._fleet.get_state(), **{name: getattr(self, name) for name in names}})
+        return encode({"fleet": self._fleet.get_state(), **{name: getattr(self, name) for name in _COLUMNS}})
 
     def set_state(self, state: bytes) -> None:
         """See VectorEnv; to the bit on a CPU, closely on a GPU."""
@@ -224,6 +225,16 @@ class ManiSkillVectorEnv(VectorEnv):
         self._fleet.set_state(content.pop("fleet"))
         for name, value in content.items():
             setattr(self, name, value.copy())
+
+    def get_row_state(self, row: int) -> dict[str, Any]:
+        """See VectorEnv; on a CPU only."""
+        return {"scene": self._fleet.get_scene(row), **{name: getattr(self, name)[row].copy() for name in _COLUMNS}}
+
+    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
+        """See VectorEnv; on a CPU only."""
+        self._fleet.set_scene(row, state["scene"])
+        for name in _COLUMNS:
+            getattr(self, name)[row] = state[name]
 
     def set_auto_reset(self, value: bool) -> None:
         """See VectorEnv."""

@@ -221,6 +221,22 @@ class Fleet:
             self._sims[row, task] = ManiSkillSim(self.tasks[task], 1, **self._kwargs)
             self._journals[row, task] = Journal.replay(scene["journal"], self._sims[row, task])
 
+    def get_scene(self, row: int) -> dict[str, Any]:
+        """Return the task of an environment and the journal of its scene (CPU only)."""
+        if self._batched is not None:
+            raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
+        return {"task_id": int(self.task_id[row]), "journal": self._journal(row).to_arrays()}
+
+    def set_scene(self, row: int, scene: dict[str, Any]) -> None:
+        """Build the scene of an environment anew and replay it to the bit (CPU only)."""
+        if self._batched is not None:
+            raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
+        key = (row, int(scene["task_id"]))
+        if key in self._sims:
+            self._sims.pop(key).close()
+        self.assign(np.array([row]), np.array([key[1]], np.int32))
+        self._journals[key] = Journal.replay(scene["journal"], self._sim(row))
+
     def close(self) -> None:
         """Free all scenes."""
         for sim in self._sims.values():

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from embodrl.data.rng import RandomSource, draw_rows
+
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``x float32[B,H,D]`` and ``tau float32[B]`` to the velocity ``[B,H,D]`` and the features ``[B,H,F]`` it came from."""
 
@@ -115,10 +117,14 @@ class ChainEvaluation:
     features: Tensor
 
 
-def standard_normal(shape: Sequence[int], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Return ``float32`` draws made on the generator's device."""
+def standard_normal(shape: Sequence[int], generator: RandomSource | None, device: torch.device, dim: int = 0) -> Tensor:
+    """Return ``float32`` draws made on the generator's device; ``dim`` is the axis of the batch."""
     source = device if generator is None else generator.device
-    return torch.randn(*shape, generator=generator, device=source).to(device)
+
+    def draw(size: list[int], one: torch.Generator | None) -> Tensor:
+        return torch.randn(size, generator=one, device=source)
+
+    return draw_rows(draw, shape, generator, dim).to(device)
 
 
 def _start_log_prob(x: Tensor) -> Tensor:
@@ -193,7 +199,7 @@ class Sampler:
         self,
         velocity: Velocity,
         shape: tuple[int, int, int],
-        generator: torch.Generator | None,
+        generator: RandomSource | None,
         device: torch.device,
     ) -> Chain:
         """Draw a chunk for each row.
@@ -220,12 +226,16 @@ class Sampler:
         self,
         velocity: Velocity,
         shape: tuple[int, int, int],
-        generator: torch.Generator | None,
+        generator: RandomSource | None,
         device: torch.device,
     ) -> Chain:
         x, eps = standard_normal(shape, generator, device), standard_normal(shape, generator, device)
         source = device if generator is None else generator.device
-        chosen = torch.randint(self.num_steps, (shape[0],), generator=generator, device=source).to(device)
+
+        def choose(size: list[int], one: torch.Generator | None) -> Tensor:
+            return torch.randint(self.num_steps, size, generator=one, device=source)
+
+        chosen = draw_rows(choose, (shape[0],), generator).to(device)
         kept: dict[str, Tensor] = {}
         for i in range(self.num_steps):
             here = (chosen == i)[:, None, None]
@@ -259,11 +269,11 @@ class Sampler:
         self,
         velocity: Velocity,
         shape: tuple[int, int, int],
-        generator: torch.Generator | None,
+        generator: RandomSource | None,
         device: torch.device,
         noise_head: NoiseHead,
     ) -> Chain:
-        draws = standard_normal((self.num_steps + 1, *shape), generator, device)
+        draws = standard_normal((self.num_steps + 1, *shape), generator, device, dim=1)
         x = draws[0]
         total = _start_log_prob(self._executed(x))
         points: list[Tensor] = []

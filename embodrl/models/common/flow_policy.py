@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.config.model_schema import FlowConfig, ModelConfig
+from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.flow import NoiseHead, Sampler, Velocity, integrate, standard_normal
@@ -51,6 +52,8 @@ class FlowPolicy(VLAPolicy):
         value_head: the critic, or None.
         noise_head: for Flow-Noise.
     """
+
+    draws_by_row = True
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class FlowPolicy(VLAPolicy):
         observation: Observation,
         mode: Literal["train", "eval"],
         sampling: SamplingParams,
-        generator: torch.Generator | None = None,
+        generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
         """Draw a chunk for each row in ``train`` mode; in ``eval`` mode follow the ODE from one fixed noise.

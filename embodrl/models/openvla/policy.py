@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from embodrl.data.rng import RandomSource
 from embodrl.models.common.sampling import draw
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.token_policy import TokenPolicy, exponential_noise
@@ -29,7 +30,7 @@ class OpenVLAPolicy(TokenPolicy):
         observation: Observation,
         mode: Literal["train", "eval"],
         sampling: SamplingParams,
-        generator: torch.Generator | None = None,
+        generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.

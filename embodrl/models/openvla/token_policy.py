@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.config.model_schema import ModelConfig
+from embodrl.data.rng import RandomSource, draw_rows
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
@@ -46,6 +47,8 @@ class TokenPolicy(VLAPolicy):
         config: section ``model``: C, ``gripper``, and the value head's ``input`` and ``detach``.
         value_head: the critic, or None.
     """
+
+    draws_by_row = True
 
     def __init__(
         self,
@@ -256,10 +259,14 @@ class TokenPolicy(VLAPolicy):
         )
 
 
-def exponential_noise(shape: Sequence[int], generator: torch.Generator | None, device: torch.device) -> Tensor:
+def exponential_noise(shape: Sequence[int], generator: RandomSource | None, device: torch.device) -> Tensor:
     """Return draws ``float32`` from Exp(1), made on the generator's device, for sampling by ``argmax(p / noise)``."""
     source = device if generator is None else generator.device
-    return torch.empty(*shape, device=source).exponential_(generator=generator).to(device)
+
+    def draw(size: list[int], one: torch.Generator | None) -> Tensor:
+        return torch.empty(size, device=source).exponential_(generator=one)
+
+    return draw_rows(draw, shape, generator).to(device)
 
 
 def preprocessor_config(image_size: int) -> dict[str, object]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.config.model_schema import ModelConfig
+from embodrl.data.rng import RandomSource
 from embodrl.models.common import checkpoint
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
@@ -61,7 +62,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         observation: Observation,
         mode: Literal["train", "eval"],
         sampling: SamplingParams,
-        generator: torch.Generator | None = None,
+        generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.

@@ -1,0 +1,141 @@
+"""One episode at a time, asynchronously: the environment that a workflow plays in.
+
+Legend: C actions in a chunk, A action dimensions. An observation here is a batch of one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.types import EnvStep, Observation
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Something that ``execute`` can do.
+
+    Attributes:
+        name: what ``execute`` is called with.
+        description: one line.
+        parameters: JSON schema of the arguments.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+@dataclass
+class ToolResult:
+    """What a tool did.
+
+    Attributes:
+        observation: what is seen afterwards; at the end of an episode, its last observation.
+        reward: ``float32[C]``, 0 where not valid; C is 0 for a tool that does not act.
+        valid: ``bool[C]``, the action was played (the episode had not ended before it).
+        terminated, truncated: ``bool[C]``, the episode ended with that action.
+        success: the task has been solved at some time in the episode.
+        episode_return: sum of the rewards of the episode so far.
+        episode_length: its environment steps so far.
+        lost: a fault of the simulator has ended the episode: nothing is valid, ``truncated`` at the first action.
+        value: the answer of a tool that does not act, plain values.
+    """
+
+    observation: Observation
+    reward: NDArray[np.float32]
+    valid: NDArray[np.bool_]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    success: bool = False
+    episode_return: float = 0.0
+    episode_length: int = 0
+    lost: bool = False
+    value: Any = None
+
+    @property
+    def done(self) -> bool:
+        """The episode has ended."""
+        return bool((self.terminated | self.truncated).any())
+
+    @staticmethod
+    def answer(observation: Observation, value: Any) -> ToolResult:
+        """Return the result of a tool that does not act."""
+        nothing = np.zeros(0, np.bool_)
+        return ToolResult(observation, np.zeros(0, np.float32), nothing, nothing, nothing, value=value)
+
+    @staticmethod
+    def of_row(step: EnvStep, row: int) -> ToolResult:
+        """Return one row of a step without auto-reset, as a copy."""
+        rows = np.array([row])
+        ended = step.final_observation is not None and bool(step.final_mask[row])
+        seen = step.final_observation if ended and step.final_observation is not None else step.observation
+        valid, truncated = step.valid[row].copy(), step.truncated[row].copy()
+        return ToolResult(
+            observation=seen.select(rows),
+            reward=step.reward[row].copy(),
+            valid=valid,
+            terminated=step.terminated[row].copy(),
+            truncated=truncated,
+            success=bool(step.success[row]),
+            episode_return=float(step.episode_return[row]),
+            episode_length=int(step.episode_length[row]),
+            lost=not valid.any() and bool(truncated[0]),
+        )
+
+    @staticmethod
+    def lost_chunk(observation: Observation, chunk: int) -> ToolResult:
+        """Return the result of ``chunk`` actions that a fault prevented."""
+        nothing = np.zeros(chunk, np.bool_)
+        truncated = nothing.copy()
+        truncated[0] = True
+        return ToolResult(observation, np.zeros(chunk, np.float32), nothing, nothing.copy(), truncated, lost=True)
+
+
+class Environment(ABC):
+    """One environment, in which one episode is played at a time.
+
+    Every method but ``list_tools`` may take long and lets other episodes go on meanwhile.
+    """
+
+    @abstractmethod
+    async def initialize(self, task: str, seed: int) -> Observation:
+        """Begin a new episode; the same task and seed give the same initial state.
+
+        Raises:
+            EnvError: there is no such task, or the simulator is beyond repair.
+        """
+
+    @abstractmethod
+    def list_tools(self) -> list[Tool]:
+        """Return what ``execute`` can do."""
+
+    @abstractmethod
+    async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Use a tool.
+
+        Raises:
+            EnvError: there is no such tool, its arguments are wrong, no episode is under way, or the simulator is
+                beyond repair. A fault that only costs the episode is no error: see ``ToolResult.lost``.
+        """
+
+    @abstractmethod
+    async def get_state(self) -> bytes:
+        """Return the whole state of the episode."""
+
+    @abstractmethod
+    async def load_state(self, state: bytes) -> Observation:
+        """Continue from a state of ``get_state``, to the bit, maybe that of another environment of the same kind.
+
+        Raises:
+            EnvError: the simulator keeps no state of single environments.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Give the environment back; an episode under way is given up."""

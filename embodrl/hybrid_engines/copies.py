@@ -1,0 +1,21 @@
+"""Copies of a policy that stay as they are while the policy trains."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+from torch import nn
+
+from embodrl.models.base import VLAPolicy
+
+
+def frozen_copy(policy: VLAPolicy, trained: Iterable[nn.Parameter]) -> VLAPolicy:
+    """Return a policy with copies, without gradients, of the weights that train; the others are shared."""
+    copied = {id(p) for p in trained}
+    shared = {id(p): p for p in policy.parameters() if id(p) not in copied}
+    twin = copy.deepcopy(policy, shared)
+    for parameter in twin.parameters():
+        if id(parameter) not in shared:
+            parameter.requires_grad_(False)
+    return twin

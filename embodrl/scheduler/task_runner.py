@@ -1,0 +1,412 @@
+"""AsyncTaskRunner: many coroutines at the same time on an event loop in a thread of its own.
+
+All state is under one lock. The loop's thread takes it twice a cycle at most, for all tasks that are to start and for
+all that have ended, so the cost of a task is that of asyncio itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Self
+
+from embodrl.errors import TaskIdTaken, TaskQueueFull, TaskRunnerError
+
+try:
+    from uvloop import new_event_loop  # pyright: ignore[reportMissingImports]
+except ImportError:  # an extra: the loop of the standard library does the same, slower
+    from asyncio import new_event_loop
+
+CLOSE_TIMEOUT_S = 60.0
+_SHOWN = 5
+
+P = ParamSpec("P")
+CoroutineFunction = Callable[..., Coroutine[Any, Any, Any]]
+
+
+class TaskResult(NamedTuple):
+    """What became of a task.
+
+    Attributes:
+        id: of the task.
+        status: ``ok``, ``error`` (it raised) or ``cancelled``.
+        value: what it returned, if ``ok``.
+        exception: what it raised, if ``error``.
+        queued_s: seconds from ``submit`` to its start, or to its end if it never started.
+        ran_s: seconds from its start to its end.
+    """
+
+    id: str
+    status: Literal["ok", "error", "cancelled"]
+    value: Any
+    exception: BaseException | None
+    queued_s: float
+    ran_s: float
+
+
+@dataclass(frozen=True)
+class TaskRunnerHealth:
+    """State of a runner at a moment.
+
+    Attributes:
+        queued: tasks that have not started.
+        running: tasks on the loop.
+        undelivered: results that nobody has waited for yet.
+        paused: no task starts.
+        closed: ``close`` was called.
+        fatal_error: what ended the loop; None while all is well.
+    """
+
+    queued: int
+    running: int
+    undelivered: int
+    paused: bool
+    closed: bool
+    fatal_error: BaseException | None
+
+
+class _Entry:
+    __slots__ = ("args", "function", "id", "started", "submitted", "task")
+
+    def __init__(self, task_id: str, function: CoroutineFunction, args: tuple[Any, ...]) -> None:
+        self.id = task_id
+        self.function = function
+        self.args = args
+        self.submitted = time.perf_counter()
+        self.started = 0.0
+        self.task: asyncio.Task[Any] | None = None
+
+
+def _or_fail(
+    callback: Callable[Concatenate[AsyncTaskRunner, P], None],
+) -> Callable[Concatenate[AsyncTaskRunner, P], None]:
+    """End the runner if its own callback raises: a loop only logs that, and its users would wait for ever."""
+
+    @functools.wraps(callback)
+    def guarded(runner: AsyncTaskRunner, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            callback(runner, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001  (the next call of the user raises it)
+            runner._fail(error)
+
+    return guarded
+
+
+class AsyncTaskRunner:
+    """Runs coroutines, at most so many at the same time, and hands their results over in the order they end.
+
+    Every method may be called from any thread; a task may call them too, where they need not wait. A task that can't
+    start since ``max_results`` are undelivered waits in the queue, and ``submit`` waits while the queue is full. So
+    nothing grows without bound, and whoever waits for results sets everything going again.
+
+    Args:
+        max_in_flight: tasks on the loop at the same time.
+        max_queue: tasks that wait for their start.
+        max_results: running tasks and undelivered results together; None for ``max_in_flight + max_queue``. The
+            result of a task that is cancelled in the queue counts as queued until it is delivered.
+        name: of the thread.
+
+    Raises:
+        TaskRunnerError: a bound is below 1, or there is no room for ``max_in_flight`` results.
+    """
+
+    def __init__(self, max_in_flight: int, max_queue: int, max_results: int | None = None, name: str = "tasks") -> None:
+        self.max_in_flight, self.max_queue = max_in_flight, max_queue
+        self.max_results = max_in_flight + max_queue if max_results is None else max_results
+        if min(max_in_flight, max_queue) < 1 or self.max_results < max_in_flight:
+            raise TaskRunnerError(
+                f"bounds of {max_in_flight} in flight, {max_queue} queued and {self.max_results} results",
+                "give at least 1, 1, and as many results as tasks in flight",
+            )
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._arrived = threading.Condition(self._lock)
+        self._numbers = itertools.count()
+        self._queue: OrderedDict[str, _Entry] = OrderedDict()
+        self._running: dict[str, _Entry] = {}
+        self._results: deque[TaskResult] = deque()
+        self._ids: set[str] = set()  # of all three
+        self._ended: list[TaskResult] = []  # seen by the loop's thread only
+        self._paused = self._closed = self._awake = self._over = False
+        self._fatal: BaseException | None = None
+        self._loop = new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    # -- for users ----------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, function: CoroutineFunction, *args: Any, task_id: str | None = None, timeout: float | None = None
+    ) -> str:
+        """Queue ``function(*args)``, a coroutine; return its id.
+
+        Args:
+            function: coroutine function. What it raises, or that it is none, is found in its result.
+            args: of the function.
+            task_id: must differ from those of all tasks whose results are undelivered; None takes the next number.
+            timeout: seconds to wait while the queue is full; None waits until there is room.
+
+        Raises:
+            TaskIdTaken: there is such a task already.
+            TaskQueueFull: there was no room in time; nothing was queued. A task that submits does not wait.
+            TaskRunnerError: closed, or the loop has failed.
+        """
+        with self._lock:
+            self._check()
+            if not self._has_room():
+                self._await_room(timeout)
+            if task_id is None:
+                task_id = str(next(self._numbers))
+                while task_id in self._ids:
+                    task_id = str(next(self._numbers))
+            elif task_id in self._ids:
+                raise TaskIdTaken(f"there is a task '{task_id}' already", "wait for its result, or choose another id")
+            self._ids.add(task_id)
+            self._queue[task_id] = _Entry(task_id, function, args)
+            if not self._awake:
+                self._wake()
+        return task_id
+
+    def wait(self, count: int = 1, timeout: float | None = None) -> list[TaskResult]:
+        """Return the next ``count`` results, in the order the tasks ended.
+
+        After ``timeout`` seconds it returns those that have arrived, perhaps none; the others come with the next
+        ``wait``. It takes results as they arrive, so ``count`` may exceed ``max_results``. After ``close`` it returns
+        what is left, without waiting.
+
+        Raises:
+            TaskRunnerError: closed with nothing left, the loop has failed, or a task would wait for itself.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        taken: list[TaskResult] = []
+        with self._lock:
+            try:
+                while True:
+                    self._check_loop()
+                    self._take(count, taken)
+                    remaining = None if deadline is None else deadline - time.monotonic()
+                    if len(taken) >= count or (remaining is not None and remaining <= 0):
+                        return taken
+                    if self._over:
+                        if not taken:
+                            self._check()
+                        return taken
+                    if threading.current_thread() is self._thread:
+                        raise TaskRunnerError("a task waits for results of its own runner", "wait in another thread")
+                    self._arrived.wait(remaining)
+            except BaseException:  # a signal's, for one
+                self._results.extendleft(reversed(taken))
+                self._ids.update(result.id for result in taken)
+                raise
+
+    def pause(self) -> None:
+        """Start no more tasks; those that run go on, and their results are delivered."""
+        with self._lock:
+            self._check()
+            self._paused = True
+
+    def resume(self) -> None:
+        """Start tasks again."""
+        with self._lock:
+            self._check()
+            self._paused = False
+            self._wake()
+
+    def cancel(self, task_id: str) -> bool:
+        """Cancel a task that is queued or runs; False if there is none (any more).
+
+        Its result comes like any other: ``cancelled``, unless the task ends in its own way before or despite it.
+        """
+        with self._lock:
+            self._check()
+            entry = self._queue.pop(task_id, None)
+            if entry is not None:
+                self._results.append(_result(entry, "cancelled", None, None))
+                self._arrived.notify_all()
+                return True
+            entry = self._running.get(task_id)
+            if entry is not None:
+                # In the order of the loop: after the task was made.
+                self._loop.call_soon_threadsafe(self._cancel_running, entry)
+            return entry is not None
+
+    def health(self) -> TaskRunnerHealth:
+        """Return the present state; never raises."""
+        with self._lock:
+            sizes = len(self._queue), len(self._running), len(self._results)
+            return TaskRunnerHealth(*sizes, self._paused, self._closed, self._fatal)
+
+    def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Cancel all tasks, wait until they have ended, and end the thread. Does nothing the second time.
+
+        Raises:
+            TaskRunnerError: a task does not end; the daemon thread is left to it. Or a task calls it.
+        """
+        if threading.current_thread() is self._thread:
+            raise TaskRunnerError("a task can't close its own runner", "call close() in another thread")
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for entry in self._queue.values():
+                    self._results.append(_result(entry, "cancelled", None, None))
+                self._queue.clear()
+                self._room.notify_all()
+                if self._fatal is None:
+                    self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            with self._lock:
+                names = list(self._running)
+            raise TaskRunnerError(
+                f"{len(names)} tasks have not ended {timeout:g} s after they were cancelled: "
+                f"{', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}",
+                "let them pass on CancelledError, and keep blocking calls out of them",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- under the lock -----------------------------------------------------------------------------------------------
+
+    def _check_loop(self) -> None:
+        if self._fatal is not None:
+            raise TaskRunnerError(
+                f"the event loop of the tasks has failed: {type(self._fatal).__name__}: {self._fatal}",
+                "mend the cause; make a new runner",
+            ) from self._fatal
+
+    def _check(self) -> None:
+        self._check_loop()
+        if self._closed:
+            raise TaskRunnerError("the task runner is closed", "make a new one")
+
+    def _has_room(self) -> bool:
+        held = len(self._queue) + len(self._running) + len(self._results)
+        return len(self._queue) < self.max_queue and held < self.max_queue + self.max_results
+
+    def _await_room(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._has_room():
+            remaining = None if deadline is None else deadline - time.monotonic()
+            own = threading.current_thread() is self._thread
+            if own or (remaining is not None and remaining <= 0):
+                raise TaskQueueFull(
+                    f"{len(self._queue)} tasks are queued, {len(self._running)} run and {len(self._results)} results "
+                    f"are undelivered ({'a task cannot wait for room' if own else f'for {timeout:g} s'})",
+                    "wait() for results, resume() if paused, or raise max_queue",
+                )
+            self._room.wait(remaining)
+            self._check()
+
+    def _take(self, count: int, taken: list[TaskResult]) -> None:
+        before = len(taken)
+        while self._results and len(taken) < count:
+            result = self._results.popleft()
+            self._ids.discard(result.id)
+            taken.append(result)
+        if len(taken) > before:
+            self._room.notify_all()
+            if self._queue:
+                self._wake()
+
+    def _wake(self) -> None:
+        """Have the loop look at the queue, once for all calls until it does."""
+        if not self._awake and not self._paused and not self._closed:
+            self._awake = True
+            self._loop.call_soon_threadsafe(self._start_tasks)
+
+    # -- in the loop's thread -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                try:
+                    runner.run(self._main())
+                except BaseException as error:  # noqa: BLE001  (whatever it is, the next call of the user raises it)
+                    self._fail(error)  # before the loop closes: nobody calls into one that is closed
+        finally:
+            with self._lock:
+                self._over = True
+                self._running.clear()
+                self._arrived.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._fatal = self._fatal or error
+            self._arrived.notify_all()
+            self._room.notify_all()
+        self._stop.set()
+
+    async def _main(self) -> None:
+        await self._stop.wait()
+        tasks = [entry.task for entry in self._running.values() if entry.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._deliver()
+
+    @_or_fail
+    def _start_tasks(self) -> None:
+        with self._lock:
+            self._awake = False
+            if self._paused or self._closed:
+                return
+            room = min(self.max_in_flight, self.max_results - len(self._results)) - len(self._running)
+            entries = [self._queue.popitem(last=False)[1] for _ in range(min(room, len(self._queue)))]
+            self._running.update((entry.id, entry) for entry in entries)
+            if entries:
+                self._room.notify_all()
+        for entry in entries:
+            entry.task = self._loop.create_task(self._run(entry))
+
+    async def _run(self, entry: _Entry) -> None:
+        entry.started = time.perf_counter()
+        try:
+            result = _result(entry, "ok", await entry.function(*entry.args), None)
+        except (SystemExit, KeyboardInterrupt):
+            raise  # ends the loop
+        except asyncio.CancelledError:
+            result = _result(entry, "cancelled", None, None)
+        except BaseException as error:  # noqa: BLE001  (a user's function may raise anything; it is its result)
+            own = error.__traceback__  # this frame, which would keep the arguments alive
+            result = _result(entry, "error", None, error.with_traceback(own and own.tb_next))
+        # Deliver at the end of this cycle of the loop, together with all else that ends in it.
+        if not self._ended:
+            self._loop.call_soon(self._deliver)
+        self._ended.append(result)
+
+    def _cancel_running(self, entry: _Entry) -> None:
+        if entry.task is not None:
+            entry.task.cancel()
+
+    @_or_fail
+    def _deliver(self) -> None:
+        ended, self._ended = self._ended, []
+        if not ended:
+            return
+        with self._lock:
+            for result in ended:
+                self._running.pop(result.id, None)
+            self._results.extend(ended)
+            self._arrived.notify_all()
+            if self._queue:
+                self._wake()
+
+
+def _result(
+    entry: _Entry, status: Literal["ok", "error", "cancelled"], value: Any, exception: BaseException | None
+) -> TaskResult:
+    now = time.perf_counter()
+    started = entry.started or now
+    return TaskResult(entry.id, status, value, exception, started - entry.submitted, now - started)

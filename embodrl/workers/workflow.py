@@ -1,0 +1,275 @@
+"""Workflows: what happens in an episode, as a coroutine of the user's; and what it leaves behind.
+
+Legend: T policy steps (chunks), B episodes, C actions in a chunk, A action dimensions, K values a chunk, H x W image.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.envs.environment import Environment, ToolResult
+from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.async_engine import EpisodeEngine
+from embodrl.types import Observation, PolicyOutput
+
+
+@dataclass(frozen=True)
+class EpisodeTask:
+    """Which episode to play.
+
+    Attributes:
+        name: of the task, one of ``env.tasks``.
+        task_id: its index there.
+        seed: of the initial state; the episodes of a group have the same one.
+        max_chunks: most chunks that a trajectory may have.
+        iteration: of the run.
+    """
+
+    name: str
+    task_id: int
+    seed: int
+    max_chunks: int
+    iteration: int
+
+
+@dataclass
+class Chunk:
+    """One action of the policy, a chunk, and what it led to; the columns of TrajectoryBatch for one T and one B.
+
+    Attributes:
+        forward_inputs: tensors ``[1,...]``.
+        logprobs: ``float32[C,A]``.
+        values: ``float32[K]``, zeros without a value head.
+        rewards: ``float32[C]``.
+        valid, terminated, truncated: ``bool[C]``.
+        success: the task has been solved at some time in the episode.
+        policy_version: updates that the policy had seen.
+        frame: ``uint8[H,W,3]``, what the first camera sees afterwards.
+    """
+
+    forward_inputs: dict[str, Tensor]
+    logprobs: Tensor
+    values: Tensor
+    rewards: Tensor
+    valid: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    success: bool
+    policy_version: int
+    frame: Tensor
+
+
+@dataclass
+class Trajectory:
+    """One episode.
+
+    Attributes:
+        task: what was played.
+        chunks: so far.
+        end_value: ``float32[K]``, value of the last observation if the episode was cut off there, by the step limit or
+            by the workflow; None for zero.
+    """
+
+    task: EpisodeTask
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    end_value: Tensor | None = None
+
+    def add(self, output: PolicyOutput, result: ToolResult) -> None:
+        """Append what the policy answered (a batch of one) and what ``act`` made of its first actions."""
+        logprobs = output.logprobs[0]
+        played, chunk = len(result.valid), len(logprobs)
+        if not 0 < played <= chunk:
+            raise EmbodrlError(
+                f"a result of {played} actions for a chunk of {chunk}",
+                "add the result of `act`, as it is, to its output",
+            )
+
+        def padded(column: Any) -> Tensor:
+            tensor = torch.as_tensor(column)
+            return torch.cat([tensor, tensor.new_zeros(chunk - played)])
+
+        self.chunks.append(
+            Chunk(
+                forward_inputs=output.forward_inputs,
+                logprobs=logprobs,
+                values=torch.zeros(1) if output.values is None else output.values[0],
+                rewards=padded(result.reward),
+                valid=padded(result.valid),
+                terminated=padded(result.terminated),
+                truncated=padded(result.truncated),
+                success=result.success,
+                policy_version=output.version,
+                frame=torch.from_numpy(result.observation.images[0, 0]),
+            )
+        )
+
+    def add_reward(self, reward: float) -> None:
+        """Add a reward to the last action that was played; nothing if none was."""
+        for chunk in reversed(self.chunks):
+            if chunk.valid.any():
+                chunk.rewards[int(chunk.valid.nonzero()[-1])] += reward
+                return
+
+    async def finish(self, engine: EpisodeEngine, observation: Observation) -> None:
+        """Ask for ``end_value`` if it matters: call it once, with the last observation."""
+        last = self.chunks[-1] if self.chunks else None
+        if engine.has_values and last is not None and not last.terminated.any() and not self.lost:
+            self.end_value = (await engine.values(observation))[0]
+
+    @property
+    def done(self) -> bool:
+        """The environment ended the episode."""
+        return bool(self.chunks) and bool((self.chunks[-1].terminated | self.chunks[-1].truncated).any())
+
+    @property
+    def lost(self) -> bool:
+        """A fault of the simulator ended the episode."""
+        return self.done and not bool(self.chunks[-1].valid.any())
+
+    @property
+    def success(self) -> bool:
+        return bool(self.chunks) and self.chunks[-1].success
+
+    @property
+    def total_reward(self) -> float:
+        return float(sum(float(chunk.rewards[chunk.valid].sum()) for chunk in self.chunks))
+
+    @property
+    def num_actions(self) -> int:
+        return sum(int(chunk.valid.sum()) for chunk in self.chunks)
+
+
+class RolloutWorkflow(ABC):
+    """How an episode is played: subclass it and name it in ``rollout.workflow=module:Class``; no constructor arguments.
+
+    One instance plays all episodes, many at the same time: keep what belongs to one in ``run_episode``.
+    """
+
+    @abstractmethod
+    async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
+        """Play one episode.
+
+        Blocking calls hold up all the others: put them into ``asyncio.to_thread``.
+
+        Args:
+            engine: answers observations with actions.
+            env: an environment of this episode's own.
+            task: what to play.
+
+        Returns:
+            what was played, or None to reject the episode: it is counted and not trained on.
+        """
+
+
+class ChunkWorkflow(RolloutWorkflow):
+    """Observe, act, execute, until the episode ends: what happens without ``rollout.workflow``, asynchronously."""
+
+    async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory:
+        """See RolloutWorkflow."""
+        trajectory = Trajectory(task)
+        observation = await env.initialize(task.name, task.seed)
+        for _ in range(task.max_chunks):
+            output = await engine.act(observation)
+            result = await env.execute("act", {"actions": output.actions[0]})
+            trajectory.add(output, result)
+            observation = result.observation
+            if result.done:
+                break
+        await trajectory.finish(engine, observation)
+        return trajectory
+
+
+def stack_trajectories(
+    trajectories: Sequence[Trajectory | None],
+    num_steps: int,
+    group_id: Tensor,
+    bootstrap: bool = True,
+    keep_frames: bool = False,
+) -> TrajectoryBatch:
+    """Return the batch ``[T,B]`` of trajectories, filled up with chunks that are not valid.
+
+    An episode that ends before ``num_steps`` without the environment's doing was cut off by its workflow; it counts as
+    truncated there. None gives the column of a lost episode, which nothing is trained on.
+
+    Args:
+        trajectories: B of them, at least one of them with a chunk.
+        num_steps: T.
+        group_id: ``int64[B]``, equal where episodes began in the same initial state.
+        bootstrap: use the values of last observations where episodes were truncated.
+        keep_frames: with the column ``frames``.
+
+    Raises:
+        EmbodrlError: a trajectory is longer than T, or there is none.
+    """
+    template = next((t for t in trajectories if t is not None and t.chunks), None)
+    if template is None:
+        raise EmbodrlError("there is no trajectory to stack", "return at least one")
+    columns = [_column(t if t is not None and t.chunks else None, template, num_steps, bootstrap) for t in trajectories]
+    inputs = {
+        name: torch.stack([column["forward_inputs"][name] for column in columns], dim=1)
+        for name in columns[0]["forward_inputs"]
+    }
+    names = columns[0].keys() - {"forward_inputs"} - (set() if keep_frames else {"frames"})
+    stacked: dict[str, Any] = {name: torch.stack([column[name] for column in columns], dim=1) for name in names}
+    stacked["group_id"] = group_id.expand(stacked["task_id"].shape)
+    return TrajectoryBatch.from_rollout(forward_inputs=inputs, **stacked)
+
+
+def _column(trajectory: Trajectory | None, template: Trajectory, num_steps: int, bootstrap: bool) -> dict[str, Any]:
+    """Return the columns ``[T,...]`` of one episode, with ``values [T+1,K]``."""
+    played = trajectory or Trajectory(template.task, template.chunks[:1])
+    chunks = played.chunks
+    if len(chunks) > num_steps:
+        raise EmbodrlError(
+            f"a workflow returned a trajectory of {len(chunks)} chunks, and there is room for {num_steps}",
+            "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
+        )
+    zeros = {name: _filled([getattr(chunk, name) for chunk in chunks], num_steps, zero=True) for name in _ZERO_AFTER}
+    values = torch.cat([zeros["values"], torch.zeros_like(zeros["values"][:1])])
+    bootstrap_values = torch.zeros_like(zeros["values"])
+    last = len(chunks) - 1
+    if trajectory is None:
+        zeros = {name: torch.zeros_like(column) for name, column in zeros.items()}
+        zeros["truncated"][0, 0] = True
+        values = torch.zeros_like(values)
+    else:
+        if not trajectory.done and len(chunks) < num_steps and chunks[last].valid.any():
+            zeros["truncated"][last, int(chunks[last].valid.nonzero()[-1])] = True
+        if trajectory.end_value is not None:
+            if zeros["truncated"][last].any():
+                bootstrap_values[last] = trajectory.end_value if bootstrap else 0.0
+            else:
+                values[-1] = trajectory.end_value
+    kept: Mapping[str, list[Tensor]] = {
+        "success": [torch.tensor(chunk.success and trajectory is not None) for chunk in chunks],
+        "policy_version": [torch.tensor(chunk.policy_version) for chunk in chunks],
+        "frames": [chunk.frame for chunk in chunks],
+    }
+    return {
+        **zeros,
+        **{name: _filled(column, num_steps) for name, column in kept.items()},
+        "task_id": torch.full((num_steps,), played.task.task_id, dtype=torch.int64),
+        "values": values,
+        "bootstrap_values": bootstrap_values,
+        # Copies, not zeros: a network need not cope with an observation that there never was.
+        "forward_inputs": {
+            name: _filled([chunk.forward_inputs[name][0] for chunk in chunks], num_steps)
+            for name in chunks[0].forward_inputs
+        },
+    }
+
+
+_ZERO_AFTER = ("logprobs", "values", "rewards", "valid", "terminated", "truncated")
+
+
+def _filled(column: Sequence[Tensor], num_steps: int, zero: bool = False) -> Tensor:
+    """Return ``[T,...]``: the entries, then zeros or copies of the last one."""
+    rest = torch.zeros_like(column[-1]) if zero else column[-1]
+    return torch.stack([*column, *[rest] * (num_steps - len(column))])

@@ -1,0 +1,208 @@
+"""Rollouts whose episodes are played by a workflow, all at the same time.
+
+Legend: T policy steps (chunks), B environments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import Any, cast
+
+from embodrl.config.schema import Config
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.envs.async_pool import AsyncPool
+from embodrl.envs.environment import Environment
+from embodrl.envs.pool import EnvPool
+from embodrl.errors import EmbodrlError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.hybrid_engines.async_engine import AsyncEngine, EpisodeEngine
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.registry import LOSSES, import_workflow
+from embodrl.scheduler.task_runner import AsyncTaskRunner, TaskResult
+from embodrl.workers.rollout import Metrics, RolloutWorker
+from embodrl.workers.stage import EpisodeStats, Seconds, Shard, combine_extras, shard_meta
+from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
+
+logger = logging.getLogger(__name__)
+
+# How long a signal may wait until it is looked at.
+_POLL_S = 0.1
+_BEYOND_REPAIR = (EnvRaised, EnvWorkerDied, EnvTimeout)
+
+
+class WorkflowError(EmbodrlError):
+    """A workflow leaves nothing to train on."""
+
+
+class WorkflowPlayer:
+    """Has the episodes of a group of environments played by a workflow, all at the same time.
+
+    An episode that raises is counted and left out, like one that the workflow rejects. What an episode draws follows
+    from its numbers, not from the order in which episodes ask.
+
+    Args:
+        config: the run.
+        pool: of the environments; started, without auto-reset.
+        engine: the policy.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        workflow: None takes ``rollout.workflow``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: NativeRolloutEngine,
+        keep_frames: bool,
+        workflow: RolloutWorkflow | None = None,
+    ) -> None:
+        self.config, self.pool, self.engine, self.keep_frames = config, pool, engine, keep_frames
+        if workflow is None:
+            assert config.rollout.workflow is not None
+            workflow = cast("RolloutWorkflow", import_workflow(config.rollout.workflow))
+        self.workflow: RolloutWorkflow = workflow
+        self.num_envs = pool.spec.num_envs
+        self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+        self.needs_values = bool(LOSSES.entry(config.algorithm.loss_type).facts.get("needs_values"))
+        self.bootstrap = self.needs_values and config.algorithm.bootstrap_type == "truncation"
+
+    def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+        """Return the episodes of a shard.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True; it is asked now and then.
+            WorkflowError: no episode was left.
+            EnvError: a simulator is beyond repair.
+        """
+        names = self.pool.spec.tasks
+        episodes = [
+            EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration)
+            for seed, task_id in zip(shard.seeds.tolist(), shard.task_ids.tolist(), strict=True)
+        ]
+        with ExitStack() as stack:
+            environments = stack.enter_context(closing(AsyncPool(self.pool)))
+            engine = AsyncEngine(self.engine, self.needs_values, self.num_envs, shard.random)
+            stack.enter_context(closing(engine))
+            # Closed first: episodes under way are cancelled, then the threads that serve them end.
+            runner = stack.enter_context(AsyncTaskRunner(self.num_envs, self.num_envs, name="episodes"))
+            runner.pause()  # all begin together: the first calls go out as one
+            for row, env in enumerate(environments.environments()):
+                runner.submit(self._run_episode, engine.for_episode(row), env, episodes[row], task_id=str(row))
+            runner.resume()
+            results = self._wait(runner, should_stop)
+        failed, rejected, trajectories = self._sort(results)
+        batch = stack_trajectories(trajectories, self.num_steps, shard.group_id, self.bootstrap, self.keep_frames)
+        batch.meta = shard_meta(batch, self._count(trajectories), Seconds(environments.busy_s(), engine.busy_s)) | {
+            "counts": {"workflow/failed_episodes": failed, "workflow/rejected_episodes": rejected},
+            "means": {"workflow/env_batch": environments.mean_batch(), "workflow/policy_batch": engine.mean_batch()},
+        }
+        return batch
+
+    async def _run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
+        trajectory = await self.workflow.run_episode(engine, env, task)
+        if trajectory is not None and (not isinstance(trajectory, Trajectory) or not trajectory.chunks):
+            raise WorkflowError(
+                f"{type(self.workflow).__name__}.run_episode returned {trajectory!r:.100}",
+                "return a Trajectory with at least one chunk, or None to reject the episode",
+            )
+        if trajectory is not None and len(trajectory.chunks) > task.max_chunks:
+            raise WorkflowError(
+                f"an episode has {len(trajectory.chunks)} chunks, and there is room for {task.max_chunks}",
+                "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
+            )
+        return trajectory
+
+    def _wait(self, runner: AsyncTaskRunner, should_stop: Callable[[], bool]) -> list[TaskResult]:
+        """Return the results in the order of the environments."""
+        results: list[TaskResult] = []
+        while len(results) < self.num_envs:
+            if should_stop():
+                raise InterruptedError
+            results += runner.wait(self.num_envs - len(results), _POLL_S)
+        return sorted(results, key=lambda result: int(result.id))
+
+    def _sort(self, results: list[TaskResult]) -> tuple[int, int, list[Trajectory | None]]:
+        """Return how many failed, how many were rejected, and what was played, None where it was either."""
+        errors = [result.exception for result in results if result.exception is not None]
+        for error in errors:
+            if isinstance(error, _BEYOND_REPAIR):
+                raise error
+        trajectories = [result.value if result.status == "ok" else None for result in results]
+        failed = sum(result.status != "ok" for result in results)
+        if any(trajectories):
+            if errors:
+                logger.warning("%d of %d episodes failed", len(errors), len(results), exc_info=errors[0])
+            return failed, trajectories.count(None) - failed, trajectories
+        raise WorkflowError(
+            f"of {len(results)} episodes {failed} failed and {len(results) - failed} were rejected"
+            + (f"; the first failure: {type(errors[0]).__name__}: {errors[0]}" if errors else ""),
+            f"mend {self.config.rollout.workflow or type(self.workflow).__name__}",
+        ) from (errors[0] if errors else None)
+
+    def _count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:
+        stats = EpisodeStats()
+        for trajectory in trajectories:
+            if trajectory is None:
+                continue
+            if trajectory.lost:
+                stats.lost += 1
+            elif trajectory.done or len(trajectory.chunks) < self.num_steps:
+                stats.episodes += 1
+                stats.successes += trajectory.success
+                stats.returns += trajectory.total_reward
+                stats.lengths += trajectory.num_actions
+        return stats
+
+
+class WorkflowRollout(RolloutWorker):
+    """Gathers as ``RolloutWorker`` does, but ``rollout.workflow`` plays the episodes, one in each environment.
+
+    Args:
+        config: the run.
+        pool: started, without auto-reset.
+        engine: the policy.
+        should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        workflow: None takes ``rollout.workflow``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: NativeRolloutEngine,
+        should_stop: Callable[[], bool],
+        keep_frames: bool = False,
+        workflow: RolloutWorkflow | None = None,
+    ) -> None:
+        super().__init__(config, pool, engine, should_stop, keep_frames)
+        self.player = WorkflowPlayer(config, pool, engine, keep_frames, workflow)
+        self._metas: list[dict[str, Any]] = []
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See RolloutSource.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+            WorkflowError: no episode was left.
+            EnvError: a simulator is beyond repair.
+        """
+        self._metas = []
+        return super().gather(iteration)
+
+    def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
+        batch, metrics = super()._rollouts(iteration, epochs)
+        return batch, metrics | combine_extras(self._metas)
+
+    def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
+        """Return the episodes of all environments as one batch; raises as ``gather``."""
+        seeds, task_ids = self.schedule.draw(iteration, epoch)
+        numbers = (self.config.runner.seed, iteration, epoch)
+        shard = Shard(iteration, seeds, task_ids, self.schedule.group_ids(epoch), numbers)
+        batch = self.player.play(shard, self.should_stop)
+        meta, batch.meta = batch.meta, {}
+        self._metas.append(meta)
+        self.stats.merge(EpisodeStats(**meta["episodes"]))
+        self.seconds.merge(Seconds(**meta["seconds"]))
+        return [batch]

@@ -1,0 +1,119 @@
+"""Whole runs with rollouts beside training, through the command line, on the toy environment."""
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from runs import TINY, assert_gone, embodrl, metrics
+
+pytestmark = pytest.mark.slow
+
+ITERATIONS = 6
+SHARDS = 2  # an update: two stages
+ASYNC = (
+    "rollout.pipeline_stages=2",
+    "algorithm.decoupled.enabled=true",
+    f"runner.max_iterations={ITERATIONS}",
+    "runner.save_interval=1",
+    "runner.keep_last_n=10",
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def trained_shards(checkpoint: Path) -> tuple[int, set[int]]:
+    """Return the iteration of a checkpoint and, from its own account, the shards that were trained on by then."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    rollout = state["rollout"]["state"]
+    waiting = {int(shard) for shard in rollout["shards"]}
+    assert waiting == {int(name.removeprefix("shard_")) for name in state["rollout"]["tensors"]}
+    assert not waiting & set(rollout["again"])
+    return state["iteration"], set(range(rollout["next_shard"])) - waiting - set(rollout["again"])
+
+
+def check_ledger(run_dir: Path) -> None:
+    """No accepted rollout is lost, and none is trained on twice."""
+    before: set[int] = set()
+    checkpoints = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    for checkpoint in checkpoints:
+        iteration, trained = trained_shards(checkpoint)
+        assert len(trained) == iteration * SHARDS, checkpoint
+        assert before <= trained
+        before = trained
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_run_killed_at_random_moments_goes_on_without_losing_or_repeating_a_rollout(
+    staleness: int, config: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(staleness)
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    arguments = ("train", "--config", config, f"runner.output_dir={run_dir}", *ASYNC)
+    stops = [
+        f"act:{rng.randint(10, 30)}:SIGKILL",
+        f"optimizer_step:{rng.randint(3, 8)}:SIGKILL",
+        f"write_file:{rng.randint(5, 12)}:SIGKILL",
+    ]
+    outcome = embodrl(*arguments, f"runner.max_staleness={staleness}", stop_at=stops[0], children=children)
+    assert outcome.code == -signal.SIGKILL, outcome.stderr
+    assert_gone(children)
+    check_ledger(run_dir)
+    for stop in stops[1:]:
+        embodrl("resume", run_dir, stop_at=stop)
+        check_ledger(run_dir)
+    outcome = embodrl("resume", run_dir)
+    assert outcome.code == 0, outcome.stderr
+    check_ledger(run_dir)
+    assert trained_shards(run_dir / "checkpoints" / f"step_{ITERATIONS}")[1] == set(range(ITERATIONS * SHARDS))
+    rows = metrics(run_dir)
+    assert [row["iteration"] for row in rows] == list(range(ITERATIONS + 1))
+    assert [row["env_steps"] for row in rows] == [48 * i for i in range(ITERATIONS + 1)]
+    for row in rows[1:]:
+        assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= staleness
+        assert row["staleness/rejected_shards"] == 0
+
+
+def test_a_signal_saves_the_rollouts_that_wait(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ("train", "--config", config, f"runner.output_dir={run_dir}", *ASYNC, "runner.max_staleness=2")
+    outcome = embodrl(*arguments, stop_at="optimizer_step:4:SIGTERM")
+    assert outcome.code == 128 + signal.SIGTERM, outcome.stderr
+    check_ledger(run_dir)
+    assert embodrl("resume", run_dir).code == 0
+    check_ledger(run_dir)
+
+
+def test_an_asynchronous_run_is_resumed_as_one(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ("train", "--config", config, f"runner.output_dir={run_dir}", *ASYNC, "runner.max_staleness=1")
+    assert embodrl(*arguments, stop_at="optimizer_step:8:SIGKILL").code == -signal.SIGKILL
+    outcome = embodrl("resume", run_dir, "runner.max_staleness=0")
+    assert outcome.code == 1 and "runner.max_staleness above 0" in outcome.stderr, outcome.stderr
+    assert embodrl("resume", run_dir, "runner.max_staleness=4").code == 0
+    check_ledger(run_dir)
+
+
+def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    outcome = embodrl(
+        "train",
+        "--config",
+        config,
+        f"runner.output_dir={run_dir}",
+        "algorithm=dapo",
+        "algorithm.group_size=2",
+        "actor.optim.critic_warmup_iterations=0",
+        "env.train.max_steps_per_rollout_epoch=6",
+        "runner.max_staleness=1",
+        "runner.max_iterations=2",
+    )
+    assert outcome.code == 0, outcome.stderr
+    rows = metrics(run_dir)[1:]
+    assert sum(row["rollout/resamples"] for row in rows) == rows[-1]["staleness/rejected_shards"]

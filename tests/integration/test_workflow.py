@@ -1,0 +1,124 @@
+"""Workflows on the real simulator, and through the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_examples import run_example
+
+from embodrl.config import load_config
+from embodrl.envs.async_pool import AsyncPool
+from embodrl.errors import EnvError
+from embodrl.types import Observation, PolicyOutput
+
+NUM_ENVS = 12
+
+
+@pytest.mark.slow
+def test_the_example_trains(tmp_path: Path) -> None:
+    train = {"total_num_envs": 10, "max_steps_per_rollout_epoch": 6, "auto_reset": False}
+    rows = run_example("workflow", train, tmp_path, "env=toy")
+    assert [row.get("workflow/failed_episodes") for row in rows] == [None, 0, 0]
+    assert rows[2]["rollout/episodes"] == 10 and rows[2]["train/num_updates"]
+
+
+class Fixed:
+    """A policy that draws its actions from what it sees, so that the order of calls does not matter."""
+
+    version = 0
+
+    def row_generators(self, seeds: Any) -> None:
+        return None
+
+    def random_state(self) -> list[str]:
+        return []
+
+    def set_random_state(self, states: list[str]) -> None:
+        assert states == []
+
+    def act(self, observation: Observation, compute_values: bool, generators: Any = None) -> PolicyOutput:
+        import torch
+
+        batch = observation.batch_size
+        sums = observation.images.reshape(batch, -1).astype(np.int64).sum(axis=1)
+        actions = np.stack([np.random.default_rng(s).uniform(-0.5, 0.5, (5, 7)) for s in sums]).astype(np.float32)
+        values = torch.zeros(batch, 1) if compute_values else None
+        return PolicyOutput(actions, torch.zeros(batch, 5, 7), values, {"sums": torch.from_numpy(sums)})
+
+    def values(self, observation: Observation) -> Any:
+        import torch
+
+        return torch.zeros(observation.batch_size, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.sim
+@pytest.mark.xdist_group("maniskill")
+def test_twelve_episodes_at_a_time_on_maniskill_equal_those_in_lockstep() -> None:
+    pytest.importorskip("mani_skill")
+    import torch
+
+    from embodrl.workers.env import make_pool
+    from embodrl.workers.rollout import RolloutWorker
+    from embodrl.workers.workflow import ChunkWorkflow
+    from embodrl.workers.workflow_rollout import WorkflowRollout
+
+    config = load_config(
+        [
+            f"env.train.total_num_envs={NUM_ENVS}",
+            "env.pin_cpus=false",
+            "env.max_episode_steps=10",
+            "env.train.max_steps_per_rollout_epoch=10",
+            "env.train.auto_reset=false",
+            "env.cameras=[{height: 32, width: 32}]",
+            "actor.global_batch_size=8",
+            "actor.micro_batch_size=8",
+        ]
+    ).config
+    try:
+        pool = make_pool(config, NUM_ENVS)
+        pool.start()
+    except EnvError as error:
+        if "Vulkan" in str(error):
+            pytest.skip(error.message)
+        raise
+    never: Any = lambda: False  # noqa: E731
+    engine: Any = Fixed()
+    with closing(pool):
+        wanted, _ = RolloutWorker(config, pool, engine, never).gather(0)
+        pool.call("rebuild")  # what follows a reset depends on its seed alone
+        worker = WorkflowRollout(config, pool, engine, never, workflow=ChunkWorkflow())
+        found, metrics = worker.gather(0)
+        asyncio.run(state_round_trip(pool))
+    played = wanted.valid.any(-1)
+    assert torch.equal(found.valid, wanted.valid) and torch.equal(found.rewards, wanted.rewards)
+    assert torch.equal(found.forward_inputs["sums"][played], wanted.forward_inputs["sums"][played])
+    assert metrics["rollout/episodes"] == NUM_ENVS and metrics["workflow/failed_episodes"] == 0
+
+
+async def state_round_trip(pool: Any) -> None:
+    """One scene goes on to the bit, in its own row and in another one, beside an episode that is not disturbed."""
+    environments = AsyncPool(pool)
+    env, beside, other = environments.environments()[:3]
+    await asyncio.gather(*(one.initialize("PushCube-v1", 3) for one in (env, beside)))
+    rng = np.random.default_rng(1)
+    moves = [{"actions": rng.uniform(-0.5, 0.5, (2, 7)).astype(np.float32)} for _ in range(3)]
+    await env.execute("act", moves[0])
+    state = await env.get_state()
+    wanted = [await env.execute("act", move) for move in moves[1:]]
+    for again in (other, env):
+        await again.load_state(state)
+        for move, before in zip(moves[1:], wanted, strict=True):
+            result = await again.execute("act", move)
+            np.testing.assert_array_equal(result.reward, before.reward)
+            np.testing.assert_array_equal(result.observation.images, before.observation.images)
+    for number, move in enumerate(moves):
+        result = await beside.execute("act", move)
+        if number:
+            np.testing.assert_array_equal(result.reward, wanted[number - 1].reward)
+    environments.close()
