@@ -179,3 +179,48 @@ class TaskIdTaken(TaskRunnerError):
 
 class OutputError(EmbodrlError):
     """The output directory can't be written, or the disk is full."""
+
+
+class WorkerError(EmbodrlError):
+    """A worker of a group failed.
+
+    Args:
+        message: what went wrong, naming group and rank.
+        remedy: what the user can do about it.
+        rank: of the worker.
+        traceback: of the worker, "" where there is none.
+        log_tail: the last that it printed.
+    """
+
+    def __init__(self, message: str, remedy: str = "", rank: int = 0, traceback: str = "", log_tail: str = "") -> None:
+        parts = [message, traceback.rstrip(), f"last output:\n{log_tail}" if log_tail else ""]
+        super().__init__("\n".join(filter(None, parts)), remedy)
+        self.rank, self.traceback, self.log_tail = rank, traceback, log_tail
+
+
+class WorkerDied(WorkerError):
+    """A worker process ended without being asked to."""
+
+
+class WorkerTimeout(WorkerError):
+    """A worker did not answer in time."""
+
+
+class WorkerRaised(WorkerError):
+    """A method of a worker raised; carries the worker's traceback."""
+
+
+class MessageError(EmbodrlError):
+    """A value can't be sent between processes."""
+
+
+class ChannelError(EmbodrlError):
+    """A channel can't do what is asked of it."""
+
+
+class ChannelClosed(ChannelError):
+    """The channel was closed, and nothing is left in it."""
+
+
+class ChannelTimeout(ChannelError):
+    """The channel stayed full, or empty, for too long."""

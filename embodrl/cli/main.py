@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, env, pipeline
+from embodrl.cli import config, env, pipeline, plan
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
 from embodrl.cli.convert import convert
@@ -49,6 +49,7 @@ def about(
     Examples:
       embodrl train env=maniskill model=openvla
       embodrl config show env=maniskill runner.seed=3
+      embodrl plan train model=openvla_7b cluster=8xh100
       embodrl resume outputs/my-run
       embodrl list presets
 
@@ -63,6 +64,7 @@ app.command()(collect)
 app.command()(convert)
 app.command()(sft)
 app.command()(resume)
+app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.add_typer(env.app, name="env")
 app.add_typer(pipeline.app, name="pipeline")

@@ -56,17 +56,18 @@ class LoadedConfig:
         return to_yaml(self.config, self.origins if with_origin else None)
 
 
-def load_config(overrides: list[str], config_file: Path | None = None) -> LoadedConfig:
+def load_config(overrides: list[str], config_file: Path | None = None, planning: bool = False) -> LoadedConfig:
     """Compose and validate a configuration.
 
     Args:
         overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
         config_file: a YAML file of the user's: values, and ``presets: {group: name}``.
+        planning: nothing will be started, so machines may be described that are not there.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose(overrides, config_file))
+    return finish(compose(overrides, config_file), planning=planning)
 
 
 def load_run(path: Path, overrides: list[str] | None = None, resuming: bool = False) -> LoadedConfig:
@@ -88,7 +89,7 @@ def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
     return load_run(path, overrides).config
 
 
-def finish(composition: Composition, resuming: bool = False) -> LoadedConfig:
+def finish(composition: Composition, resuming: bool = False, planning: bool = False) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
     removed = remove_special(tree)
@@ -97,7 +98,7 @@ def finish(composition: Composition, resuming: bool = False) -> LoadedConfig:
     problems = composition.problems + removed + import_extensions(tree)
     config, invalid, wrong = validate(tree)
     problems += wrong
-    errors, notes = run_rules(config, tree, invalid | {problem.key for problem in removed}, resuming)
+    errors, notes = run_rules(config, tree, invalid | {problem.key for problem in removed}, resuming, planning)
     problems += errors
     if problems:
         raise ConfigError(problems)

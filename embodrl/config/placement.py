@@ -1,30 +1,92 @@
-"""The placement grammar: ``all``, or ``devices[:processes]`` pieces such as ``0-3`` or ``0-1:0-3,3:4``."""
+"""The placement grammar, and which process of a component gets which devices. Arithmetic only: looks at no machine.
+
+A place is ``all``, or pieces ``devices[:processes]`` such as ``0-3`` or ``0-1:0-3,3:4``; within a node group, devices
+count from 0. Without ``:processes`` a device has one process.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 COMPONENTS = ("actor", "rollout", "env")
 RANKS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+MACHINES = "node"
+"""The node group whose devices are the processors of whole machines."""
+
+Mode = Literal["co-located", "disaggregated", "hybrid"]
 
 
 class PlacementError(ValueError):
-    """A placement can't be read.
+    """A placement can't be read, or can't be had.
 
-    Attributes:
+    Args:
+        message: what is wrong, with the arithmetic.
+        remedy: what to write instead.
         allowed: what could stand there.
     """
 
-    allowed = "all, or ranks such as 0, 0-3, 0-1:0-3 or 0,2"
+    def __init__(
+        self,
+        message: str,
+        remedy: str = "write all, 0, 0-3 or 0-1:0-3",
+        allowed: str = "all, or ranks such as 0, 0-3, 0-1:0-3 or 0,2",
+    ) -> None:
+        super().__init__(message)
+        self.remedy, self.allowed = remedy, allowed
 
 
 @dataclass(frozen=True)
 class Place:
-    """Devices, and how many processes share them."""
+    """Devices, and how many processes share them.
+
+    Attributes:
+        devices: in the order named.
+        num_processes: of the component.
+        devices_of: devices of each process, by its rank.
+    """
 
     devices: tuple[int, ...]
     num_processes: int
+    devices_of: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What a place is counted in: the devices of a node group.
+
+    Attributes:
+        devices: ``(node, device of that node)`` by rank; a device of -1 is the processor.
+        label: of the node group, for messages.
+    """
+
+    devices: tuple[tuple[int, int], ...]
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+        return f"node group '{self.label}'" if self.label else "the cluster"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a component.
+
+    Attributes:
+        component: actor, rollout or env.
+        rank: from 0.
+        node: machine, from 0.
+        devices: GPUs of that machine; empty for the processor alone.
+    """
+
+    component: str
+    rank: int
+    node: int
+    devices: tuple[int, ...]
 
 
 def parse_range(text: str) -> list[int]:
@@ -53,17 +115,140 @@ def parse_ranks(text: str) -> Place | None:
     if text.strip() == "all":
         return None
     devices: list[int] = []
-    processes = 0
+    devices_of: list[tuple[int, ...]] = []
     for piece in text.split(","):
         device_text, colon, process_text = piece.partition(":")
         ranks = parse_range(device_text)
-        count = len(parse_range(process_text)) if colon else len(ranks)
+        processes = parse_range(process_text) if colon else list(range(len(devices_of), len(devices_of) + len(ranks)))
+        count = len(processes)
         if count % len(ranks) and len(ranks) % count:
             raise PlacementError(
-                f"in '{piece.strip()}', {count} processes do not divide {len(ranks)} devices, nor they them"
+                f"in '{piece.strip()}', {count} processes do not divide {len(ranks)} devices, nor they them:"
+                f" {count} / {len(ranks)} leaves {count % len(ranks)}"
             )
         if set(ranks) & set(devices):
             raise PlacementError(f"a device of '{piece.strip()}' is named twice")
+        if processes[0] != len(devices_of):
+            start = len(devices_of)
+            wanted = f"{start}-{start + count - 1}" if count > 1 else str(start)
+            raise PlacementError(
+                f"in '{piece.strip()}', the processes start with {processes[0]}, but {start} come before: the next is"
+                f" {start}",
+                f"write {device_text.strip()}:{wanted}",
+            )
         devices += ranks
-        processes += count
-    return Place(tuple(devices), processes)
+        devices_of += spread(tuple(ranks), count)
+    return Place(tuple(devices), len(devices_of), tuple(devices_of))
+
+
+def split_group(text: str) -> tuple[str, str]:
+    """Return the label of the node group, "" for none, and the ranks of ``LABEL/ranks``."""
+    label, slash, ranks = text.partition("/")
+    return (label.strip(), ranks.strip()) if slash else ("", text.strip())
+
+
+def spread(devices: tuple[int, ...], num_processes: int) -> list[tuple[int, ...]]:
+    """Return the devices of each process: neighbours together, as even as can be."""
+    count = len(devices)
+    if num_processes >= count:
+        return [(devices[rank * count // num_processes],) for rank in range(num_processes)]
+    bounds = [rank * count // num_processes for rank in range(num_processes + 1)]
+    return [devices[first:last] for first, last in itertools.pairwise(bounds)]
+
+
+def make_pool(num_nodes: int, gpus_per_node: int, nodes: tuple[int, ...] | None = None, label: str = "") -> Pool:
+    """Return the devices of some machines: their GPUs, or where they have none (or for the group ``node``) themselves.
+
+    Args:
+        num_nodes: machines of the cluster.
+        gpus_per_node: all have the same number.
+        nodes: machines of the group; None for all.
+        label: of the group.
+    """
+    members = nodes if nodes is not None else tuple(range(num_nodes))
+    if label == MACHINES or not gpus_per_node:
+        return Pool(tuple((node, -1) for node in members), label)
+    return Pool(tuple((node, gpu) for node in members for gpu in range(gpus_per_node)), label)
+
+
+def assign(
+    component: str, text: str, pool: Pool, num_processes: int | None = None, single: bool = False
+) -> list[Process]:
+    """Return the processes of a component.
+
+    Args:
+        component: its name.
+        text: its place.
+        pool: what the ranks count.
+        num_processes: set by another key (env.num_processes); None where the placement says it.
+        single: its backend is one process on one device, so that ``all`` means the first.
+
+    Raises:
+        PlacementError: there are no such devices, or they can't be shared out.
+    """
+    place = parse_ranks(text)
+    size = len(pool.devices)
+    if place is None:
+        chosen = (0,) if single else tuple(range(size))
+        count = num_processes if num_processes is not None else len(chosen)
+        if count < len(chosen) and not single:
+            shares = [tuple(s) for s in spread(chosen, count)]
+            place = Place(chosen, count, tuple(s[:1] if _spans_nodes(s, pool) else s for s in shares))
+        else:
+            place = Place(chosen, count, tuple(spread(chosen, count)))
+    beyond = [rank for rank in place.devices if rank >= size]
+    if beyond:
+        last = "0" if size == 1 else f"0 to {size - 1}"
+        raise PlacementError(
+            f"'{text}' needs {max(place.devices) + 1} devices, and {pool.name} offers {size}",
+            "write all",
+            f"all, {last}",
+        )
+    if num_processes is not None and place.num_processes != num_processes:
+        place = _fit(place, text, num_processes)
+    processes: list[Process] = []
+    for rank, devices in enumerate(place.devices_of):
+        found = [pool.devices[device] for device in devices]
+        if len({node for node, _ in found}) > 1:
+            raise PlacementError(
+                f"process {rank} of '{text}' gets the devices {', '.join(map(str, devices))}, which lie in several"
+                " machines",
+                "give it devices of one machine",
+            )
+        processes.append(Process(component, rank, found[0][0], tuple(device for _, device in found if device >= 0)))
+    return processes
+
+
+def _spans_nodes(ranks: tuple[int, ...], pool: Pool) -> bool:
+    return len({pool.devices[rank][0] for rank in ranks}) > 1
+
+
+def _fit(place: Place, text: str, num_processes: int) -> Place:
+    """Spread the processes that another key sets over the devices named."""
+    count = len(place.devices)
+    if ":" in text:
+        raise PlacementError(
+            f"'{text}' has {place.num_processes} processes, and env.num_processes is {num_processes}",
+            f"set env.num_processes={place.num_processes}, or leave out what follows the colon",
+        )
+    if num_processes % count and count % num_processes:
+        near = f"{num_processes // count * count} or " if num_processes > count else ""
+        near += str((num_processes // count + 1) * count)
+        raise PlacementError(
+            f"env.num_processes = {num_processes} processes can't be spread evenly over {count} devices:"
+            f" {num_processes} / {count} leaves {num_processes % count}",
+            f"set env.num_processes to {near}, or write all",
+        )
+    return Place(place.devices, num_processes, tuple(spread(place.devices, num_processes)))
+
+
+def mode_of(processes: Mapping[str, list[Process]]) -> Mode:
+    """Tell how components share devices: all the same, none, or anything between."""
+    sets = [
+        {(p.node, device) for p in found for device in (p.devices or (-1,))} for found in processes.values() if found
+    ]
+    if all(devices == sets[0] for devices in sets):
+        return "co-located"
+    if sum(map(len, sets)) == len(set[tuple[int, int]]().union(*sets)):
+        return "disaggregated"
+    return "hybrid"

@@ -17,6 +17,7 @@ from embodrl.config.algorithm_schema import (
     SamplingConfig,
     SrpoConfig,
 )
+from embodrl.config.cluster_schema import ClusterConfig
 from embodrl.config.model_schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
 from embodrl.config.section import (
     Fraction,
@@ -24,7 +25,6 @@ from embodrl.config.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Ranks,
     Section,
     Seed,
 )
@@ -256,22 +256,6 @@ class RolloutConfig(Section):
     episode_timeout_s: PositiveFloat | None = Field(
         default=600.0,
         description="seconds an episode of a workflow may take, waiting included; then it counts as failed; null: any",
-    )
-
-
-class ClusterConfig(Section):
-    """Where the parts run."""
-
-    num_nodes: Literal[1] = Field(default=1, description="machines")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="of the policy; auto takes a GPU if there is one"
-    )
-    num_threads: PositiveInt | None = Field(
-        default=None, description="torch threads of the policy; null takes all cores"
-    )
-    component_placement: dict[str, Ranks] = Field(
-        default={"actor,rollout,env": "all"},
-        description="components to devices, e.g. `actor,rollout: 0`; all, or 0 where there is one device",
     )
 
 

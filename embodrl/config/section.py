@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -20,6 +20,18 @@ def _rank_text(value: object) -> object:
 
 
 Ranks = Annotated[str, BeforeValidator(_rank_text)]
+
+
+def _group_text(value: object) -> object:
+    """Return the mapping ``{node_group: LABEL, placement: RANKS}`` as the text ``LABEL/RANKS``."""
+    if isinstance(value, dict):
+        mapping = cast(dict[str, object], value)
+        if "node_group" in mapping and set(mapping) <= {"node_group", "placement"}:
+            return f"{mapping['node_group']}/{mapping.get('placement', 'all')}"
+    return _rank_text(cast(object, value))
+
+
+GroupRanks = Annotated[str, BeforeValidator(_group_text)]
 
 
 class Section(BaseModel):

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
-from collections.abc import Collection
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 SYSFS = Path("/sys")
+PROC = Path("/proc")
 _GPU_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
 _GPU_VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD; leaves out the server's management display
+_NVIDIA = "0x10de"
+# cgroup v2, then v1: what a container may use.
+_CPUSET_FILES = ("fs/cgroup/cpuset.cpus.effective", "fs/cgroup/cpuset/cpuset.effective_cpus")
+_QUOTA_FILES = ("fs/cgroup/cpu.max", "fs/cgroup/cpu/cpu.cfs_quota_us")
 
 
 @dataclass(frozen=True)
@@ -19,10 +28,16 @@ class Gpu:
     Attributes:
         pci_address: e.g. ``0000:17:00.0``; GPUs are numbered in this order (CUDA_DEVICE_ORDER=PCI_BUS_ID).
         numa_node: node it hangs on; None if the machine does not tell.
+        name: as the driver says; "" if it does not.
+        memory_bytes: needs the extra ``gpu`` (nvidia-ml-py); 0 if not known.
+        uuid: "" if not known.
     """
 
     pci_address: str
     numa_node: int | None
+    name: str = ""
+    memory_bytes: int = 0
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,11 +49,21 @@ class Topology:
             Nodes without a usable CPU are left out.
         num_cores: NUMA node to its number of physical cores.
         gpus: in order of PCI address.
+        cpu_quota: processor time that a container may use, in CPUs; None without a limit.
+        core_of: logical CPU to the first hardware thread of its core.
     """
 
     nodes: dict[int, tuple[int, ...]]
     num_cores: dict[int, int]
     gpus: tuple[Gpu, ...]
+    cpu_quota: float | None = None
+    core_of: dict[int, int] = field(default_factory=dict[int, int])
+
+    def cpus(self, numa_node: int | None = None) -> tuple[int, ...]:
+        """Return the logical CPUs of a node, or of all of them, in ascending order."""
+        if numa_node in self.nodes:
+            return tuple(sorted(self.nodes[numa_node]))
+        return tuple(sorted(cpu for cpus in self.nodes.values() for cpu in cpus))
 
 
 @dataclass(frozen=True)
@@ -63,31 +88,51 @@ def parse_cpu_list(text: str) -> list[int]:
     return numbers
 
 
-def read_topology(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Topology:
+def read_topology(
+    sysfs: Path = SYSFS, allowed: Collection[int] | None = None, proc: Path | None = None, visible: str | None = None
+) -> Topology:
     """Read the topology.
 
     Args:
         sysfs: root of the sysfs tree.
         allowed: logical CPUs that may be used; None takes this process's affinity (taskset, cpuset cgroup).
+        proc: root of the proc tree, where NVIDIA's driver lists the GPUs that it serves; None is this machine's for
+            its own sysfs, and none for another one.
+        visible: CUDA_VISIBLE_DEVICES: indices or UUIDs; None for no restriction.
     """
+    here = sysfs == SYSFS
+    proc = PROC if proc is None and here else proc
     usable = set(os.sched_getaffinity(0) if allowed is None else allowed)
+    limit = _cpuset(sysfs)
+    usable = usable & limit or usable
     node_paths = sorted((sysfs / "devices/system/node").glob("node[0-9]*"))
     cpus_of_node = {int(path.name[4:]): parse_cpu_list((path / "cpulist").read_text()) for path in node_paths}
     cpus_of_node = cpus_of_node or {0: sorted(usable)}
     nodes: dict[int, tuple[int, ...]] = {}
     num_cores: dict[int, int] = {}
+    core_of: dict[int, int] = {}
     for node, cpus in sorted(cpus_of_node.items()):
         cores: dict[int, list[int]] = {}
         for cpu in sorted(usable & set(cpus)):
-            cores.setdefault(_core_of(sysfs, cpu), []).append(cpu)
+            core_of[cpu] = _core_of(sysfs, cpu)
+            cores.setdefault(core_of[cpu], []).append(cpu)
         if cores:
             ranked = [(rank, cpu) for threads in cores.values() for rank, cpu in enumerate(threads)]
             nodes[node] = tuple(cpu for _, cpu in sorted(ranked))
             num_cores[node] = len(cores)
-    return Topology(nodes, num_cores, _read_gpus(sysfs))
+    gpus = _read_gpus(sysfs, proc)
+    gpus = _with_memory(gpus) if here else gpus
+    if visible is None and here:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return Topology(nodes, num_cores, _visible_gpus(gpus, visible), _quota(sysfs), core_of)
 
 
-def assign_cpus(num_processes: int, topology: Topology | None = None, gpu: int | None = None) -> list[CpuSlot]:
+def assign_cpus(
+    num_processes: int,
+    topology: Topology | None = None,
+    gpu: int | None = None,
+    near: Sequence[int | None] | None = None,
+) -> list[CpuSlot]:
     """Return a place for each process.
 
     Whole cores are handed out before second hardware threads, and those before any core is used twice. Processes are
@@ -97,18 +142,28 @@ def assign_cpus(num_processes: int, topology: Topology | None = None, gpu: int |
         num_processes: how many.
         topology: None reads this machine's.
         gpu: index into ``topology.gpus`` of the GPU that the processes feed.
+        near: the NUMA node that each process should be on, instead of ``gpu``; None where it does not matter.
     """
     machine = topology or read_topology()
-    near = machine.gpus[gpu].numa_node if gpu is not None and gpu < len(machine.gpus) else None
     counts = dict.fromkeys(machine.nodes, 0)
-    for _ in range(num_processes):
-        counts[_next_node(machine, counts, near)] += 1
-    several = len(machine.nodes) > 1
-    return [
-        CpuSlot(machine.nodes[node][number % len(machine.nodes[node])], node if several else None)
-        for node, count in counts.items()
-        for number in range(count)
-    ]
+    if near is None:
+        one = machine.gpus[gpu].numa_node if gpu is not None and gpu < len(machine.gpus) else None
+        for _ in range(num_processes):
+            counts[_next_node(machine, counts, one)] += 1
+        chosen = [node for node, count in counts.items() for _ in range(count)]
+    else:
+        chosen = [0] * num_processes
+        # Those that care choose first.
+        for rank in sorted(range(num_processes), key=lambda rank: near[rank] is None):
+            chosen[rank] = _next_node(machine, counts, near[rank])
+            counts[chosen[rank]] += 1
+    several, used = len(machine.nodes) > 1, dict.fromkeys(machine.nodes, 0)
+    slots: list[CpuSlot] = []
+    for node in chosen:
+        cpus = machine.nodes[node]
+        slots.append(CpuSlot(cpus[used[node] % len(cpus)], node if several else None))
+        used[node] += 1
+    return slots
 
 
 def _next_node(machine: Topology, counts: dict[int, int], near: int | None) -> int:
@@ -126,14 +181,99 @@ def _core_of(sysfs: Path, cpu: int) -> int:
     return min(parse_cpu_list(siblings.read_text())) if siblings.exists() else cpu
 
 
-def _read_gpus(sysfs: Path) -> tuple[Gpu, ...]:
+def _cpuset(sysfs: Path) -> set[int]:
+    """Return the logical CPUs of the control group; empty where it does not tell."""
+    for name in _CPUSET_FILES:
+        if (sysfs / name).is_file():
+            return set(parse_cpu_list((sysfs / name).read_text()))
+    return set()
+
+
+def _quota(sysfs: Path) -> float | None:
+    """Return the CPUs' worth of time that the control group may use; None without a limit."""
+    for name in _QUOTA_FILES:
+        path = sysfs / name
+        if not path.is_file():
+            continue
+        words = path.read_text().split()
+        if path.name != "cpu.max":
+            words.append((path.parent / "cpu.cfs_period_us").read_text())
+        if words[0] not in ("max", "-1"):
+            return int(words[0]) / int(words[1])
+    return None
+
+
+def _read_gpus(sysfs: Path, proc: Path | None) -> tuple[Gpu, ...]:
+    """Return the GPUs on the bus; of NVIDIA's, where the driver lists any, only those: a container may have some."""
+    listed = proc / "driver/nvidia/gpus" if proc is not None else None
+    served = {path.name: path for path in listed.glob("*")} if listed is not None and listed.is_dir() else None
     gpus: list[Gpu] = []
     for device in sorted((sysfs / "bus/pci/devices").glob("*")):
         if not (device / "class").exists() or not (device / "vendor").exists():
             continue
         kind, vendor = (device / "class").read_text().strip(), (device / "vendor").read_text().strip()
-        if kind[:6] in _GPU_CLASSES and vendor in _GPU_VENDORS:
-            node_file = device / "numa_node"
-            node = int(node_file.read_text()) if node_file.exists() else -1
-            gpus.append(Gpu(device.name, node if node >= 0 else None))
+        if kind[:6] not in _GPU_CLASSES or vendor not in _GPU_VENDORS:
+            continue
+        if vendor == _NVIDIA and served is not None and device.name not in served:
+            continue
+        node_file = device / "numa_node"
+        node = int(node_file.read_text()) if node_file.exists() else -1
+        facts = _information(served[device.name]) if served and vendor == _NVIDIA else {}
+        name, uuid = facts.get("Model", ""), facts.get("GPU UUID", "")
+        gpus.append(Gpu(device.name, node if node >= 0 else None, name, uuid=uuid))
     return tuple(gpus)
+
+
+def _information(directory: Path) -> dict[str, str]:
+    """Return what the driver's file ``information`` says about a GPU."""
+    path = directory / "information"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def _visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; what follows an unknown entry is not visible, as in CUDA."""
+    if visible is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for word in (part.strip() for part in visible.split(",")):
+        if re.fullmatch(r"\d+", word):
+            found = [gpus[int(word)]] if int(word) < len(gpus) else []
+        else:
+            found = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+        if len(found) != 1:
+            break
+        chosen += found
+    return tuple(chosen)
+
+
+def _with_memory(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    """Return the GPUs with name and memory from NVML, where the extra ``gpu`` is installed and a driver runs."""
+    if not gpus or importlib.util.find_spec("pynvml") is None:
+        return gpus
+    nvml: Any = importlib.import_module("pynvml")  # it has no types
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver: the GPUs are there but can't be used, which torch tells
+        return gpus
+    try:
+        known: dict[str, Any] = {}
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            known[_text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]] = handle
+        return tuple(_ask(nvml, known[gpu.pci_address], gpu) if gpu.pci_address in known else gpu for gpu in gpus)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _ask(nvml: Any, handle: Any, gpu: Gpu) -> Gpu:
+    return replace(
+        gpu,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -402,7 +402,7 @@ RULES = [
     Wrong(
         "more devices than there are",
         "cluster.component_placement",
-        "this machine offers 1",
+        "the cluster offers 1",
         ("cluster.component_placement={env:0-3,actor:all,rollout:all}", "cluster.device=cpu"),
     ),
     Wrong(

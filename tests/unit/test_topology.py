@@ -1,35 +1,14 @@
 import os
 
 import pytest
+from sysfs_trees import GPU_BUSES, build_laptop, build_server, write
 
-from embodrl.scheduler.topology import CpuSlot, Gpu, assign_cpus, parse_cpu_list, read_topology
-
-
-def write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
+from embodrl.scheduler.topology import CpuSlot, assign_cpus, parse_cpu_list, read_topology
 
 
 @pytest.fixture
 def server(tmp_path):
-    """Two sockets of 32 cores with two threads each (64 + n is the sibling of n), four GPUs a socket."""
-    write(tmp_path / "devices/system/node/node0/cpulist", "0-31,64-95")
-    write(tmp_path / "devices/system/node/node1/cpulist", "32-63,96-127")
-    for cpu in range(128):
-        core = cpu % 64
-        write(tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{core},{core + 64}")
-    for bus, node in [("17", 0), ("2a", 0), ("3d", 0), ("51", 0), ("9a", 1), ("ab", 1), ("bd", 1), ("d0", 1)]:
-        device = tmp_path / f"bus/pci/devices/0000:{bus}:00.0"
-        write(device / "class", "0x030200")
-        write(device / "vendor", "0x10de")
-        write(device / "numa_node", str(node))
-    display = tmp_path / "bus/pci/devices/0000:03:00.0"
-    write(display / "class", "0x030000")
-    write(display / "vendor", "0x1a03")
-    network = tmp_path / "bus/pci/devices/0000:18:00.0"
-    write(network / "class", "0x020000")
-    write(network / "vendor", "0x15b3")
-    return tmp_path
+    return build_server(tmp_path)[0]
 
 
 def test_kernel_lists():
@@ -37,13 +16,22 @@ def test_kernel_lists():
     assert parse_cpu_list("\n") == []
 
 
-def test_server_is_read(server):
-    topology = read_topology(server, range(128))
+def test_server_is_read(tmp_path):
+    sysfs, proc = build_server(tmp_path)
+    topology = read_topology(sysfs, range(128), proc)
     assert topology.nodes[0] == (*range(32), *range(64, 96))
     assert topology.nodes[1] == (*range(32, 64), *range(96, 128))
     assert topology.num_cores == {0: 32, 1: 32}
+    assert [gpu.pci_address for gpu in topology.gpus] == [f"0000:{bus}:00.0" for bus in GPU_BUSES]
     assert [gpu.numa_node for gpu in topology.gpus] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert topology.gpus[0] == Gpu("0000:17:00.0", 0)
+    assert {gpu.name for gpu in topology.gpus} == {"NVIDIA H100 80GB HBM3"}
+    assert topology.gpus[3].uuid == "GPU-3f2c9a40-0000-4000-8000-000000000003"
+    assert topology.cpus(1) == (*range(32, 64), *range(96, 128)) and topology.cpus() == tuple(range(128))
+    assert topology.core_of[70] == 6 and topology.cpu_quota is None
+
+
+def test_gpus_without_the_driver_are_still_on_the_bus(server):
+    assert len(read_topology(server, range(128)).gpus) == 8
 
 
 def test_processes_spread_over_sockets_and_whole_cores(server):
@@ -64,6 +52,15 @@ def test_the_gpus_node_fills_first(server):
     assert {slot.cpu for slot in slots if slot.numa_node == 0} == set(range(8))
 
 
+def test_each_process_gets_its_own_node_and_those_without_a_wish_the_rest(server):
+    topology = read_topology(server, range(128))
+    slots = assign_cpus(5, topology, near=[1, None, 0, 1, None])
+    assert [slot.numa_node for slot in slots] == [1, 0, 0, 1, 0]
+    assert [slot.cpu for slot in slots] == [32, 0, 1, 33, 2]
+    full = assign_cpus(33, topology, near=[1] * 33)
+    assert [slot.numa_node for slot in full] == [1] * 32 + [0]
+
+
 def test_affinity_is_respected(server):
     topology = read_topology(server, {2, 3, 66, 40})
     assert topology.nodes == {0: (2, 3, 66), 1: (40,)}
@@ -72,6 +69,43 @@ def test_affinity_is_respected(server):
     assert {slot.cpu for slot in assign_cpus(4, topology)} == {2, 3, 66, 40}
     only_one = read_topology(server, {40, 41})
     assert assign_cpus(2, only_one) == [CpuSlot(40, None), CpuSlot(41, None)]
+
+
+def test_a_container_sees_its_cpus_its_time_and_its_gpus(tmp_path):
+    sysfs, proc = build_server(tmp_path, served=(4, 6))
+    write(sysfs / "fs/cgroup/cpuset.cpus.effective", "32-35,96-97")
+    write(sysfs / "fs/cgroup/cpu.max", "250000 100000")
+    topology = read_topology(sysfs, range(128), proc)
+    assert topology.nodes == {1: (32, 33, 34, 35, 96, 97)} and topology.num_cores == {1: 4}
+    assert topology.cpu_quota == 2.5
+    assert [gpu.pci_address for gpu in topology.gpus] == ["0000:9a:00.0", "0000:bd:00.0"]
+
+
+def test_control_groups_of_version_1(tmp_path):
+    sysfs = build_laptop(tmp_path)
+    write(sysfs / "fs/cgroup/cpuset/cpuset.effective_cpus", "1")
+    write(sysfs / "fs/cgroup/cpu/cpu.cfs_quota_us", "50000")
+    write(sysfs / "fs/cgroup/cpu/cpu.cfs_period_us", "100000")
+    topology = read_topology(sysfs, range(2))
+    assert topology.nodes == {0: (1,)} and topology.cpu_quota == 0.5
+    write(sysfs / "fs/cgroup/cpu/cpu.cfs_quota_us", "-1")
+    assert read_topology(sysfs, range(2)).cpu_quota is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("", []), ("5,0", [5, 0]), ("1,9,2", [1]), ("-1", []), ("GPU-6f2c,GPU-2f2c", [6, 2]), ("GPU-,0", [])],
+)
+def test_visible_gpus(tmp_path, visible, expected):
+    sysfs, proc = build_server(tmp_path)
+    gpus = read_topology(sysfs, range(128), proc, visible).gpus
+    assert [GPU_BUSES.index(gpu.pci_address[5:7]) for gpu in gpus] == expected
+
+
+def test_laptop_is_read(tmp_path):
+    topology = read_topology(build_laptop(tmp_path), {0, 1})
+    assert topology.nodes == {0: (0, 1)} and topology.num_cores == {0: 2} and topology.gpus == ()
+    assert assign_cpus(2, topology) == [CpuSlot(0, None), CpuSlot(1, None)]
 
 
 def test_a_machine_without_numa_and_gpus(tmp_path):

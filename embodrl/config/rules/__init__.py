@@ -40,7 +40,7 @@ __all__ = [
 
 
 def run_rules(
-    config: Config, tree: Node, invalid: set[str], resuming: bool = False
+    config: Config, tree: Node, invalid: set[str], resuming: bool = False, planning: bool = False
 ) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
     """Run every rule whose keys have a valid type.
 
@@ -49,11 +49,12 @@ def run_rules(
         tree: where the values came from.
         invalid: keys whose value was invalid.
         resuming: the weights come from a checkpoint, whatever the configuration names.
+        planning: nothing will be started, so what this machine lacks is no problem.
 
     Returns:
         What is forbidden, and what is allowed but without effect or odd.
     """
-    context = Context(config, tree, resuming)
+    context = Context(config, tree, resuming, planning)
     sound = [
         [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
         for rules in (RULES, NOTES)

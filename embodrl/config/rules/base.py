@@ -39,11 +39,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Context:
-    """A configuration whose types are right, where its values came from, and whether a checkpoint has the weights."""
+    """A configuration whose types are right, and where its values came from.
+
+    Attributes:
+        config: the values.
+        tree: with origins.
+        resuming: a checkpoint has the weights.
+        planning: nothing will be started, so this machine need not be able to.
+    """
 
     config: Config
     tree: Node
     resuming: bool = False
+    planning: bool = False
 
     @cached_property
     def _defaults(self) -> Any:

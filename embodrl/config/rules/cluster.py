@@ -1,4 +1,4 @@
-"""Devices and placement."""
+"""Machines, devices and placement."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.placement import COMPONENTS, Place, PlacementError, parse_ranks
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.cluster_schema import ClusterConfig
+from embodrl.config.placement import (
+    COMPONENTS,
+    MACHINES,
+    PlacementError,
+    Pool,
+    Process,
+    assign,
+    make_pool,
+    parse_ranks,
+    split_group,
+)
+from embodrl.config.rules.base import Context, Finding, divisors, multiples, note, rule
+from embodrl.config.schema import Config
 from embodrl.names import nearest
 
 KEY = "cluster.component_placement"
+GIB = 1 << 30
+# What the driver and the kernel keep for themselves of a machine's nominal memory.
+USABLE = 0.9
+SINGLE_PROCESS = {"actor": ("native",), "rollout": ("huggingface",)}
+"""Backends that are one process on one device."""
 
 
 def count_devices(device: str) -> int | None:
@@ -20,12 +37,89 @@ def count_devices(device: str) -> int | None:
     """
     if device == "cpu":
         return 1
+    gpus = count_gpus()
+    return gpus or (1 if device == "auto" else None)
+
+
+def count_gpus() -> int:
+    """Return how many NVIDIA GPUs this process sees, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        gpus = len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    else:
-        gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return gpus or (1 if device == "auto" else None)
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def gpus_per_node(cluster: ClusterConfig) -> int | None:
+    """Return the GPUs of each machine that the components may use, described or counted; None if it can't be told."""
+    if cluster.device == "cpu":
+        return 0
+    if cluster.hardware.name is not None:
+        return cluster.hardware.num_gpus
+    found = count_gpus()
+    return None if not found and cluster.device == "cuda" else found
+
+
+def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
+    """Return what places are counted in, by label; "" is the whole cluster.
+
+    Raises:
+        PlacementError: the ranks of a node group can't be read, or name machines that there are not.
+    """
+    pools = {"": make_pool(cluster.num_nodes, gpus), MACHINES: make_pool(cluster.num_nodes, gpus, label=MACHINES)}
+    for group in cluster.node_groups:
+        place = parse_ranks(group.node_ranks)
+        nodes = tuple(range(cluster.num_nodes)) if place is None else place.devices
+        if max(nodes) >= cluster.num_nodes or ":" in group.node_ranks:
+            raise PlacementError(
+                f"node group '{group.label}' has the machines {group.node_ranks}, and there are {cluster.num_nodes}",
+                "write all, or machines such as 0 or 0-1",
+                f"all, 0 to {cluster.num_nodes - 1}",
+            )
+        pools[group.label] = make_pool(cluster.num_nodes, gpus, nodes, group.label)
+    return pools
+
+
+def is_single(config: Config, component: str) -> bool:
+    """Tell whether the backend of a component is one process on one device."""
+    backend = {"actor": config.actor.training_backend, "rollout": config.rollout.backend}.get(component, "")
+    return backend in SINGLE_PROCESS.get(component, ())
+
+
+def processes_of(config: Config, component: str, text: str, pools: dict[str, Pool]) -> list[Process]:
+    """Return the processes of a component.
+
+    Raises:
+        PlacementError: its place can't be read, or can't be had.
+    """
+    label, ranks = split_group(text)
+    if label not in pools:
+        hint = nearest(label, [name for name in pools if name])
+        raise PlacementError(
+            f"there is no node group '{label}'",
+            f"write {hint}/{ranks}" if hint else "name it in cluster.node_groups",
+            ", ".join(name for name in pools if name),
+        )
+    count = config.env.num_processes if component == "env" else None
+    return assign(component, ranks, pools[label], count, is_single(config, component))
+
+
+def place_all(config: Config) -> dict[str, list[Process]]:
+    """Return the processes of every component of a valid configuration.
+
+    Raises:
+        PlacementError: the number of GPUs can't be told, or see ``processes_of``.
+    """
+    gpus = gpus_per_node(config.cluster)
+    if gpus is None:
+        raise PlacementError(
+            "this machine does not tell how many GPUs it has",
+            "describe it in cluster.hardware, or set cluster.device=auto",
+        )
+    pools = pools_of(config.cluster, gpus)
+    places = {
+        name.strip(): text for names, text in config.cluster.component_placement.items() for name in names.split(",")
+    }
+    return {name: processes_of(config, name, places[name], pools) for name in COMPONENTS}
 
 
 @rule(KEY)
@@ -50,53 +144,174 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
         yield Finding(KEY, f"no place is given for {', '.join(missing)}", remedy, f"all of {', '.join(COMPONENTS)}")
 
 
-@rule(KEY, "cluster.device", "actor.training_backend", "rollout.backend")
-def places_exist(context: Context) -> Iterator[Finding]:
-    """Placements can be read, and name devices that there are and that the backends can use."""
+@rule("cluster.node_groups", "cluster.num_nodes")
+def node_groups_are_sound(context: Context) -> Iterator[Finding]:
+    """Node groups have different labels, and machines that there are."""
     cluster = context.config.cluster
-    available = count_devices(cluster.device)
-    used: dict[str, Place] = {}
-    for names, text in cluster.component_placement.items():
-        at = f"{KEY}.{names}"
+    labels = [group.label for group in cluster.node_groups]
+    for index, group in enumerate(cluster.node_groups):
+        key = f"cluster.node_groups.{index}"
+        if group.label in (*labels[:index], MACHINES, "") or "/" in group.label:
+            message = f"'{group.label}' can't be a label: it is taken, empty or has a slash"
+            yield Finding(f"{key}.label", message, "give each group a name of its own", f"text other than '{MACHINES}'")
         try:
-            place = parse_ranks(text)
+            pools_of(cluster.model_copy(update={"node_groups": (group,)}), 1)
         except PlacementError as error:
-            message = f"'{names}: {text}' can't be read: {error}"
-            yield Finding(KEY, message, "write all, 0, 0-3 or 0-1:0-3", error.allowed, at=at)
-            continue
-        if place is None:
-            continue
-        used |= {name.strip(): place for name in names.split(",")}
-        beyond = [rank for rank in place.devices if available is not None and rank >= available]
-        if beyond:
-            last = "0" if available == 1 else f"0 to {(available or 1) - 1}"
-            message = f"'{names}: {text}' needs {max(place.devices) + 1} devices, and this machine offers {available}"
-            yield Finding(KEY, message, f"write '{names}: all'", f"all, {last}", others=("cluster.device",), at=at)
-    yield from native_is_one_process(context, used)
+            yield Finding(f"{key}.node_ranks", str(error), error.remedy, error.allowed, others=("cluster.num_nodes",))
 
 
-def native_is_one_process(context: Context, used: dict[str, Place]) -> Iterator[Finding]:
-    """Yield what is wrong with the devices of actor and rollout: both backends are one process on one device."""
-    actor, rollout = used.get("actor"), used.get("rollout")
+@rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
+def places_exist(context: Context) -> Iterator[Finding]:
+    """Placements can be read, name devices that there are, share them out evenly, and suit the backends."""
     config = context.config
-    for name, place, key, backend in (
-        ("actor", actor, "actor.training_backend", config.actor.training_backend),
-        ("rollout", rollout, "rollout.backend", config.rollout.backend),
-    ):
-        if place is not None and (len(place.devices) > 1 or place.num_processes > 1):
-            message = f"{name} gets {len(place.devices)} device(s) x {place.num_processes} process(es), but {key}"
+    cluster, gpus = config.cluster, gpus_per_node(config.cluster)
+    try:
+        pools = pools_of(cluster, 100_000 if gpus is None else gpus)
+    except PlacementError:
+        return  # told about the node group
+    found: dict[str, list[Process]] = {}
+    for names, text in cluster.component_placement.items():
+        for name in (part.strip() for part in names.split(",")):
+            if name not in COMPONENTS:
+                continue
+            try:
+                found[name] = processes_of(config, name, text, pools)
+            except PlacementError as error:
+                message = f"'{names}: {text}' can't be read or had: {error}"
+                yield Finding(
+                    KEY, message, error.remedy, error.allowed, others=("cluster.device",), at=f"{KEY}.{names}"
+                )
+                break
+    if not context.planning:
+        yield from native_is_one_process(config, found)
+    yield from shares_are_even(config, found)
+
+
+def native_is_one_process(config: Config, found: dict[str, list[Process]]) -> Iterator[Finding]:
+    """Yield what the backends can't do with their devices: native ones are one process on one device."""
+    backends = {
+        "actor": ("actor.training_backend", config.actor.training_backend),
+        "rollout": ("rollout.backend", config.rollout.backend),
+    }
+    for name, (key, backend) in backends.items():
+        processes = found.get(name, [])
+        devices = {(p.node, device) for p in processes for device in (p.devices or (-1,))}
+        if is_single(config, name) and (len(processes) > 1 or len(devices) > 1):
+            message = f"{name} gets {len(devices)} device(s) and {len(processes)} process(es), but {key}"
             message += f" '{backend}' is 1 process on 1 device"
             yield Finding(KEY, message, f"place {name} on 0, or on all", "all, or one device", others=(key,))
-    if actor is None or rollout is None or len(actor.devices) != 1 or len(rollout.devices) != 1:
+    actor, rollout = found.get("actor", []), found.get("rollout", [])
+    if not (is_single(config, "rollout") and len(actor) == len(rollout) == 1):
         return
-    if actor.devices != rollout.devices:
+    where = [(p.node, p.devices) for p in (actor[0], rollout[0])]
+    if where[0] != where[1]:
+        at = [f"{p.component} on {_name(p)}" for p in (actor[0], rollout[0])]
         yield Finding(
             KEY,
-            f"actor on device {actor.devices[0]} and rollout on device {rollout.devices[0]}: rollout.backend"
-            f" '{config.rollout.backend}' acts with the weights of the actor, in its process",
-            f"write 'actor,rollout: {actor.devices[0]}'",
+            f"{' and '.join(at)}: rollout.backend '{config.rollout.backend}' acts with the weights of the actor, in"
+            " its process",
+            "write 'actor,rollout: 0'",
             "the same device for both",
             others=("rollout.backend",),
+        )
+
+
+def _name(process: Process) -> str:
+    devices = ", ".join(map(str, process.devices))
+    return f"device {devices}" if process.devices else f"the processor of node {process.node}"
+
+
+def shares_are_even(config: Config, found: dict[str, list[Process]]) -> Iterator[Finding]:
+    """Yield what can't be shared out evenly among several processes of the rollout or of the actor."""
+    rollouts, actors = len(found.get("rollout", [])), len(found.get("actor", []))
+    stages, simulators = config.rollout.pipeline_stages, config.env.num_processes
+    groups = rollouts * stages
+    if rollouts > 1 and simulators % groups:
+        yield Finding(
+            "env.num_processes",
+            f"{rollouts} rollout processes x {stages} pipeline stage(s) = {groups} groups of simulators:"
+            f" {simulators} / {groups} leaves {simulators % groups}",
+            f"set env.num_processes to {multiples(simulators, groups)}",
+            f"a multiple of {groups}",
+            others=(KEY, "rollout.pipeline_stages"),
+        )
+    actor = config.actor
+    share = actor.global_batch_size // max(actors, 1)
+    if actors > 1 and actor.global_batch_size % actors:
+        yield Finding(
+            "actor.global_batch_size",
+            f"{actor.global_batch_size} chunks over {actors} actor processes:"
+            f" {actor.global_batch_size} / {actors} leaves {actor.global_batch_size % actors}",
+            f"set it to {multiples(actor.global_batch_size, actors * actor.micro_batch_size)}",
+            f"a multiple of {actors} x {actor.micro_batch_size} = {actors * actor.micro_batch_size}",
+            others=(KEY,),
+        )
+    elif actors > 1 and share % actor.micro_batch_size:
+        yield Finding(
+            "actor.micro_batch_size",
+            f"{actor.global_batch_size} chunks / {actors} actor processes = {share} each, and {share} /"
+            f" {actor.micro_batch_size} leaves {share % actor.micro_batch_size}",
+            f"set it to {divisors(share, actor.micro_batch_size)}",
+            f"a divisor of {share}",
+            others=("actor.global_batch_size", KEY),
+        )
+
+
+@rule("cluster.hardware", "cluster.num_nodes", "cluster.device")
+def described_hardware_is_here(context: Context) -> Iterator[Finding]:
+    """Training runs on the machine that it is on: described hardware must be there."""
+    if not context.planning:
+        yield from lacks_of_this_machine(context.config)
+
+
+def lacks_of_this_machine(config: Config) -> Iterator[Finding]:
+    """Yield what this machine lacks of the described hardware."""
+    cluster = config.cluster
+    if cluster.num_nodes > 1:
+        message = f"{cluster.num_nodes} machines can be planned for, but a run is on one so far"
+        yield Finding("cluster.num_nodes", message, "set it to 1; `embodrl plan train` looks at several", "1")
+    hardware = cluster.hardware
+    if hardware.name is None:
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    cores = len(os.sched_getaffinity(0))
+    facts = [
+        (hardware.num_gpus, 0 if cluster.device == "cpu" else count_gpus(), "GPU(s)"),
+        (hardware.num_cores, cores, "cores"),
+        (hardware.memory_gib * USABLE, memory, "GiB of memory"),
+    ]
+    missing = [f"{there:.0f} of {wanted:.0f} {what}" for wanted, there, what in facts if there < wanted]
+    if missing:
+        yield Finding(
+            "cluster.hardware.name",
+            f"'{hardware.name}' is described, but this machine has {', '.join(missing)}",
+            "set cluster=local, or run it there; `embodrl plan train` needs no such machine",
+            "null, or hardware that is here",
+        )
+
+
+@rule("cluster.hardware", "cluster.device")
+def described_hardware_is_whole(context: Context) -> Iterator[Finding]:
+    """GPUs and cores are spread evenly over NUMA nodes, and a GPU that is asked for is described."""
+    cluster, hardware = context.config.cluster, context.config.cluster.hardware
+    if hardware.name is None:
+        return
+    for key, count in (("num_gpus", hardware.num_gpus), ("num_cores", hardware.num_cores)):
+        if count % hardware.num_numa_nodes:
+            yield Finding(
+                f"cluster.hardware.{key}",
+                f"{count} / {hardware.num_numa_nodes} NUMA nodes leaves {count % hardware.num_numa_nodes}",
+                f"set it to {multiples(count, hardware.num_numa_nodes)}",
+                f"a multiple of {hardware.num_numa_nodes}",
+                others=("cluster.hardware.num_numa_nodes",),
+            )
+    if cluster.device == "cuda" and not hardware.num_gpus:
+        yield Finding(
+            "cluster.device",
+            f"is cuda, and '{hardware.name}' has no GPU",
+            "set cluster.hardware.num_gpus, or cluster.device=auto",
+            "auto, cpu",
+            others=("cluster.hardware.num_gpus",),
         )
 
 
@@ -108,6 +323,15 @@ def device_has_the_dtype(context: Context) -> Iterator[Finding]:
         message = "weights in bf16 can't be computed with in fp32 precision"
         remedy = "set actor.precision=auto and rollout.precision=auto, or actor.param_dtype=fp32"
         yield Finding("actor.precision", message, remedy, "auto, bf16", others=("actor.param_dtype",))
+
+
+@note("cluster.hardware")
+def description_has_a_name(context: Context) -> Iterator[Finding]:
+    """Described hardware counts only once it has a name."""
+    for key in ("num_gpus", "gpu_memory_gib", "num_numa_nodes", "num_cores", "threads_per_core", "memory_gib"):
+        if context.config.cluster.hardware.name is None and context.by_user(f"cluster.hardware.{key}"):
+            message = "has no effect: cluster.hardware.name is null, which means this machine as it is"
+            yield Finding(f"cluster.hardware.{key}", message, "set cluster.hardware.name, too")
 
 
 @note("cluster.num_threads")

@@ -302,10 +302,13 @@ def tasks_have_equal_shares(context: Context) -> Iterator[Finding]:
         )
 
 
-@note("env.num_processes")
+@note("env.num_processes", "cluster.hardware", "cluster.num_nodes")
 def processes_have_cores(context: Context) -> Iterator[Finding]:
     """More processes than cores get in each other's way."""
-    processes, cores = context.config.env.num_processes, os.cpu_count() or 1
+    cluster, processes = context.config.cluster, context.config.env.num_processes
+    cores = os.cpu_count() or 1
+    if cluster.hardware.name is not None:
+        cores = cluster.hardware.num_cores * cluster.hardware.threads_per_core * cluster.num_nodes
     if processes > cores and context.by_user("env.num_processes"):
         yield Finding(
             "env.num_processes", f"{processes} processes share {cores} cores", f"{cores} would be as fast, or faster"

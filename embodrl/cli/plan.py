@@ -1,0 +1,195 @@
+"""`embodrl plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from embodrl.cli.common import EXIT_ERROR, ConfigFile, Debug, Overrides, execute, show_notes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from embodrl.config.schema import Config
+    from embodrl.scheduler.placement import ProcessPlace
+    from embodrl.scheduler.plan import Plan
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object", show_default=False)]
+MAX_ROWS = 40
+
+
+@app.callback()
+def about() -> None:
+    """Work out a run without starting it.
+
+    \b
+    Examples:
+      embodrl plan train env=maniskill model=openvla_7b cluster=1xh200
+    """
+
+
+@app.command()
+def train(
+    overrides: Overrides = None, config: ConfigFile = None, json_output: Json = False, debug: Debug = False
+) -> None:
+    """Print where every process of a training run would be, its batches, and the memory that it takes.
+
+    Starts nothing and imports no simulator. `cluster=` may name hardware that is not here. Exit code 0, or 1 if a
+    memory is too small.
+
+    \b
+    Examples:
+      embodrl plan train env=maniskill model=openvla
+      embodrl plan train model=openvla_7b cluster=8xh100 env.num_processes=64 env.train.total_num_envs=256
+      embodrl plan train cluster=8xh100 'cluster.component_placement={actor:0-3,rollout:4-7,env:all}' --json
+    """
+
+    def action() -> int:
+        from embodrl.config import load_config
+        from embodrl.scheduler.plan import make_plan
+
+        loaded = load_config(overrides or [], config, planning=True)
+        show_notes(loaded.notes)
+        plan = make_plan(loaded.config)
+        if json_output:
+            print(json.dumps(plan.as_json(loaded.config), indent=2))
+        else:
+            show(plan, loaded.config)
+        return 0 if plan.fits else EXIT_ERROR
+
+    execute(action, debug)
+
+
+def show(plan: Plan, config: Config) -> None:
+    """Write tables."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    hardware = config.cluster.hardware
+    name = f"{hardware.name} (described)" if hardware.name else "this machine"
+    machine = plan.placement.machines[0]
+    cores, gpus = sum(machine.num_cores.values()), len(machine.gpus)
+    console.print(
+        f"{name}: {config.cluster.num_nodes} node(s) with {cores} cores, {len(machine.nodes)} NUMA node(s),"
+        f" {gpus} GPU(s)"
+    )
+    console.print(f"actor, rollout and env are {plan.placement.mode}\n")
+    _show_processes(plan, console)
+    _show_batches(plan, console)
+    _show_memory(plan, console)
+    for line in plan.warnings:
+        console.print(f"note: {line}", soft_wrap=True)
+    for line in plan.obstacles:
+        console.print(f"`embodrl train` would refuse this here: {line}", soft_wrap=True)
+
+
+def _show_processes(plan: Plan, console: Console) -> None:
+    from rich.table import Table
+
+    from embodrl.scheduler.plan import per_cpu, per_device
+
+    table = Table(title="placement")
+    for column in ("component", "ranks", "node", "GPUs", "CPUs", "NUMA node"):
+        table.add_column(column, overflow="fold")
+    groups: list[list[ProcessPlace]] = []
+    for place in plan.placement.processes:
+        last = groups[-1] if groups else None
+        same = last is not None and _place(last[0]) == _place(place)
+        if last is not None and same:
+            last.append(place)
+        else:
+            groups.append([place])
+    for group in groups[:MAX_ROWS]:
+        first = group[0]
+        cpus = [cpu for place in (group if first.component == "env" else group[:1]) for cpu in place.cpus]
+        ranks = f"{first.rank}-{group[-1].rank}" if len(group) > 1 else str(first.rank)
+        numa = "any" if first.numa_node is None else str(first.numa_node)
+        gpus = ranges(first.devices) or "none"
+        table.add_row(first.component, ranks, str(first.node), gpus, ranges(cpus) or "all", numa)
+    console.print(table)
+    if len(groups) > MAX_ROWS:
+        console.print(f"and {len(groups) - MAX_ROWS} more lines; --json has all")
+    loads = sorted(set(per_cpu(plan.placement).values()))
+    if loads:
+        console.print(f"simulators a core that has any: {' or '.join(map(str, loads))}")
+    devices = {key: parts for key, parts in per_device(plan.placement).items() if parts}
+    for key, parts in devices.items():
+        console.print(f"GPU {key}: " + ", ".join(f"{count} x {part}" for part, count in parts.items()))
+    console.print()
+
+
+def _place(place: ProcessPlace) -> tuple[object, ...]:
+    cpus = () if place.component == "env" else place.cpus
+    return place.component, place.node, place.devices, place.numa_node, cpus, bool(place.cpus)
+
+
+def ranges(numbers: list[int] | tuple[int, ...]) -> str:
+    """Return sorted numbers as ``0-3,8``."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _show_batches(plan: Plan, console: Console) -> None:
+    b = plan.batches
+    console.print(
+        f"environments: {b.environments} = {len(plan.placement.of('env'))} simulators x"
+        f" {b.environments_per_simulator}; a rollout process has {b.simulators_per_rollout} simulators and decides"
+        f" {b.environments_per_stage} environments at once ({b.pipeline_stages} stage(s))"
+    )
+    console.print(
+        f"iteration:    {b.environments} x {b.chunks_per_environment} chunks = {b.chunks} chunks,"
+        f" {b.environment_steps} environment steps"
+    )
+    console.print(
+        f"update:       {b.optimizer_steps} optimizer steps of {b.global_batch} chunks ="
+        f" {len(plan.placement.of('actor'))} actor process(es) x {b.gradient_accumulation} micro-batches of"
+        f" {b.micro_batch}\n"
+    )
+
+
+def _show_memory(plan: Plan, console: Console) -> None:
+    from rich.table import Table
+
+    from embodrl.scheduler.plan import gib
+    from embodrl.scheduler.plan_memory import ESTIMATED_BY
+
+    memories = plan.memory.memories
+    unlike: dict[tuple[object, ...], list[int]] = {}
+    for index, memory in enumerate(memories):
+        key = (memory.device < 0, tuple(memory.needed.items()), memory.available)
+        unlike.setdefault(key, []).append(index)
+    columns = [(memories[indices[0]], len(indices)) for indices in unlike.values()]
+    parts = [part for part in ESTIMATED_BY if any(memory.needed.get(part) for memory, _ in columns)]
+    table = Table(title="memory in GiB")
+    table.add_column("")
+    for memory, count in columns:
+        table.add_column(memory.name + (f" (and {count - 1} alike)" if count > 1 else ""), justify="right")
+    for part in parts:
+        table.add_row(part, *(gib(memory.needed[part]) if part in memory.needed else "" for memory, _ in columns))
+    table.add_section()
+    table.add_row("needed", *(gib(memory.total) for memory, _ in columns))
+    there = [gib(memory.available) if memory.available else "not known" for memory, _ in columns]
+    table.add_row("there", *there)
+    console.print(table)
+    for part in parts:
+        console.print(f"  [dim]{part}: {ESTIMATED_BY[part]}[/]", soft_wrap=True)
+    if plan.memory.not_estimated:
+        console.print(f"note: no figures of the model: {plan.memory.not_estimated}")
+    for memory, count in columns:
+        if not memory.fits:
+            alike = f" (and {count - 1} alike)" if count > 1 else ""
+            console.print(
+                f"[bold red]does not fit[/]: {memory.name}{alike} needs {gib(memory.total)} GiB, and nine tenths of"
+                f" {gib(memory.available)} GiB can be used",
+                soft_wrap=True,
+            )
+    for line in plan.memory.remedies:
+        console.print(f"  remedy: {line}", soft_wrap=True)

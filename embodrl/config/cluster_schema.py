@@ -1,0 +1,48 @@
+"""Section ``cluster``: machines, devices and placement. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from embodrl.config.section import GroupRanks, NonNegativeInt, PositiveFloat, PositiveInt, Ranks, Section
+
+
+class HardwareConfig(Section):
+    """Machines that are described instead of looked at, each like the others."""
+
+    name: str | None = Field(default=None, description="what to call them; null is this machine, as it is")
+    num_gpus: NonNegativeInt = Field(default=0, description="GPUs of a machine, spread evenly over its NUMA nodes")
+    gpu_memory_gib: PositiveFloat = Field(default=80.0, description="memory of a GPU")
+    num_numa_nodes: PositiveInt = Field(default=1, description="NUMA nodes of a machine")
+    num_cores: PositiveInt = Field(default=2, description="cores of a machine, over all NUMA nodes")
+    threads_per_core: PositiveInt = Field(default=1, description="hardware threads of a core")
+    memory_gib: PositiveFloat = Field(default=16.0, description="main memory of a machine")
+
+
+class NodeGroupConfig(Section):
+    """Machines with a name of their own."""
+
+    label: str = Field(description="name that a placement refers to; `node` is taken: it means whole machines")
+    node_ranks: Ranks = Field(default="all", description="machines, e.g. 0-1 or 0,2")
+
+
+class ClusterConfig(Section):
+    """Where the parts run."""
+
+    num_nodes: PositiveInt = Field(default=1, description="machines; more than one can be planned, not yet trained on")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="of the policy; auto takes a GPU if there is one"
+    )
+    num_threads: PositiveInt | None = Field(
+        default=None, description="torch threads of the policy; null takes all cores"
+    )
+    hardware: HardwareConfig = Field(
+        default=HardwareConfig(), description="machines that are described instead of looked at"
+    )
+    node_groups: tuple[NodeGroupConfig, ...] = Field(default=(), description="machines with a name of their own")
+    component_placement: dict[str, GroupRanks] = Field(
+        default={"actor,rollout,env": "all"},
+        description="components to devices, e.g. `actor,rollout: 0`; all, ranks, or `LABEL/ranks` in a node group",
+    )

@@ -1,0 +1,173 @@
+"""Bounded, named queues between workers: who puts waits while the queue is full, who gets waits while it is empty.
+
+On one host the queue is the kernel's: a local socket that all share keeps the messages in order, and their tensors lie
+in memory files that are handed over. An event counter holds the free places. No process in the middle, no thread.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Any
+
+from embodrl.errors import ChannelClosed, ChannelTimeout, EmbodrlError
+from embodrl.scheduler.messages import copied
+from embodrl.scheduler.wire import Kind, receive, send, socket_pair, wait_for
+
+MAX_CAPACITY = 64
+"""Messages in a channel at once; the kernel queues no more of them."""
+
+
+class Channel(ABC):
+    """A queue of values that ``messages.pack`` can send; each value goes to one of those who get.
+
+    Args:
+        name: for messages.
+        capacity: values in it at most.
+    """
+
+    def __init__(self, name: str, capacity: int) -> None:
+        if not 1 <= capacity <= MAX_CAPACITY:
+            raise EmbodrlError(
+                f"channel '{name}' of capacity {capacity}", f"give 1 to {MAX_CAPACITY}; put several values into one"
+            )
+        self.name, self.capacity = name, capacity
+
+    @abstractmethod
+    def put(self, value: Any, timeout_s: float | None = None) -> None:
+        """Add a value, waiting for room.
+
+        Raises:
+            ChannelClosed: it is closed.
+            ChannelTimeout: it stayed full.
+            MessageError: the value can't be sent.
+        """
+
+    @abstractmethod
+    def get(self, timeout_s: float | None = None) -> Any:
+        """Take the oldest value, waiting for one.
+
+        Raises:
+            ChannelClosed: it is closed and empty.
+            ChannelTimeout: it stayed empty.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let nothing more in; what is in it can still be taken, and all who wait are woken."""
+
+    @abstractmethod
+    def free_places(self) -> int:
+        """Return how many values could be put without waiting."""
+
+    def _closed(self) -> ChannelClosed:
+        return ChannelClosed(f"channel '{self.name}' is closed", "get until it is empty, and put before it is closed")
+
+    def _timeout(self, state: str, timeout_s: float | None) -> ChannelTimeout:
+        remedy = "see what those at the other end wait for" if state == "empty" else "take values faster, or give up"
+        seconds = 0.0 if timeout_s is None else timeout_s
+        return ChannelTimeout(
+            f"channel '{self.name}' ({self.capacity} places) stayed {state} for {seconds:g} s", remedy
+        )
+
+
+class SharedChannel(Channel):
+    """A channel between processes of one host; they inherit its file descriptors.
+
+    A process that is killed while it puts or gets may take one place with it.
+    """
+
+    def __init__(self, name: str, capacity: int = 2, descriptors: tuple[int, int, int, int] | None = None) -> None:
+        super().__init__(name, capacity)
+        if descriptors is None:
+            inlet, outlet = socket_pair()
+            self._free = os.eventfd(capacity, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self._free, self._end = descriptors[:2]
+            inlet, outlet = (socket.socket(fileno=number) for number in descriptors[2:])
+        self._inlet, self._outlet = inlet, outlet
+
+    @property
+    def descriptors(self) -> tuple[int, int, int, int]:
+        """What a process inherits to be part of it."""
+        return self._free, self._end, self._inlet.fileno(), self._outlet.fileno()
+
+    def put(self, value: Any, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            ready = wait_for({self._free: select.POLLIN, self._end: select.POLLIN}, deadline)
+            if self._end in ready:
+                raise self._closed()
+            if not ready:
+                raise self._timeout("full", timeout_s)
+            try:
+                os.eventfd_read(self._free)
+                break
+            except BlockingIOError:
+                continue  # another was faster
+        try:
+            send(self._inlet, Kind.ITEM, 0, value, deadline)
+        except BaseException:
+            os.eventfd_write(self._free, 1)
+            raise
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            message = receive(self._outlet)
+            if message is not None:
+                os.eventfd_write(self._free, 1)
+                return message.value
+            ready = wait_for({self._outlet.fileno(): select.POLLIN, self._end: select.POLLIN}, deadline)
+            if not ready:
+                raise self._timeout("empty", timeout_s)
+            if ready == {self._end}:
+                raise self._closed()
+
+    def close(self) -> None:
+        os.eventfd_write(self._end, 1)
+
+    def free_places(self) -> int:
+        for line in open(f"/proc/self/fdinfo/{self._free}").readlines():  # noqa: PTH123, SIM115
+            if line.startswith("eventfd-count:"):
+                return int(line.split()[1], 16)
+        raise AssertionError("no event counter")
+
+    def release(self) -> None:
+        """Close this process's file descriptors."""
+        self._inlet.close()
+        self._outlet.close()
+        os.close(self._free)
+        os.close(self._end)
+
+
+class LocalChannel(Channel):
+    """A channel within one process, where waiting would be for ever: full and empty are errors at once."""
+
+    def __init__(self, name: str, capacity: int = 2) -> None:
+        super().__init__(name, capacity)
+        self._values: deque[Any] = deque()
+        self._is_closed = False
+
+    def put(self, value: Any, timeout_s: float | None = None) -> None:
+        if self._is_closed:
+            raise self._closed()
+        if len(self._values) == self.capacity:
+            raise self._timeout("full", 0.0)
+        self._values.append(copied(value))
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        if self._values:
+            return self._values.popleft()
+        raise self._closed() if self._is_closed else self._timeout("empty", 0.0)
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def free_places(self) -> int:
+        return self.capacity - len(self._values)

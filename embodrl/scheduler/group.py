@@ -1,0 +1,277 @@
+"""Groups of workers, and handles on what they were asked for."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from embodrl.errors import EmbodrlError, WorkerError, WorkerTimeout
+from embodrl.scheduler.channel import Channel
+from embodrl.scheduler.launchers import LAUNCHERS
+from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, settle
+from embodrl.scheduler.placement import ProcessPlace
+from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
+
+START_TIMEOUT_S = 180.0
+CLOSE_GRACE_S = 5.0
+
+
+class Handle:
+    """A call that has begun.
+
+    Args:
+        method: its name.
+        futures: by rank, of those that were called.
+        collect: from their results to the result of the call.
+        explain: what is known of a rank that does not answer.
+    """
+
+    def __init__(
+        self, method: str, futures: dict[int, Future[Outcome]], collect: Collect, explain: Callable[[int], str]
+    ) -> None:
+        self.method, self.futures = method, futures
+        self._collect, self._explain = collect, explain
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait, and return the result.
+
+        Raises:
+            WorkerRaised: the method raised in some rank.
+            WorkerDied: a process of the group has gone.
+            WorkerTimeout: a rank did not answer in time; tells where it is.
+        """
+        wait_all([self], timeout_s)
+        return self._collect([self.futures[rank].result().value for rank in sorted(self.futures)])
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has answered or failed."""
+        return all(future.done() for future in self.futures.values())
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error that is known, without waiting."""
+        errors = (future.exception() for future in self.futures.values() if future.done())
+        return next((error for error in errors if error is not None), None)
+
+    @property
+    def durations(self) -> dict[int, float]:
+        """Seconds in the worker by rank, of those that have answered."""
+        return {r: f.result().seconds for r, f in self.futures.items() if f.done() and f.exception() is None}
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds of the slowest rank so far."""
+        return max(self.durations.values(), default=0.0)
+
+    def metrics(self, name: str | None = None) -> dict[str, float]:
+        """Return ``time/NAME_s``, the seconds of the slowest rank; NAME is the method's by default."""
+        return {f"time/{name or self.method}_s": self.duration_s}
+
+    def timeout_error(self, timeout_s: float) -> WorkerTimeout:
+        """Return the error that names the ranks that have not answered, with the stack of the first."""
+        late = [rank for rank, future in sorted(self.futures.items()) if not future.done()]
+        ranks = ", ".join(map(str, late))
+        return WorkerTimeout(
+            f"{self.method}: no answer from rank {ranks} within {timeout_s:g} s",
+            "see where it is below; close the group to end it",
+            late[0],
+            log_tail=self._explain(late[0]),
+        )
+
+
+def wait_all(handles: Sequence[Handle], timeout_s: float | None = None) -> None:
+    """Wait for several calls, and raise the first error of any, at once: others may wait for the one that failed.
+
+    Raises:
+        WorkerError: see ``Handle.result``.
+    """
+    futures = [future for handle in handles for future in handle.futures.values()]
+    wait(futures, timeout_s, FIRST_EXCEPTION)
+    for handle in handles:
+        if handle.error is not None:
+            raise handle.error
+    for handle in handles:
+        if not handle.done:
+            raise handle.timeout_error(timeout_s or 0.0)
+
+
+class WorkerGroup:
+    """Workers of one class; a call of a method marked with ``dispatch`` is shared out among them.
+
+    Args:
+        worker_class: their class.
+        name: for messages and logs.
+        kwargs: of their constructor.
+    """
+
+    def __init__(self, worker_class: type[Worker], name: str | None = None, **kwargs: Any) -> None:
+        self.worker_class, self.name, self._kwargs = worker_class, name or worker_class.__name__, kwargs
+        self._workers: list[Running] = []
+        self._jobs: list[Job] = []
+        self._launcher: Launcher | None = None
+        self._owns_launcher = False
+        self._failed: WorkerError | None = None
+        self._pending: list[Future[Outcome]] = []
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        places: Sequence[ProcessPlace] | int = 1,
+        launcher: str | Launcher = "process",
+        channels: Mapping[str, Channel] | None = None,
+        log_dir: Path | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> Self:
+        """Bring up the workers and wait for their constructors.
+
+        Args:
+            places: from ``Placement.of``; a number is so many processes without devices.
+            launcher: ``inline``, ``process``, ``ray``, or a launcher that several groups share.
+            channels: by name, made by that launcher.
+            log_dir: where the workers' output goes; None keeps it for error messages only.
+            timeout_s: seconds that they may take.
+
+        Raises:
+            WorkerError: one failed; none is left running.
+            EmbodrlError: they can't be brought up.
+        """
+        if self._workers:
+            raise EmbodrlError(f"group '{self.name}' is running already", "close it first")
+        if isinstance(places, int):
+            places = [ProcessPlace(self.name, rank) for rank in range(places)]
+        if not places:
+            raise EmbodrlError(f"group '{self.name}' has no place", "give at least one")
+        self._owns_launcher = isinstance(launcher, str)
+        self._launcher = LAUNCHERS.get(launcher)() if isinstance(launcher, str) else launcher
+        assert self._launcher is not None
+        self._failed, self._pending = None, []
+        rendezvous = self._launcher.rendezvous(f"{self.name}-{secrets.token_hex(4)}")
+        self._jobs = [
+            Job(self.worker_class, self._kwargs, self.name, len(places), place, rendezvous, channels or {}, log_dir)
+            for place in places
+        ]
+        try:
+            self._launcher.prepare(places)
+            for job in self._jobs:
+                self._workers.append(self._launcher.start(job, self._on_death))
+            self._await_start(range(len(self._workers)), timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def _await_start(self, ranks: Sequence[int], timeout_s: float) -> None:
+        futures = {rank: self._workers[rank].started() for rank in ranks}
+        Handle(f"{self.name}: start", futures, list, self._explain).result(timeout_s)
+
+    def restart(self, rank: int, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Bring up one worker anew, with the arguments it had; its state and the calls it had begun are lost.
+
+        Raises:
+            WorkerError: it failed again.
+        """
+        assert self._launcher is not None
+        self._workers[rank].kill()
+        self._failed = None
+        self._workers[rank] = self._launcher.start(self._jobs[rank], self._on_death)
+        self._await_start([rank], timeout_s)
+
+    def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
+        """End the workers, by force those that do not go by themselves."""
+        for worker in self._workers:
+            worker.close(grace_s)
+        self._leave()
+
+    def kill(self) -> None:
+        """End the workers at once."""
+        for worker in self._workers:
+            worker.kill()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._workers = []
+        if self._owns_launcher and self._launcher is not None:
+            self._launcher.close()
+        self._launcher = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close() if error is None else self.kill()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers; 0 before ``launch`` and after ``close``."""
+        return len(self._workers)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Handle:
+        """Begin a call on the ranks that the method's dispatch names.
+
+        Raises:
+            WorkerDied: a worker of the group has gone before.
+            MessageError: an argument can't be sent.
+            EmbodrlError: there is no such method, the group is not running, or the arguments can't be split.
+        """
+        marked = marked_method(self.worker_class, method)
+        if not self._workers:
+            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first")
+        if self._failed is not None:
+            raise self._failed
+        shares = list(marked.dispatch(self.world_size, args, kwargs))
+        if len(shares) != self.world_size:
+            raise EmbodrlError(
+                f"the dispatch of {method} gave {len(shares)} shares for {self.world_size} workers",
+                "return one share a rank, None for those that are not called",
+            )
+        return self._begin(method, shares, marked.collect)
+
+    def _begin(self, method: str, shares: list[Arguments | None], collect: Collect) -> Handle:
+        futures: dict[int, Future[Outcome]] = {}
+        for rank, share in enumerate(shares):
+            if share is not None:
+                futures[rank] = self._workers[rank].call(method, *share)
+        self._pending = [future for future in self._pending if not future.done()] + list(futures.values())
+        if self._failed is not None:  # it died meanwhile, and its end did not reach these
+            self._fail_pending(self._failed)
+        return Handle(method, futures, collect, self._explain)
+
+    def __getattr__(self, name: str) -> Callable[..., Handle]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            marked_method(self.worker_class, name)
+        except EmbodrlError as error:
+            raise AttributeError(str(error)) from error
+        return lambda *args, **kwargs: self.call(name, *args, **kwargs)
+
+    def check(self) -> None:
+        """Raise if a worker has gone.
+
+        Raises:
+            WorkerDied: with its rank and its last output.
+        """
+        if self._failed is not None:
+            raise self._failed
+
+    def _explain(self, rank: int) -> str:
+        return self._workers[rank].explain_delay() if rank < len(self._workers) else ""
+
+    def _on_death(self, error: WorkerError) -> None:
+        """Fail every call of the group: the others may wait for the one that has gone."""
+        self._failed = self._failed or error
+        self._fail_pending(error)
+
+    def _fail_pending(self, error: WorkerError) -> None:
+        for future in self._pending:
+            settle(future, error)

@@ -1,0 +1,153 @@
+"""What a launcher is."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embodrl.errors import EmbodrlError, WorkerError, WorkerRaised
+from embodrl.scheduler.channel import Channel
+from embodrl.scheduler.placement import ProcessPlace
+from embodrl.scheduler.worker import Worker
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gave.
+
+    Attributes:
+        value: its result.
+        seconds: wall time in the worker.
+    """
+
+    value: Any
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """A worker to bring up.
+
+    Attributes:
+        worker_class: importable by name.
+        kwargs: of its constructor.
+        group: name.
+        world_size: workers of the group.
+        place: where.
+        rendezvous: for ``torch.distributed``.
+        channels: by name, made by the same launcher.
+        log_dir: where its output goes; None keeps it for error messages only.
+    """
+
+    worker_class: type[Worker]
+    kwargs: dict[str, Any]
+    group: str
+    world_size: int
+    place: ProcessPlace
+    rendezvous: str = ""
+    channels: Mapping[str, Channel] = field(default_factory=dict[str, Channel])
+    log_dir: Path | None = None
+
+    @property
+    def rank(self) -> int:
+        """From 0."""
+        return self.place.rank
+
+    @property
+    def name(self) -> str:
+        """What to call it in a message."""
+        return f"{self.group}[{self.rank}]"
+
+    @property
+    def class_path(self) -> str:
+        """``module:Class``, which another process imports.
+
+        Raises:
+            EmbodrlError: no other process could.
+        """
+        module, name = self.worker_class.__module__, self.worker_class.__qualname__
+        if module == "__main__" or "<" in name or "." in name:
+            raise EmbodrlError(
+                f"the class {name} of {module} can't be imported by another process",
+                "define it at the top of a module, not in the program that is run, or use the launcher 'inline'",
+            )
+        return f"{module}:{name}"
+
+
+class Running(ABC):
+    """A worker that was brought up; calls are answered in their order."""
+
+    @abstractmethod
+    def started(self) -> Future[Outcome]:
+        """Return what becomes true once the worker's constructor has returned."""
+
+    @abstractmethod
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+        """Begin a call; the future gets its outcome, or a WorkerError."""
+
+    @abstractmethod
+    def explain_delay(self) -> str:
+        """Return what is known of a worker that does not answer: its stack, what it printed last."""
+
+    @abstractmethod
+    def close(self, grace_s: float) -> None:
+        """Ask it to end, and end it if it does not within some seconds."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once, with what it started."""
+
+
+class Launcher(ABC):
+    """Brings up workers and makes the channels between them."""
+
+    @abstractmethod
+    def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
+        """Bring up a worker; does not wait for its constructor.
+
+        Args:
+            job: what to bring up.
+            on_death: called, from any thread, if it ends without being asked to.
+
+        Raises:
+            EmbodrlError: it can't be.
+        """
+
+    @abstractmethod
+    def channel(self, name: str, capacity: int = 2) -> Channel:
+        """Return a channel that the workers of this launcher can share."""
+
+    def prepare(self, places: Sequence[ProcessPlace]) -> None:  # noqa: B027 - most need nothing
+        """Reserve what the places of a group need, unless that has been done.
+
+        Raises:
+            EmbodrlError: it can't be had.
+        """
+
+    def rendezvous(self, group: str) -> str:
+        """Return an ``init_method`` for the workers of a group; "" if the workers agree on one themselves."""
+        return ""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the launcher holds; its workers are closed already."""
+
+
+def settle(future: Future[Outcome], outcome: Outcome | BaseException) -> None:
+    """Complete a future, unless the death of another worker has done so."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+def raised(name: str, rank: int, report: Mapping[str, Any], log_tail: str = "") -> WorkerRaised:
+    """Return the error of a method from what the worker told of it."""
+    message = f"{name} raised {report['type']} in {report['method']}: {report['message']}"
+    return WorkerRaised(message, report["remedy"], rank, report["traceback"], log_tail)

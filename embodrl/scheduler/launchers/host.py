@@ -1,0 +1,102 @@
+"""What runs in the process of a worker, whoever started it."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from typing import Any
+
+from embodrl.envs.worker_main import bind_to_core
+from embodrl.errors import EmbodrlError
+from embodrl.names import import_object
+from embodrl.scheduler.channel import Channel
+from embodrl.scheduler.worker import Worker, WorkerContext, make_worker, marked_method
+
+
+def context_message(group: str, rank: int, world_size: int, place: Any, rendezvous: str) -> dict[str, Any]:
+    """Return the context of a worker as plain values, without its channels."""
+    return {
+        "group": group,
+        "rank": rank,
+        "world_size": world_size,
+        "node": place.node,
+        "devices": place.devices,
+        "cpus": place.cpus,
+        "rendezvous": rendezvous,
+    }
+
+
+def environment(message: dict[str, Any]) -> dict[str, str]:
+    """Return the environment variables of a worker; torch reads some of them when it is imported."""
+    variables = {
+        "RANK": str(message["rank"]),
+        "WORLD_SIZE": str(message["world_size"]),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
+    if message["devices"]:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, message["devices"]))
+    if message["cpus"]:
+        variables["OMP_NUM_THREADS"] = str(len(message["cpus"]))
+    return variables
+
+
+class Host:
+    """Holds a worker, and carries out calls.
+
+    Args:
+        class_path: ``module:Class``.
+        context: from ``context_message``.
+        numa_node: whose memory to prefer; None for any.
+        kwargs: of the constructor.
+        channels: by name.
+    """
+
+    def __init__(
+        self,
+        class_path: str,
+        context: dict[str, Any],
+        numa_node: int | None,
+        kwargs: dict[str, Any],
+        channels: dict[str, Channel],
+    ) -> None:
+        bind(tuple(context["cpus"]), numa_node)
+        self.worker_class: type[Worker] = import_object(class_path)
+        place = {**context, "devices": tuple(context["devices"]), "cpus": tuple(context["cpus"])}
+        self.worker = make_worker(self.worker_class, WorkerContext(**place, channels=channels), kwargs)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
+        """Return result and seconds of a method that is marked with ``dispatch``."""
+        marked_method(self.worker_class, method)
+        start = time.perf_counter()
+        value = getattr(self.worker, method)(*args, **kwargs)
+        return value, time.perf_counter() - start
+
+
+def bind(cpus: tuple[int, ...], numa_node: int | None) -> None:
+    """Bind this process to cores, and let it prefer the memory of a NUMA node.
+
+    Raises:
+        EmbodrlError: this process may not use those cores.
+    """
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as error:
+            allowed = sorted(os.sched_getaffinity(0))
+            raise EmbodrlError(
+                f"the CPUs {', '.join(map(str, cpus))} can't be used ({error}); allowed: {allowed}",
+                "place the worker on CPUs that there are",
+            ) from error
+    bind_to_core(None, numa_node)
+
+
+def report(error: BaseException, method: str) -> dict[str, Any]:
+    """Return what the driver needs to raise the error there."""
+    return {
+        "type": type(error).__name__,
+        "method": method,
+        "message": error.message if isinstance(error, EmbodrlError) else str(error),
+        "remedy": error.remedy if isinstance(error, EmbodrlError) else "",
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }

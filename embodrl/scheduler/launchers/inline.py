@@ -1,0 +1,95 @@
+"""Workers in this process: a call runs at once, rank after rank, where a debugger sees it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from embodrl.errors import WorkerError
+from embodrl.scheduler.channel import Channel, LocalChannel
+from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised
+from embodrl.scheduler.launchers.host import report
+from embodrl.scheduler.messages import copied
+from embodrl.scheduler.worker import WorkerContext, make_worker
+
+
+class _InlineWorker(Running):
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._started: Future[Outcome] = Future()
+        place = job.place
+        context = WorkerContext(
+            job.group,
+            job.rank,
+            job.world_size,
+            place.node,
+            place.devices,
+            place.cpus,
+            job.rendezvous,
+            dict(job.channels),
+        )
+        self._worker = None
+        try:
+            self._worker = make_worker(job.worker_class, context, job.kwargs)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the start raises it
+            self._started.set_exception(self._describe(error, "__init__"))
+        else:
+            self._started.set_result(Outcome(None, 0.0))
+
+    def started(self) -> Future[Outcome]:
+        return self._started
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        args, kwargs = copied(args), copied(kwargs)
+        start = time.perf_counter()
+        try:
+            value = getattr(self._worker, method)(*args, **kwargs)
+            seconds = time.perf_counter() - start
+            future.set_result(Outcome(copied(value), seconds))
+        except Exception as error:  # noqa: BLE001 - whoever waits for the result raises it
+            future.set_exception(self._describe(error, method))
+        return future
+
+    def _describe(self, error: Exception, method: str) -> WorkerError:
+        described = raised(self._job.name, self._job.rank, report(error, method))
+        described.__cause__ = error
+        return described
+
+    def explain_delay(self) -> str:
+        return ""
+
+    def close(self, grace_s: float) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = None
+
+    def kill(self) -> None:
+        self._worker = None
+
+
+class InlineLauncher(Launcher):
+    """One process. Devices and cores of the placement are told to the worker, but nothing is bound to them.
+
+    Arguments and results are copied as if they were sent, so that a worker can't come to rely on sharing; the arguments
+    of the constructor are handed over as they are.
+    """
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="embodrl-")
+
+    def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
+        return _InlineWorker(job)
+
+    def channel(self, name: str, capacity: int = 2) -> Channel:
+        return LocalChannel(name, capacity)
+
+    def rendezvous(self, group: str) -> str:
+        return f"file://{Path(self._directory.name) / group}"
+
+    def close(self) -> None:
+        self._directory.cleanup()

@@ -1,0 +1,306 @@
+"""Workers as Ray actors: several machines, resources reserved for the run, Ray's object store for what is sent.
+
+Ray pickles between its own processes; what it gets from here is descriptions and raw memory, as on the other launchers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
+from embodrl.scheduler.channel import Channel
+from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised, settle
+from embodrl.scheduler.launchers.host import Host, context_message, environment, report
+from embodrl.scheduler.messages import owned, pack, unpack
+from embodrl.scheduler.placement import ProcessPlace
+
+RESERVE_TIMEOUT_S = 60.0
+_LOG_TAIL_BYTES = 4096
+_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+Packed = tuple[bytes, list[Any]]
+
+
+def import_ray() -> Any:
+    """Return the module ``ray``.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise MissingDependencyError("the launcher 'ray' needs Ray", "pip install 'embodrl[ray]'")
+    return importlib.import_module("ray")
+
+
+class RayHost:
+    """The actor: holds a worker and answers calls; what goes in and out is packed."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        os.environ.update(variables)
+        self._host: Host | None = None
+
+    def about(self) -> tuple[int, str, str]:
+        """Return process id, address of the machine and the pattern of its log files."""
+        ray = import_ray()
+        session = getattr(ray._private.worker._global_node, "get_logs_dir_path", lambda: "")()
+        return os.getpid(), ray.util.get_node_ip_address(), str(session)
+
+    def address(self) -> str:
+        """Return an ``init_method`` for ``torch.distributed`` with its store on this machine, on a free port."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{import_ray().util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def start(self, class_path: str, numa_node: int | None, packed: Packed, channels: dict[str, Any]) -> Packed | None:
+        """Make the worker; returns None, or a packed report of its error."""
+        context, kwargs = unpack(packed[0], owned(packed[1]))
+        try:
+            self._host = Host(class_path, context, numa_node, kwargs, channels)
+        except Exception as error:  # noqa: BLE001 - the driver raises it
+            return pack(report(error, "__init__"))
+        return None
+
+    def call(self, method: str, packed: Packed) -> tuple[bool, Packed]:
+        """Return whether a method returned, and its result with seconds, or a report of its error; packed."""
+        assert self._host is not None
+        # Ray's object store is read-only and shared: a worker owns what it gets.
+        args, kwargs = unpack(packed[0], owned(packed[1]))
+        try:
+            return True, pack(self._host.call(method, args, kwargs))
+        except Exception as error:  # noqa: BLE001 - the driver raises it
+            return False, pack(report(error, method))
+
+    def close(self) -> None:
+        """Let the worker free what it holds."""
+        if self._host is not None:
+            self._host.worker.close()
+
+
+class RayChannel(Channel):
+    """A channel whose values lie in Ray's object store."""
+
+    def __init__(self, name: str, capacity: int, queue: Any) -> None:
+        super().__init__(name, capacity)
+        self._queue = queue
+
+    def put(self, value: Any, timeout_s: float | None = None) -> None:
+        queue = importlib.import_module("ray.util.queue")
+        try:
+            self._queue.put(pack(value), timeout=timeout_s)
+        except queue.Full as error:
+            raise self._timeout("full", timeout_s) from error
+        except import_ray().exceptions.RayActorError as error:
+            raise self._closed() from error
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        queue = importlib.import_module("ray.util.queue")
+        try:
+            description, blobs = self._queue.get(timeout=timeout_s)
+        except queue.Empty as error:
+            raise self._timeout("empty", timeout_s) from error
+        except import_ray().exceptions.RayActorError as error:
+            raise self._closed() from error
+        return unpack(description, owned(blobs))
+
+    def close(self) -> None:
+        self._queue.shutdown(force=True)
+
+    def free_places(self) -> int:
+        return self.capacity - self._queue.qsize()
+
+
+class _RayWorker(Running):
+    def __init__(
+        self, ray: Any, actor: Any, job: Job, context: dict[str, Any], on_death: Callable[[WorkerError], None]
+    ) -> None:
+        self._ray, self._actor, self._job, self._on_death = ray, actor, job, on_death
+        self._closing = False
+        self._about: tuple[int, str, str] | None = None
+        self._started: Future[Outcome] = Future()
+        actor.about.remote().future().add_done_callback(self._introduce)
+        packed = pack((context, job.kwargs))
+        started = actor.start.remote(job.class_path, job.place.numa_node, packed, dict(job.channels))
+        started.future().add_done_callback(lambda done: self._complete(done, self._started, starting=True))
+
+    def started(self) -> Future[Outcome]:
+        return self._started
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        answer = self._actor.call.remote(method, pack((args, kwargs)))
+        answer.future().add_done_callback(lambda done: self._complete(done, future, starting=False))
+        return future
+
+    def _introduce(self, done: Future[Any]) -> None:
+        if done.exception() is None:
+            self._about = done.result()
+
+    def _complete(self, done: Future[Any], future: Future[Outcome], starting: bool) -> None:
+        error = done.exception()
+        if error is not None:
+            settle(future, self._mourn(error))
+            return
+        answer = done.result()
+        well, packed = (answer is None, answer) if starting else answer
+        value: Any = None if packed is None else unpack(packed[0], owned(packed[1]))
+        if not well:
+            settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
+        else:
+            settle(future, Outcome(*(value if value is not None else (None, 0.0))))
+
+    def _mourn(self, error: BaseException) -> WorkerError:
+        reason = "was closed" if self._closing else f"has gone: {str(error).splitlines()[0]}"
+        died = WorkerDied(
+            f"{self._job.name} {reason}",
+            "" if self._closing else "see its last output, or `ray logs`",
+            self._job.rank,
+            log_tail="" if self._closing else self.explain_delay(),
+        )
+        if not self._closing:
+            self._on_death(died)
+        return died
+
+    def explain_delay(self) -> str:
+        """Return the end of its output where this machine has it; else where it is."""
+        if self._about is None:
+            return ""
+        pid, address, logs = self._about
+        found = sorted(Path(logs).glob(f"worker-*-{pid}.*")) if logs else []
+        tails = [path.read_text(errors="replace")[-_LOG_TAIL_BYTES:] for path in found]
+        tails = ["\n".join(line for line in tail.splitlines() if not line.startswith(":")) for tail in tails]
+        return "\n".join(filter(None, tails)).strip() or f"its output is in {logs} of {address}, process {pid}"
+
+    def close(self, grace_s: float) -> None:
+        self._closing = True
+        self._ray.wait([self._actor.close.remote()], timeout=grace_s)
+        self._ray.kill(self._actor)
+
+    def kill(self) -> None:
+        self._closing = True
+        self._ray.kill(self._actor)
+
+
+class RayLauncher(Launcher):
+    """Ray actors. Joins the Ray that runs, or starts one on this machine.
+
+    Each machine of the placement is a bundle of one placement group, on a node of Ray's of its own, with a CPU a
+    process and the GPUs that are named; the processes share the GPUs of their bundle as the placement says.
+
+    Args:
+        places: all that will be launched, so that co-located groups share a reservation; without it, the first group.
+        address: of a Ray cluster; None joins a running one or starts one.
+        timeout_s: seconds that the reservation may take.
+        options: of ``ray.init``, e.g. ``num_gpus``.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[ProcessPlace] | None = None,
+        address: str | None = None,
+        timeout_s: float = RESERVE_TIMEOUT_S,
+        **options: Any,
+    ) -> None:
+        self._ray = import_ray()
+        self._timeout_s, self._owned = timeout_s, not self._ray.is_initialized()
+        if self._owned:
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else it writes a token to the home directory
+            path = os.pathsep.join([_PACKAGE_ROOT, *(entry for entry in sys.path if entry)])
+            self._ray.init(
+                address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="warning",
+                runtime_env={"env_vars": {"PYTHONPATH": path}},
+                **options,
+            )
+        self._channels: list[RayChannel] = []
+        self._group: Any = None
+        self._bundles: dict[int, int] = {}
+        self._meeting: dict[str, str] = {}
+        if places is not None:
+            self._reserve(places)
+
+    def _reserve(self, places: Sequence[ProcessPlace]) -> None:
+        """Reserve the resources of all machines.
+
+        Raises:
+            EmbodrlError: Ray has not got them in time.
+        """
+        bundles: list[dict[str, float]] = []
+        for node in sorted({place.node for place in places}):
+            here = [place for place in places if place.node == node]
+            gpus = {device for place in here for device in place.devices}
+            self._bundles[node] = len(bundles)
+            bundles.append({"CPU": float(len(here))} | ({"GPU": float(len(gpus))} if gpus else {}))
+        placement_group = importlib.import_module("ray.util").placement_group
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
+        ready, _ = self._ray.wait([self._group.ready()], timeout=self._timeout_s)
+        if not ready:
+            self._release()
+            there = {k: v for k, v in self._ray.cluster_resources().items() if k in ("CPU", "GPU")}
+            free = {k: v for k, v in self._ray.available_resources().items() if k in ("CPU", "GPU")}
+            machines = sum(1 for node in self._ray.nodes() if node["Alive"])
+            raise EmbodrlError(
+                f"Ray has not got {bundles} on {len(bundles)} machine(s) within {self._timeout_s:g} s: it has"
+                f" {machines} machine(s) with {there} in all, of which {free} is free",
+                "place fewer processes, add machines to Ray, or end what holds its resources",
+            )
+
+    def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
+        if self._group is None:
+            raise EmbodrlError("no resources are reserved", "give RayLauncher the places of all groups")
+        if job.place.node not in self._bundles:
+            raise EmbodrlError(
+                f"{job.name} is on machine {job.place.node}, for which nothing is reserved",
+                "give RayLauncher the places of all groups",
+            )
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        where = strategies.PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self._bundles[job.place.node]
+        )
+        actor = self._ray.remote(RayHost).options(num_cpus=1, num_gpus=0, scheduling_strategy=where)
+        variables = environment(context_message(job.group, job.rank, job.world_size, job.place, ""))
+        running = actor.remote(variables)
+        if job.rank == 0:  # it is started first; the others meet where it is
+            try:
+                self._meeting[job.rendezvous] = self._ray.get(running.address.remote(), timeout=self._timeout_s)
+            except self._ray.exceptions.GetTimeoutError as error:
+                self._ray.kill(running)
+                raise EmbodrlError(
+                    f"{job.name} did not come up within {self._timeout_s:g} s", "give RayLauncher a larger timeout_s"
+                ) from error
+        meeting = self._meeting.get(job.rendezvous, "")
+        context = context_message(job.group, job.rank, job.world_size, job.place, meeting)
+        return _RayWorker(self._ray, running, job, context, on_death)
+
+    def prepare(self, places: Sequence[ProcessPlace]) -> None:
+        if self._group is None:
+            self._reserve(places)
+
+    def rendezvous(self, group: str) -> str:
+        return group  # a name for what rank 0 tells once it is up
+
+    def channel(self, name: str, capacity: int = 2) -> Channel:
+        queue = importlib.import_module("ray.util.queue").Queue(capacity, actor_options={"num_cpus": 0})
+        self._channels.append(RayChannel(name, capacity, queue))
+        return self._channels[-1]
+
+    def _release(self) -> None:
+        if self._group is not None:
+            importlib.import_module("ray.util").remove_placement_group(self._group)
+        self._group = None
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._channels = []
+        self._release()
+        if self._owned:
+            self._ray.shutdown()

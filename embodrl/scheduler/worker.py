@@ -1,0 +1,210 @@
+"""Workers: classes whose methods are called on all processes of a group, and how calls are shared out.
+
+class Learner(Worker):
+    @dispatch("split")
+    def update(self, batch: Batch) -> dict[str, float]: ...
+
+group = WorkerGroup(Learner, name="actor").launch(placement.of("actor"))
+metrics = group.update(batch).result()
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.data.batch import Batch
+from embodrl.errors import EmbodrlError
+from embodrl.names import nearest
+from embodrl.scheduler.channel import Channel
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Dispatch = Callable[[int, tuple[Any, ...], dict[str, Any]], Sequence[Arguments | None]]
+"""From world size and arguments to the arguments of each rank; None for a rank that is not called."""
+Collect = Callable[[list[Any]], Any]
+"""From the results of the ranks that were called, in order, to the result of the call."""
+Method = TypeVar("Method", bound=Callable[..., Any])
+_MARK = "_embodrl_dispatch"
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Where a worker is.
+
+    Attributes:
+        group: name of its group.
+        rank: from 0.
+        world_size: workers of the group.
+        node: machine.
+        devices: GPUs, as the machine numbers them; the process sees these only.
+        cpus: logical CPUs that it is bound to; empty for all.
+        rendezvous: ``init_method`` for ``torch.distributed``, the same for all workers of the group.
+        channels: by name.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    node: int = 0
+    devices: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()
+    rendezvous: str = ""
+    channels: Mapping[str, Channel] = field(default_factory=dict[str, Channel])
+
+
+class Worker:
+    """A part of a run in a process of its own; methods marked with ``dispatch`` are called through its group.
+
+    ``context`` is there already in ``__init__``, whose arguments are those of the group.
+    """
+
+    context: WorkerContext
+
+    @property
+    def rank(self) -> int:
+        """From 0."""
+        return self.context.rank
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the group."""
+        return self.context.world_size
+
+    def channel(self, name: str) -> Channel:
+        """Return a channel that the group was launched with.
+
+        Raises:
+            EmbodrlError: there is none of that name.
+        """
+        channels = self.context.channels
+        if name not in channels:
+            hint = nearest(name, list(channels))
+            remedy = f"did you mean '{hint}'?" if hint else "name it in launch(channels=...)"
+            raise EmbodrlError(f"group '{self.context.group}' has no channel '{name}'", remedy)
+        return channels[name]
+
+    def close(self) -> None:
+        """Free what the worker holds; called once, when the group is closed."""
+
+
+def make_worker(worker_class: type[Worker], context: WorkerContext, kwargs: dict[str, Any]) -> Worker:
+    """Return a worker that knows its context while it is initialised."""
+    worker = worker_class.__new__(worker_class)
+    worker.context = context
+    worker.__init__(**kwargs)
+    return worker
+
+
+@dataclass(frozen=True)
+class Marked:
+    """How a method is dispatched, and what becomes of the results."""
+
+    dispatch: Dispatch
+    collect: Collect
+
+
+def dispatch(how: str | Dispatch = "one_to_all", collect: Collect | None = None) -> Callable[[Method], Method]:
+    """Mark a method of a worker as callable through its group.
+
+    Args:
+        how: ``one_to_all`` (the same arguments to all, a list of results), ``split`` (batches, tensors, arrays and
+            lists are cut into one part a rank, everything else goes to all; results are put together again),
+            ``rank_zero`` (only rank 0, its result), or a function of your own, which runs in the driver.
+        collect: what becomes of the results; None is the usual of ``how``, a list for a function of your own.
+
+    Raises:
+        EmbodrlError: there is no such way.
+    """
+    if isinstance(how, str) and how not in _WAYS:
+        hint = nearest(how, list(_WAYS))
+        raise EmbodrlError(
+            f"there is no dispatch '{how}'; known: {', '.join(_WAYS)}",
+            f"did you mean '{hint}'?" if hint else "name one of them, or give a function",
+        )
+    share, gather = _WAYS[how] if isinstance(how, str) else (how, list)
+    marked = Marked(share, collect or gather)
+
+    def mark(method: Method) -> Method:
+        setattr(method, _MARK, marked)
+        return method
+
+    return mark
+
+
+def marked_method(worker_class: type[Worker], name: str) -> Marked:
+    """Return how a method is dispatched.
+
+    Raises:
+        EmbodrlError: the class has no such method, or it is not marked.
+    """
+    found = getattr(worker_class, name, None)
+    marked = getattr(found, _MARK, None)
+    if isinstance(marked, Marked):
+        return marked
+    known = [key for key, value in inspect.getmembers(worker_class) if hasattr(value, _MARK)]
+    if found is not None:
+        raise EmbodrlError(f"{worker_class.__name__}.{name} is not marked with @dispatch", "mark it")
+    hint = nearest(name, known)
+    raise EmbodrlError(
+        f"{worker_class.__name__} has no method '{name}'; it has {', '.join(known) or 'none'}",
+        f"did you mean '{hint}'?" if hint else "mark a method with @dispatch",
+    )
+
+
+def _one_to_all(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments | None]:
+    return [(args, kwargs)] * size
+
+
+def _rank_zero(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments | None]:
+    return [(args, kwargs), *[None] * (size - 1)]
+
+
+def _split(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments | None]:
+    positional = [_parts(value, size, f"argument {index}") for index, value in enumerate(args)]
+    named = {name: _parts(value, size, f"argument '{name}'") for name, value in kwargs.items()}
+    return [
+        (tuple(parts[rank] for parts in positional), {name: parts[rank] for name, parts in named.items()})
+        for rank in range(size)
+    ]
+
+
+def _parts(value: Any, size: int, what: str) -> list[Any]:
+    """Return one part a rank: rows of what has rows, the same of everything else."""
+    if not isinstance(value, Batch | Tensor | np.ndarray | list) or (isinstance(value, Tensor) and not value.ndim):
+        return [value] * size
+    rows = cast(Any, value)
+    if len(rows) % size:
+        raise EmbodrlError(
+            f"{what} has {len(rows)} rows for {size} workers: {len(rows)} / {size} leaves {len(rows) % size}",
+            "give a multiple of the workers, or pad the batch (Batch.pad)",
+        )
+    count = len(rows) // size
+    return [rows[rank * count : (rank + 1) * count] for rank in range(size)]
+
+
+def _join(results: list[Any]) -> Any:
+    """Put the parts together again; results of other kinds stay a list."""
+    first = results[0]
+    if isinstance(first, Batch):
+        return type(first).concat(results)
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(results)
+    if isinstance(first, np.ndarray) and cast(NDArray[Any], first).ndim:
+        return np.concatenate(results)
+    if isinstance(first, list):
+        return [item for result in results for item in result]
+    return results
+
+
+_WAYS: dict[str, tuple[Dispatch, Collect]] = {
+    "one_to_all": (_one_to_all, list),
+    "split": (_split, _join),
+    "rank_zero": (_rank_zero, lambda results: results[0]),
+}

@@ -1,0 +1,139 @@
+import pytest
+from sysfs_trees import build_laptop, build_server
+
+from embodrl.config import load_config
+from embodrl.config.placement import MACHINES, PlacementError, assign, make_pool, parse_ranks, split_group
+from embodrl.errors import ConfigError
+from embodrl.scheduler.placement import describe_machine, solve
+from embodrl.scheduler.topology import assign_cpus, read_topology
+
+EIGHT = make_pool(1, 8)
+
+
+def devices(processes):
+    return [process.devices for process in processes]
+
+
+def test_processes_of_each_piece():
+    place = parse_ranks("0-1:0-3,3-5,7-10:7-8")
+    assert place is not None
+    assert place.devices_of == ((0,), (0,), (1,), (1,), (3,), (4,), (5,), (7, 8), (9, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0-1:0-2", "3 processes do not divide 2 devices, nor they them: 3 / 2 leaves 1"),
+        ("0-1:0-3,2-3:2-5", "the processes start with 2, but 4 come before"),
+        ("0-1,1-2", "named twice"),
+    ],
+)
+def test_uneven_and_overlapping_pieces(text, says):
+    with pytest.raises(PlacementError, match=says):
+        parse_ranks(text)
+
+
+def test_placements_on_devices():
+    assert devices(assign("actor", "all", EIGHT)) == [(gpu,) for gpu in range(8)]
+    assert devices(assign("actor", "all", EIGHT, single=True)) == [(0,)]
+    assert devices(assign("actor", "4-7:0-1", EIGHT)) == [(4, 5), (6, 7)]
+    assert devices(assign("env", "0-1", EIGHT, num_processes=4)) == [(0,), (0,), (1,), (1,)]
+    assert devices(assign("env", "0-3", EIGHT, num_processes=2)) == [(0, 1), (2, 3)]
+    assert devices(assign("env", "all", EIGHT, num_processes=3)) == [(0, 1), (2, 3, 4), (5, 6, 7)]
+
+
+def test_placements_that_can_not_be_had():
+    with pytest.raises(PlacementError, match="needs 9 devices, and the cluster offers 8"):
+        assign("actor", "4-8", EIGHT)
+    with pytest.raises(PlacementError, match="6 / 4 leaves 2") as uneven:
+        assign("env", "0-3", EIGHT, num_processes=6)
+    assert uneven.value.remedy == "set env.num_processes to 4 or 8, or write all"
+    with pytest.raises(PlacementError, match="several machines"):
+        assign("actor", "7-8:0", make_pool(2, 8))
+
+
+def test_several_machines_and_groups():
+    two = make_pool(2, 4)
+    assert [(p.node, p.devices) for p in assign("actor", "3-4", two)] == [(0, (3,)), (1, (0,))]
+    group = make_pool(3, 4, nodes=(2,), label="fast")
+    assert [(p.node, p.devices) for p in assign("actor", "0-1", group)] == [(2, (0,)), (2, (1,))]
+    with pytest.raises(PlacementError, match="node group 'fast' offers 4"):
+        assign("actor", "4", group)
+    whole = make_pool(2, 4, label=MACHINES)
+    assert [(p.node, p.devices) for p in assign("env", "0-1:0-3", whole, 4)] == [(0, ()), (0, ()), (1, ()), (1, ())]
+    assert split_group("fast/0-1:0-3") == ("fast", "0-1:0-3") and split_group("0-3") == ("", "0-3")
+
+
+def plan_config(placement, *more):
+    settings = ["actor.micro_batch_size=20", "env.num_processes=8", f"cluster.component_placement={placement}"]
+    return load_config(["cluster=8xh100", *settings, *more], planning=True).config
+
+
+@pytest.mark.parametrize(
+    ("placement", "mode"),
+    [
+        ("{actor:0-3,rollout:4-7,env:4-7}", "hybrid"),
+        ("{actor:0-1,rollout:2-3,env:4-7}", "disaggregated"),
+        ("{actor:0-7,rollout:0-7,env:0-7}", "co-located"),
+        ("{actor:0-1,rollout:2-3,env:{node_group:node,placement:all}}", "disaggregated"),
+    ],
+)
+def test_modes(placement, mode):
+    assert solve(plan_config(placement)).mode == mode
+
+
+def test_processes_are_pinned_near_their_gpu(tmp_path):
+    sysfs, proc = build_server(tmp_path)
+    config = plan_config("{actor:0-3,rollout:4-7,env:0-7}")
+    placement = solve(config, [read_topology(sysfs, range(128), proc)])
+    simulators = placement.of("env")
+    assert [place.devices for place in simulators] == [(gpu,) for gpu in range(8)]
+    assert [place.numa_node for place in simulators] == [0] * 4 + [1] * 4
+    assert [place.cpus for place in simulators] == [(0,), (1,), (2,), (3,), (32,), (33,), (34,), (35,)]
+    assert placement.of("actor")[2].cpus == (*range(32), *range(64, 96))
+    assert placement.of("rollout")[0].numa_node == 1
+
+
+def test_described_hardware_is_laid_out_like_the_recorded_server(tmp_path):
+    sysfs, _ = build_server(tmp_path)
+    hardware = load_config(["cluster=8xh100", "cluster.hardware.num_cores=64"], planning=True).config.cluster.hardware
+    described, recorded = describe_machine(hardware), read_topology(sysfs, range(128))
+    assert (described.nodes, described.num_cores) == (recorded.nodes, recorded.num_cores)
+    assert [gpu.numa_node for gpu in described.gpus] == [gpu.numa_node for gpu in recorded.gpus]
+    assert described.core_of == recorded.core_of
+
+
+def test_a_machine_without_gpus_is_pinned_as_before(tmp_path):
+    machine = read_topology(build_laptop(tmp_path), {0, 1})
+    config = load_config(["cluster.device=cpu"]).config
+    placement = solve(config, [machine])
+    assert placement.mode == "co-located"
+    found = [(place.cpus, place.numa_node) for place in placement.of("env")]
+    assert found == [((slot.cpu,), slot.numa_node) for slot in assign_cpus(2, machine)]
+    assert placement.of("actor")[0].cpus == ()
+
+
+def test_node_groups_of_a_configuration():
+    config = plan_config(
+        "{actor:{node_group:train,placement:0-7},rollout:train/0-7,env:play/0-7}",
+        "cluster=2x8xh100",
+        "cluster.node_groups=[{label: train, node_ranks: 1}, {label: play, node_ranks: 0}]",
+    )
+    placement = solve(config)
+    assert {place.node for place in placement.of("actor")} == {1}
+    assert {place.node for place in placement.of("env")} == {0}
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(ConfigError) as caught:
+        plan_config("{actor:0-2,rollout:0-2,env:8}", "env.num_processes=4", "actor.micro_batch_size=80")
+    report = str(caught.value)
+    assert "160 / 3 leaves 1" in report
+    assert "3 rollout processes x 1 pipeline stage(s) = 3 groups of simulators: 4 / 3 leaves 1" in report
+    assert "needs 9 devices, and the cluster offers 8" in report
+
+
+def test_training_refuses_what_planning_allows():
+    with pytest.raises(ConfigError, match="1 process on 1 device") as caught:
+        load_config(["cluster=8xh100", "cluster.component_placement={actor:0-3,rollout:0,env:all}"])
+    assert "'8xh100' is described, but this machine has" in str(caught.value)

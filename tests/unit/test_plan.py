@@ -1,0 +1,142 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from embodrl.cli.main import app
+from embodrl.config import load_config
+from embodrl.models.registry import build_policy
+from embodrl.models.rollout_memory import recorded_bytes
+from embodrl.scheduler.plan import make_plan, per_device
+from embodrl.scheduler.plan_memory import GIB, HOST, MIB
+from embodrl.types import Observation, SamplingParams
+
+CLI = CliRunner()
+SEVEN_B = ["model=openvla_7b", "cluster=1xh200", "env.num_processes=8", "env.train.total_num_envs=64"]
+
+
+def plan_of(*arguments):
+    return make_plan(load_config(list(arguments), planning=True).config)
+
+
+def memory_of(plan, device):
+    return next(memory for memory in plan.memory.memories if memory.device == device)
+
+
+def test_batch_arithmetic_of_eight_gpus():
+    plan = plan_of(
+        "cluster=8xh100",
+        "cluster.component_placement={actor:0-3,rollout:4-7,env:0-7}",
+        "env.num_processes=16",
+        "env.train.total_num_envs=128",
+        "env.eval.total_num_envs=128",
+        "rollout.pipeline_stages=2",
+        "actor.global_batch_size=320",
+        "actor.micro_batch_size=16",
+    )
+    b = plan.batches
+    assert (b.environments_per_simulator, b.simulators_per_rollout, b.environments_per_stage) == (8, 4, 16)
+    assert (b.chunks_per_environment, b.chunks, b.environment_steps) == (20, 2560, 12800)
+    assert (b.batch_per_actor, b.gradient_accumulation, b.optimizer_steps) == (80, 5, 16)
+    assert per_device(plan.placement)["0:2"] == {"actor": 1, "env": 2}
+    assert any("1 process on 1 device" in line for line in plan.obstacles)
+
+
+def test_memory_of_the_7b_by_hand():
+    plan = plan_of(*SEVEN_B, "actor.param_dtype=bf16", "actor.micro_batch_size=1")
+    gpu = memory_of(plan, 0)
+    # Llama 2 7B keeps 2 x 32 layers x 4096 numbers a position; 256 patches, the prompt and 7 action tokens.
+    config = load_config(["model=openvla_7b"]).config
+    positions = 256 + config.model.architecture.max_prompt_tokens + 7
+    assert gpu.needed["KV cache"] == 64 * 2 * 32 * 4096 * positions * 2
+    assert 7.2e9 < gpu.needed["gradients"] / 2 < 7.7e9
+    assert gpu.needed["optimizer"] == 2 * gpu.needed["gradients"]
+    assert gpu.needed["rollout weights"] == 0
+    assert memory_of(plan, HOST).needed["simulator"] == 8 * 600 * MIB + 64 * 5 * MIB
+    assert plan.fits
+
+
+def test_a_memory_that_is_too_small_is_named_with_remedies():
+    plan = plan_of(*SEVEN_B, "actor.micro_batch_size=80", "actor.param_dtype=fp32")
+    assert not plan.fits
+    gpu = memory_of(plan, 0)
+    assert not gpu.fits and gpu.total > gpu.available > 139 * GIB and memory_of(plan, HOST).fits
+    text = " ".join(plan.memory.remedies)
+    assert "actor.param_dtype=bf16" in text and "gradient_checkpointing" in text
+
+
+def test_the_largest_micro_batch_that_fits_is_named():
+    arguments = [*SEVEN_B, "actor.param_dtype=bf16", "actor.global_batch_size=320"]
+    large = plan_of(*arguments, "actor.micro_batch_size=80")
+    (line,) = [line for line in large.memory.remedies if line.startswith("actor.micro_batch_size")]
+    rows = int(line.rpartition(" ")[2])
+    row_bytes = memory_of(large, 0).needed["activations"] / 80
+    rest = 0.9 * memory_of(large, 0).available - (memory_of(large, 0).total - 80 * row_bytes)
+    assert rows == int(rest / row_bytes) and 1 <= rows < 80
+
+
+def test_a_rollout_apart_has_weights_of_its_own():
+    together = plan_of("cluster=8xh100")
+    apart = plan_of("cluster=8xh100", "cluster.component_placement={actor:0,rollout:1,env:0-1}")
+    assert memory_of(together, 0).needed["rollout weights"] == 0
+    assert memory_of(apart, 1).needed["rollout weights"] > 0 and "weights" not in memory_of(apart, 1).needed
+
+
+def test_idle_gpus_and_crowded_cores_are_told():
+    text = "\n".join(plan_of("cluster=8xh100").warnings)
+    assert "7 of 8 GPUs have neither actor nor rollout" in text
+    crowded = plan_of("cluster=laptop", "env.num_processes=8", "env.train.total_num_envs=32")
+    assert "8 simulators share 2 cores" in "\n".join(crowded.warnings)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["model=openvla"],
+        ["model=openvla_oft"],
+        ["model=pi0"],
+        ["model=pi0", "model.flow.method=flow_noise"],
+        ["model=gr00t"],
+    ],
+)
+def test_the_recorded_bytes_are_those_that_the_policy_returns(arguments):
+    config = load_config([*arguments, "model.warm_start=null"]).config
+    policy, _ = build_policy(config.model, device="cpu", dtype=torch.float32, seed=0)
+    observation = Observation(
+        np.zeros((2, 1, 64, 64, 3), np.uint8), np.zeros((2, 0), np.float32), ["push it"] * 2, np.zeros(2, np.int32)
+    )
+    output = policy.predict_action_batch(observation, "train", SamplingParams())
+    inputs = sum(tensor.numel() * tensor.element_size() for tensor in output.forward_inputs.values()) // 2
+    chunk = policy.num_action_chunks
+    columns = 4 * chunk * 7 + 7 * chunk + 33  # log-probs; rewards and three flags; versions, ids and values
+    assert recorded_bytes(policy, 1, 64, 64) == inputs + columns
+
+
+@pytest.mark.parametrize("cluster", ["8xh100", "2x8xh100", "1xh200", "laptop"])
+def test_every_described_cluster_can_be_planned_for(cluster):
+    result = CLI.invoke(app, ["plan", "train", f"cluster={cluster}", "--json"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["described"] and plan["cluster"] == cluster and plan["fits"]
+    assert [p["component"] for p in plan["processes"]][:2] == ["actor", "rollout"]
+
+
+def test_a_plan_that_does_not_fit_exits_with_1_and_says_so():
+    result = CLI.invoke(app, ["plan", "train", *SEVEN_B, "actor.micro_batch_size=80"])
+    assert result.exit_code == 1
+    assert "does not fit" in result.stdout and "remedy: actor.param_dtype=bf16" in result.stdout
+
+
+def test_no_simulator_is_imported():
+    code = """
+import sys
+from embodrl.config import load_config
+from embodrl.scheduler.plan import make_plan
+make_plan(load_config(["cluster=8xh100"], planning=True).config)
+assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,144 @@
+"""Workers that the tests launch; importable by name, as worker classes must be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import EmbodrlError
+from embodrl.scheduler.worker import Worker, dispatch
+
+
+def to_the_last(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return [None] * (size - 1) + [(args, kwargs)]
+
+
+class Adder(Worker):
+    """Adds, and tells about itself."""
+
+    def __init__(self, offset: int = 0, fail_on: int = -1) -> None:
+        if self.rank == fail_on:
+            raise EmbodrlError(f"rank {fail_on} will not", "ask another")
+        self.offset = offset
+        self.calls: list[str] = []
+
+    @dispatch()
+    def where(self) -> dict[str, Any]:
+        context = self.context
+        return {"rank": self.rank, "size": self.world_size, "node": context.node, "devices": context.devices}
+
+    @dispatch("split")
+    def add(self, numbers: Tensor, extra: int = 0) -> Tensor:
+        return numbers + self.offset + extra
+
+    @dispatch("split")
+    def label(self, batch: TrajectoryBatch) -> TrajectoryBatch:
+        batch["rank"] = torch.full(batch.batch_size, self.rank)
+        return batch
+
+    @dispatch("rank_zero")
+    def first(self, value: Any) -> Any:
+        return value
+
+    @dispatch(to_the_last, collect=sum)
+    def last(self, value: int) -> int:
+        return value + self.rank
+
+    @dispatch()
+    def note(self, text: str) -> list[str]:
+        self.calls.append(text)
+        return self.calls
+
+    @dispatch()
+    def spoil(self, values: Any) -> float:
+        values += 1
+        return float(values.sum())
+
+    @dispatch()
+    def fail(self, rank: int) -> int:
+        if self.rank == rank:
+            print("about to fail", flush=True)
+            raise KeyError("no such thing")
+        return self.rank
+
+    @dispatch("rank_zero")
+    def unsendable(self) -> Any:
+        return threading.Lock()
+
+    @dispatch()
+    def cpus(self) -> tuple[list[int], int]:
+        return sorted(os.sched_getaffinity(0)), os.getpid()
+
+    def hidden(self) -> int:
+        return 1
+
+
+class Trouble(Worker):
+    """Fails in the ways that processes fail."""
+
+    @dispatch()
+    def pid(self) -> int:
+        return os.getpid()
+
+    @dispatch()
+    def kill_yourself(self, rank: int, number: int = signal.SIGKILL) -> None:
+        if self.rank == rank:
+            print("these are my last words", flush=True)
+            os.kill(os.getpid(), number)
+        threading.Event().wait()
+
+    @dispatch()
+    def wait_for_ever(self) -> None:
+        threading.Event().wait()
+
+    @dispatch()
+    def start_child(self) -> int:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+class Talker(Worker):
+    """Puts into and takes out of channels."""
+
+    @dispatch()
+    def produce(self, count: int) -> int:
+        channel = self.channel("numbers")
+        for index in range(count):
+            channel.put({"index": index, "array": np.full(50_000, index, np.float32)}, timeout_s=60)
+        return channel.free_places()
+
+    @dispatch()
+    def consume(self, count: int) -> list[int]:
+        channel = self.channel("numbers")
+        found = []
+        for _ in range(count):
+            item = channel.get(timeout_s=60)
+            assert (item["array"] == item["index"]).all()
+            found.append(item["index"])
+        return found
+
+    @dispatch()
+    def misname(self) -> None:
+        self.channel("numbrs")
+
+
+class Reducer(Worker):
+    """Talks to the other ranks by torch.distributed."""
+
+    @dispatch()
+    def total(self, value: float) -> float:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=self.context.rendezvous, rank=self.rank, world_size=self.world_size)
+        tensor = torch.tensor(value * (self.rank + 1))
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return float(tensor)
