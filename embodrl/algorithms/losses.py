@@ -173,8 +173,8 @@ def actor_loss(
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
-        the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``clip_fraction`` (part of the
-        ratios outside the range), ``ratio_mean`` and, where asked for, ``entropy``, ``drift`` and ``ref_kl``.
+        the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3) and ``ratio_mean`` (both
+        with the behaviour weights), ``clip_fraction`` (part of the ratios outside the range) and, where asked for, ``entropy``, ``drift`` and ``ref_kl``.
 
     Raises:
         EmbodrlError: advantages or behaviour weights are finer than the ratio; or a KL without a reference.
@@ -197,7 +197,8 @@ def actor_loss(
     if entropy is not None:
         extra["entropy"] = reduce_to_level(entropy, valid, entropy_type)[0].sum() / counts.entropy
         loss = loss - entropy_bonus * extra["entropy"]
-    metrics = {"policy_loss": policy_loss, **_ratio_metrics(token_log_ratio, log_ratio, mask, outside, counts), **extra}
+    ratios = _ratio_metrics(token_log_ratio, log_ratio, mask, outside, behavior_weights, counts)
+    metrics = {"policy_loss": policy_loss, **ratios, **extra}
     return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
 
 
@@ -244,15 +245,25 @@ def _total(x: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _ratio_metrics(
-    token_log_ratio: Tensor, log_ratio: Tensor, mask: Tensor, outside: Tensor, counts: LossCounts
+    token_log_ratio: Tensor,
+    log_ratio: Tensor,
+    mask: Tensor,
+    outside: Tensor,
+    behavior_weights: Tensor | None,
+    counts: LossCounts,
 ) -> dict[str, Tensor]:
     with torch.no_grad():
         # expm1 keeps the estimator non-negative where the ratio is close to 1.
         kl = token_log_ratio.expm1() - token_log_ratio
+        ratio = log_ratio.exp()
+        if behavior_weights is not None:
+            # Both are means under the proximal policy, of tokens that another one drew: those that it would hardly
+            # draw have ratios without bound.
+            kl, ratio = behavior_weights * kl, behavior_weights * ratio
         return {
             "approx_kl": kl.sum() / counts.tokens,
             "clip_fraction": (outside & mask).sum() / counts.policy,
-            "ratio_mean": torch.where(mask, log_ratio.exp(), 0.0).sum() / counts.policy,
+            "ratio_mean": torch.where(mask, ratio, 0.0).sum() / counts.policy,
         }
 
 

@@ -21,7 +21,7 @@ from embodrl.algorithms.decoupled import (
     weight_metrics,
 )
 from embodrl.algorithms.episodes import split_episodes
-from embodrl.algorithms.losses import actor_critic_loss, actor_loss, reduce_to_level
+from embodrl.algorithms.losses import actor_critic_loss, actor_loss
 from embodrl.errors import EmbodrlError
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
@@ -105,8 +105,16 @@ def test_the_loss_by_hand(changes: dict[str, Any], expected: float) -> None:
 def test_metrics_are_relative_to_the_proximal_policy() -> None:
     metrics = one_token(theta=0.5, prox=0.5, old=0.1, advantage=1.0).metrics
     assert float(metrics["approx_kl"]) == 0 and float(metrics["clip_fraction"]) == 0
-    assert float(metrics["ratio_mean"]) == pytest.approx(1)
+    metrics = one_token(theta=0.5, prox=0.5, old=0.2, advantage=1.0).metrics
+    assert float(metrics["ratio_mean"]) == pytest.approx((2.5 * 1 + 1) / 2), "w u"
     assert float(one_token(theta=0.5, prox=0.1, old=0.5, advantage=1.0).metrics["clip_fraction"]) == 0.5
+
+
+def test_what_the_proximal_policy_would_hardly_draw_hardly_counts_in_its_kl() -> None:
+    metrics = one_token(theta=0.5, prox=1e-6, old=0.5, advantage=1.0).metrics
+    # Drawn with .5, w = 2e-6: w (r - 1 - log r) with r = 5e5, over the two tokens; without w it is 2.5e5.
+    assert float(metrics["approx_kl"]) == pytest.approx(2e-6 * (5e5 - 1 - math.log(5e5)) / 2, rel=1e-4)
+    assert float(metrics["ratio_mean"]) == pytest.approx((0.5 / 0.5 + 1) / 2, rel=1e-4)
 
 
 def test_loglinear_by_hand() -> None:
@@ -302,7 +310,3 @@ def test_the_critic_is_not_weighted() -> None:
     ]
     assert torch.equal(both[0].metrics["value_loss"], both[1].metrics["value_loss"])
     assert float(both[1].metrics["policy_loss"]) == 0 and float(both[1].metrics["value_loss"]) > 0
-    mask = reduce_to_level(inputs["old_logprobs"], inputs["valid"], "token_level")[1]
-    assert float(both[1].metrics["ratio_mean"]) == pytest.approx(
-        float((inputs["logprobs"] - inputs["prox_logprobs"]).exp()[mask].detach().mean()), rel=1e-5
-    )
