@@ -173,8 +173,8 @@ def actor_loss(
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
-        the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3) and ``ratio_mean`` (both
-        with the behaviour weights), ``clip_fraction`` (part of the ratios outside the range) and, where asked for, ``entropy``, ``drift`` and ``ref_kl``.
+        the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``ratio_mean`` (both with the
+        behaviour weights), ``clip_fraction`` (outside the range); where asked for ``entropy``, ``drift``, ``ref_kl``.
 
     Raises:
         EmbodrlError: advantages or behaviour weights are finer than the ratio; or a KL without a reference.
@@ -188,8 +188,7 @@ def actor_loss(
     log_ratio, mask = reduce_to_ratio(token_log_ratio, valid, logprob_type, length_normalized_ratio)
     clips = (clip_ratio_low, clip_ratio_high, clip_ratio_dual)
     objective, outside = _surrogate(log_ratio, advantages.unsqueeze(-1), surrogate, *clips)
-    factors = (behavior_weights, weights)
-    policy_loss, extra = _policy_loss(objective, log_ratio, mask, factors, drift_coef, counts.policy)
+    policy_loss, extra = _policy_loss(objective, log_ratio, mask, (behavior_weights, weights), drift_coef, counts.policy)
     loss = policy_loss
     if kl_coef:
         extra["ref_kl"] = _total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
