@@ -188,8 +188,9 @@ def actor_loss(
     log_ratio, mask = reduce_to_ratio(token_log_ratio, valid, logprob_type, length_normalized_ratio)
     clips = (clip_ratio_low, clip_ratio_high, clip_ratio_dual)
     objective, outside = _surrogate(log_ratio, advantages.unsqueeze(-1), surrogate, *clips)
-    policy_loss, extra = _policy_loss(objective, log_ratio, mask, (behavior_weights, weights), drift_coef, counts.policy)
-    loss = policy_loss
+    factors = (behavior_weights, weights)
+    loss, extra = _policy_loss(objective, log_ratio, mask, factors, drift_coef, counts.policy)
+    extra["policy_loss"] = loss
     if kl_coef:
         extra["ref_kl"] = _total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
         loss = loss + kl_coef * extra["ref_kl"]
@@ -197,7 +198,7 @@ def actor_loss(
         extra["entropy"] = reduce_to_level(entropy, valid, entropy_type)[0].sum() / counts.entropy
         loss = loss - entropy_bonus * extra["entropy"]
     ratios = _ratio_metrics(token_log_ratio, log_ratio, mask, outside, behavior_weights, counts)
-    metrics = {"policy_loss": policy_loss, **ratios, **extra}
+    metrics = ratios | extra
     return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
 
 
