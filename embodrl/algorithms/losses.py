@@ -198,8 +198,7 @@ def actor_loss(
         extra["entropy"] = reduce_to_level(entropy, valid, entropy_type)[0].sum() / counts.entropy
         loss = loss - entropy_bonus * extra["entropy"]
     ratios = _ratio_metrics(token_log_ratio, log_ratio, mask, outside, behavior_weights, counts)
-    metrics = ratios | extra
-    return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
+    return LossOutput(loss, {name: value.detach() for name, value in (extra | ratios).items()})
 
 
 def _check_levels(logprob_type: Level, advantages: Tensor) -> None:
