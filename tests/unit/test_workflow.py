@@ -403,17 +403,16 @@ def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
                 assert int(batch.policy_version.max()) <= version
                 worker.update_weights([], version + 1)
     with make_pool(config, NUM_ENVS) as pool:
-        plain: Any = Compass()
-        for iteration, batch in enumerate(batches):
-            expected, _ = WorkflowRollout(config, pool, plain, lambda: False, workflow=ChunkWorkflow()).gather(
-                iteration
-            )
-            # Either stage may have played either half.
-            for column in ("rewards", "valid", "group_id"):
-                left, right = batch[column], expected[column]
-                if not torch.equal(left[:, :6], right[:, :6]):
-                    left = torch.cat([left[:, 6:], left[:, :6]], 1)
-                if column != "group_id":
-                    torch.testing.assert_close(left, right, rtol=0, atol=0)
-                else:
-                    assert sorted(left[0].tolist()) == sorted(right[0].tolist())
+        turns: Any = WorkflowRollout(config, pool, Compass(), lambda: False, workflow=ChunkWorkflow())
+        # One ahead: shards of the fourth iteration may have been played as well.
+        expected = halves([turns.gather(iteration)[0] for iteration in range(4)])
+    # Either stage may have played either half; while one is slow, the other's next one may be taken before it.
+    places = [[place for place, one in enumerate(expected) if torch.equal(half, one)] for half in halves(batches)]
+    assert all(len(found) == 1 for found in places), "each is one of those, to the bit"
+    assert len({found[0] for found in places}) == len(places), "and none comes twice"
+
+
+def halves(batches: list[Any]) -> list[torch.Tensor]:
+    """Return rewards and validity of the first and the last six environments of each."""
+    both = [torch.stack([batch["rewards"], batch["valid"].float()]) for batch in batches]
+    return [half for one in both for half in one.split(6, dim=2)]
