@@ -82,7 +82,7 @@ def test_a_dead_process_is_named_with_its_end(fault, words):
 
 def test_a_process_that_outlives_its_kill_is_a_timeout_that_leaves_nothing_open(monkeypatch):
     with faulty("none") as manager:
-        process, before = manager._process, set(os.listdir("/proc/self/fd"))
+        process, before = manager._process, set(Path("/proc/self/fd").iterdir())
         popen, manager._process = process._popen, None
 
         def wait(timeout):
@@ -91,7 +91,7 @@ def test_a_process_that_outlives_its_kill_is_a_timeout_that_leaves_nothing_open(
         monkeypatch.setattr(popen, "wait", wait)
         with pytest.raises(EnvTimeout, match=f"process {popen.pid} was killed and is still there 10 s later"):
             process.kill()
-        assert len(set(os.listdir("/proc/self/fd"))) <= len(before) - 4  # channel, log, memory file, pidfd
+        assert len(set(Path("/proc/self/fd").iterdir())) <= len(before) - 4  # channel, log, memory file, pidfd
         monkeypatch.undo()
         wait_until_gone([popen.pid])
 
