@@ -403,16 +403,17 @@ def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
                 assert int(batch.policy_version.max()) <= version
                 worker.update_weights([], version + 1)
     with make_pool(config, NUM_ENVS) as pool:
-        turns: Any = WorkflowRollout(config, pool, Compass(), lambda: False, workflow=ChunkWorkflow())
-        # One ahead: shards of the fourth iteration may have been played as well.
-        expected = halves([turns.gather(iteration)[0] for iteration in range(4)])
-    # Either stage may have played either half; while one is slow, the other's next one may be taken before it.
-    places = [[place for place, one in enumerate(expected) if torch.equal(half, one)] for half in halves(batches)]
-    assert all(len(found) == 1 for found in places), "each is one of those, to the bit"
-    assert len({found[0] for found in places}) == len(places), "and none comes twice"
-
-
-def halves(batches: list[Any]) -> list[torch.Tensor]:
-    """Return rewards and validity of the first and the last six environments of each."""
-    both = [torch.stack([batch["rewards"], batch["valid"].float()]) for batch in batches]
-    return [half for one in both for half in one.split(6, dim=2)]
+        plain: Any = Compass()
+        halves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for iteration in range(4):  # a quick stage may be one update ahead of the other
+            worker = WorkflowRollout(config, pool, plain, lambda: False, workflow=ChunkWorkflow())
+            expected, _ = worker.gather(iteration)
+            halves += [(expected.rewards[:, part], expected.valid[:, part]) for part in (slice(6), slice(6, 12))]
+    played: list[int] = []
+    for batch in batches:
+        for part in (slice(6), slice(6, 12)):
+            found = batch.rewards[:, part], batch.valid[:, part]
+            played += [n for n, half in enumerate(halves) if all(map(torch.equal, half, found))]
+        assert batch.group_id is not None and expected.group_id is not None
+        assert sorted(batch.group_id[0].tolist()) == sorted(expected.group_id[0].tolist())
+    assert len(played) == len(set(played)) == 6
