@@ -92,7 +92,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the weights as they are.
+        """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the present weights.
 
         Chunks played with these weights keep those of the rollout, to the bit. A loss without values gets None.
 
