@@ -27,12 +27,14 @@ from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.metrics.json_file import write_json_file
 from embodrl.models.base import VLAPolicy
+from embodrl.workers.async_rollout import AsyncRolloutWorker
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 from embodrl.workers.rollout import RolloutSource
 from embodrl.workers.rollout_source import make_rollout_source
 
 ITERATIONS = 6
+# Iterations before time is taken, beyond those whose rollouts were begun by the first weights.
 WARM_UP = 2
 MODES = (
     ("synchronous", ("runner.max_staleness=0",)),
@@ -76,23 +78,46 @@ def build(config: Config, pool: EnvPool) -> Sides:
 
 
 def train(sides: Sides, iterations: int, *, update: bool = True) -> dict[str, float]:
-    """Return environment steps a second of ``iterations``, after a warm-up; without ``update``, of rollouts alone."""
+    """Return environment steps a second of ``iterations``, after a warm-up; without ``update``, of rollouts alone.
+
+    ``rollouts`` are those that were played in that time, in the unit of what an iteration trains on: where they are far
+    fewer than the iterations, the run still lives on what was played before.
+    """
     algorithm, env_steps, start_s = sides.config.algorithm, 0, 0.0
-    lag = 0.0
-    for iteration in range(WARM_UP + iterations):
-        if iteration == WARM_UP:
-            env_steps, start_s = 0, time.perf_counter()
+    lag, before = 0.0, 0.0
+    warm_up = warm_up_of(sides.config)
+    for iteration in range(warm_up + iterations):
+        if iteration == warm_up:
+            env_steps, start_s, lag, before = 0, time.perf_counter(), 0.0, _played(sides, iteration)
         batch, _ = sides.source.gather(iteration)
         if update:
             if algorithm.decoupled.enabled:
                 set_proximal(batch, *sides.engine.proximal(batch, algorithm))
             sides.engine.update(batch, compute_advantages(batch, algorithm), algorithm, sides.shuffle)
         version = iteration + 1
-        lag += float(iteration - batch.policy_version.float().mean()) / (WARM_UP + iterations)
+        lag += float(iteration - batch.policy_version.float().mean()) / iterations
         sides.source.update_weights(sides.engine.weights() if update else (), version)
         env_steps += int(batch.meta["env_steps"])
     seconds = time.perf_counter() - start_s
-    return {"env_steps_per_s": env_steps / seconds, "s_per_iteration": seconds / iterations, "mean_staleness": lag}
+    return {
+        "env_steps_per_s": env_steps / seconds,
+        "s_per_iteration": seconds / iterations,
+        "mean_staleness": lag,
+        "rollouts": _played(sides, warm_up + iterations) - before,
+    }
+
+
+def warm_up_of(config: Config) -> int:
+    """Return iterations until what was played before the first update has been trained on."""
+    return config.runner.max_staleness + WARM_UP
+
+
+def _played(sides: Sides, iteration: int) -> float:
+    """Return rollouts played so far."""
+    if not isinstance(sides.source, AsyncRolloutWorker):
+        return float(iteration)
+    gate = sides.source.gate
+    return (gate.accepted + gate.rejected) / gate.batch_size
 
 
 def training_alone(sides: Sides, iterations: int) -> dict[str, float]:
@@ -116,8 +141,10 @@ def compare(overrides: tuple[str, ...], iterations: int, env_type: str | None = 
     """Return the figures of every mode, of both sides alone, and their ratios."""
 
     def configure(*further: str) -> Config:
-        length = f"runner.max_iterations={WARM_UP + iterations}"
-        return load_config([*overrides, length, *further]).config
+        config = load_config([*overrides, *further]).config
+        # Rollouts go on until the end, as in the middle of a long run.
+        length = warm_up_of(config) + iterations + config.runner.max_staleness + 1
+        return load_config([*overrides, *further, f"runner.max_iterations={length}"]).config
 
     plain = configure()
     configure_torch(plain)
@@ -192,9 +219,11 @@ def main(json_path: Path | None = None) -> int:
     console = Console()
     titles = {"maniskill": "(a) ManiSkill, the main job", "heavy_tailed": "(b) heavy-tailed step time"}
     for key, title in titles.items():
-        table = Table("mode", "env-steps/s", "s/iteration", "staleness", "ratio", "of the ideal", title=title)
+        columns = ("mode", "env-steps/s", "s/iteration", "rollouts", "staleness", "ratio", "of the ideal")
+        table = Table(*columns, title=title)
         for name, row in result[key].items():
             shown = [f"{row['env_steps_per_s']:.0f}", f"{row['s_per_iteration']:.2f}"]
+            shown += [f"{row['rollouts']:.1f}" if "rollouts" in row else ""]
             shown += [f"{row['mean_staleness']:.1f}" if "mean_staleness" in row else ""]
             shown += [f"{row['ratio']:.2f}", f"{100 * row['of_ideal']:.0f} %"] if "ratio" in row else ["", ""]
             table.add_row(name, *shown)

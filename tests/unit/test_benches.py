@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embodrl.bench import e2e, tasks, transport
+from embodrl.bench import asynchrony, e2e, tasks, transport
 
 
 def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -36,6 +36,18 @@ def test_end_to_end_on_an_environment_without_a_simulator(monkeypatch: pytest.Mo
         assert side["cores_busy"] == pytest.approx(sum(side["cores_split"].values()), abs=1e-3)
         assert all(part >= 0 for part in side["cores_split"].values())
     assert result["ratio"] > 0 and result["hardware"]["cpu"]
+
+
+def test_rollouts_beside_training_are_measured_in_the_middle_of_a_run() -> None:
+    tiny = ("env=toy", "model=openvla", "env.num_processes=1", "env.train.total_num_envs=4", "algorithm.update_epoch=1")
+    small = ("actor.global_batch_size=20", "actor.micro_batch_size=20", "env.train.max_steps_per_rollout_epoch=25")
+    rows = asynchrony.compare((*tiny, *small), 2)
+    for mode, _ in asynchrony.MODES:
+        assert rows[mode]["env_steps_per_s"] > 0 and rows[mode]["of_ideal"] > 0
+    assert rows["synchronous"]["rollouts"] == 2 and rows["synchronous"]["mean_staleness"] == 0
+    for mode, ahead in (("one step ahead", 1), ("bounded, 4", 4), ("rollouts alone", 4)):
+        assert 0 <= rows[mode]["mean_staleness"] <= ahead
+        assert 0 <= rows[mode]["rollouts"] <= 2 + ahead + 1, "two are trained on, and some may be in store"
 
 
 def test_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
