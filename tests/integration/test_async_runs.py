@@ -1,5 +1,6 @@
 """Whole runs with rollouts beside training, through the command line, on the toy environment."""
 
+import itertools
 import json
 import random
 import signal
@@ -75,7 +76,8 @@ def test_a_run_killed_at_random_moments_goes_on_without_losing_or_repeating_a_ro
     assert trained_shards(run_dir / "checkpoints" / f"step_{ITERATIONS}")[1] == set(range(ITERATIONS * SHARDS))
     rows = metrics(run_dir)
     assert [row["iteration"] for row in rows] == list(range(ITERATIONS + 1))
-    assert [row["env_steps"] for row in rows] == [48 * i for i in range(ITERATIONS + 1)]
+    steps = [after["env_steps"] - before["env_steps"] for before, after in itertools.pairwise(rows)]
+    assert all(44 < number <= 48 for number in steps), "4 environments x 12 steps; a success ends a chunk"
     for row in rows[1:]:
         assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= staleness
         assert row["staleness/rejected_shards"] == 0
@@ -117,4 +119,5 @@ def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path) -
     )
     assert outcome.code == 0, outcome.stderr
     rows = metrics(run_dir)[1:]
-    assert sum(row["rollout/resamples"] for row in rows) == rows[-1]["staleness/rejected_shards"]
+    # Told when the second update takes its rollouts: those that the first one took beyond its own.
+    assert rows[0]["rollout/resamples"] == rows[-1]["staleness/rejected_shards"] > 0
