@@ -201,20 +201,20 @@ def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     if train is None:
         return
     for spec in specs:
-        if spec.role in ("rollout", "dynamic_sampling") and spec.name not in _upstream(train, deps):
+        if spec.role in ("rollout", "dynamic_sampling") and spec.name not in upstream(train, deps):
             message = f"'{train}', which trains, does not depend on it"
             yield PipelineProblem(spec.name, message, f"lead its output to '{train}'")
-        elif spec.role == "sync" and train not in _upstream(spec.name, deps):
+        elif spec.role == "sync" and train not in upstream(spec.name, deps):
             message = f"does not depend on '{train}', so the weights might be those before the update"
             yield PipelineProblem(spec.name, message, f"name '{train}' in its deps")
 
 
-def _upstream(name: str, deps: dict[str, tuple[str, ...]]) -> set[str]:
-    """Return a node and all that it depends on."""
+def upstream(name: str, deps: dict[str, tuple[str, ...]]) -> set[str]:
+    """Return a node and all that it depends on, there or not."""
     found, todo = set[str](), [name]
     while todo:
         one = todo.pop()
         if one not in found:
             found.add(one)
-            todo += deps[one]
+            todo += deps.get(one, ())
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
-from embodrl.pipelines.checks import NodeSpec, check_nodes, resolve, sorted_names
+from embodrl.pipelines.checks import NodeSpec, check_nodes, resolve, sorted_names, upstream
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
 
 if TYPE_CHECKING:
@@ -60,24 +60,13 @@ class Pipeline:
         self._specs: dict[str, NodeSpec] = {}
 
     @property
-    def roles(self) -> list[str]:
-        """The roles of the nodes, in order of insertion."""
-        return [spec.role for spec in self._specs.values()]
-
-    @property
-    def roles_by_name(self) -> dict[str, str]:
+    def roles(self) -> dict[str, str]:
         """The role of each node, in order of insertion."""
         return {name: spec.role for name, spec in self._specs.items()}
 
-    def ancestors(self, name: str) -> set[str]:
-        """Return the nodes that come before one, directly or through others."""
-        found, left = set[str](), list(self._specs[name].deps)
-        while left:
-            node = left.pop()
-            if node in self._specs and node not in found:
-                found.add(node)
-                left += self._specs[node].deps
-        return found
+    def upstream(self, name: str) -> set[str]:
+        """Return a node and all that it depends on."""
+        return upstream(name, {other: spec.deps for other, spec in self._specs.items()})
 
     def add_node(
         self,

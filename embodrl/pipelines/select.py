@@ -106,7 +106,7 @@ def unmet_needs(pipeline: Pipeline, config: Config) -> list[PipelineProblem]:
     """Return what is wrong between the nodes of a pipeline and the other settings."""
     problems: list[PipelineProblem] = []
     for need in NEEDS:
-        present, wanted = need.role in pipeline.roles, need.wanted(config)
+        present, wanted = need.role in pipeline.roles.values(), need.wanted(config)
         if wanted and not present:
             message = f"{need.setting} needs a node of the role '{need.role}', and there is none"
             remedy = f"add one, e.g. embodrl.pipelines.nodes:{need.role}; leave pipeline.name out; or set {need.switch}"
@@ -121,10 +121,10 @@ def _wrong_order(pipeline: Pipeline, config: Config) -> Iterator[PipelineProblem
     """Yield nodes that work with what another one of the pipeline gives, and do not come after it."""
     in_reward = config.algorithm.kl.placement == "reward"
     users = {"proximal": ("advantage", "train"), "reference": ("advantage", "train") if in_reward else ("train",)}
-    for name, role in pipeline.roles_by_name.items():
-        before = pipeline.ancestors(name)
-        for giver in pipeline.roles_by_name:
-            if role in users.get(pipeline.roles_by_name[giver], ()) and giver not in before:
+    for name, role in pipeline.roles.items():
+        before = pipeline.upstream(name)
+        for giver, given in pipeline.roles.items():
+            if role in users.get(given, ()) and giver not in before:
                 message = f"needs what '{giver}' adds to the batch, and does not come after it"
                 yield PipelineProblem(name, message, f"let it get the batch from '{giver}', directly or through others")
 

@@ -122,24 +122,23 @@ def build_full(config: Config) -> Pipeline:
     return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
-def build_late(config: Config) -> Pipeline:
-    """One whose advantages are estimated before the values that they are relative to are put in."""
+def build_apart(advantage: str, train: str) -> Pipeline:
+    """One whose nodes ``old`` and ``fresh`` add to the batch side by side, and others take it from where one says."""
     pipeline = Pipeline("mine").add_node("rollout", f"{NODES}:rollout", role="rollout")
     pipeline.add_node("old", f"{NODES}:reference", ("rollout",), "reference")
-    pipeline.add_node("fresh", f"{NODES}:proximal", ("rollout",), "proximal")
-    pipeline.add_node("advantage", f"{NODES}:advantage", ("old",), "advantage")
-    pipeline.add_node("train", f"{NODES}:train", ("fresh", "advantage"), "train")
+    pipeline.add_node("advantage", f"{NODES}:advantage", (advantage,), "advantage")
+    pipeline.add_node("train", f"{NODES}:train", (train, "advantage"), "train")
     return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
+def build_late(config: Config) -> Pipeline:
+    """One whose advantages are estimated before the values that they are relative to are put in."""
+    return build_apart("old", "fresh").add_node("fresh", f"{NODES}:proximal", ("rollout",), "proximal")
 
 
 def build_without_reference(config: Config) -> Pipeline:
-    """One that trains on a batch without what the reference adds, which only its advantages get."""
-    pipeline = Pipeline("mine").add_node("rollout", f"{NODES}:rollout", role="rollout")
-    pipeline.add_node("old", f"{NODES}:reference", ("rollout",), "reference")
-    pipeline.add_node("log", f"{NODES}:advantage", ("old",), "sink")
-    pipeline.add_node("advantage", f"{NODES}:advantage", ("rollout",), "advantage")
-    pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
-    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+    """One that trains on a batch without what the reference adds."""
+    return build_apart("rollout", "rollout").add_node("log", f"{NODES}:advantage", ("old",), "sink")
 
 
 def build_broken(config: Config) -> Pipeline:
