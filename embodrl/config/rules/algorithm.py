@@ -214,15 +214,18 @@ def decoupled_level_fits(context: Context) -> Iterator[Finding]:
         )
 
 
+def _not_taken_by_the_loss(context: Context, *names: str) -> list[str]:
+    """Return those names that a loss of the user's has no parameters for."""
+    taken = facts(context)[1].get("parameters")
+    return [] if taken is None else [name for name in names if name not in taken]
+
+
 @rule("algorithm.decoupled", "algorithm.loss_type")
 def decoupled_reaches_the_loss(context: Context) -> Iterator[Finding]:
     """A loss of the user's applies the behaviour weights."""
     algorithm = context.config.algorithm
-    names = facts(context)[1].get("parameters")
-    if not algorithm.decoupled.enabled or names is None:
-        return
-    missing = [name for name in ("prox_logprobs", "behavior_weights") if name not in names]
-    if missing:
+    missing = _not_taken_by_the_loss(context, "prox_logprobs", "behavior_weights")
+    if algorithm.decoupled.enabled and missing:
         yield Finding(
             "algorithm.loss_type",
             f"algorithm.decoupled is enabled, and the loss has no parameter {' or '.join(missing)} to apply it with",
@@ -235,11 +238,8 @@ def decoupled_reaches_the_loss(context: Context) -> Iterator[Finding]:
 def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
     """A loss of the user's adds the KL to the reference."""
     kl = context.config.algorithm.kl
-    names = facts(context)[1].get("parameters")
-    if not kl.coef or kl.placement != "loss" or names is None:
-        return
-    missing = [name for name in ("ref_logprobs", "kl_coef") if name not in names]
-    if missing:
+    missing = _not_taken_by_the_loss(context, "ref_logprobs", "kl_coef")
+    if kl.coef and kl.placement == "loss" and missing:
         yield Finding(
             "algorithm.loss_type",
             f"algorithm.kl.coef is {kl.coef:g}, and the loss has no parameter {' or '.join(missing)} to add a KL with",
