@@ -175,10 +175,8 @@ def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None
         return
     old, ends = batch["values"], batch.values[-1:]
     # The value of a chunk's last action is the nearest to what comes after it.
-    place = (
-        (batch.valid.sum(-1, keepdim=True) - 1).clamp_min(0) if old.shape[-1] > 1 else 0 * batch.valid[..., :1].long()
-    )
-    shift = (values - old).gather(-1, place)
+    last = (batch.valid.sum(-1, keepdim=True) - 1).clamp(0, old.shape[-1] - 1)
+    shift = (values - old).gather(-1, last)
     if batch.value_version is not None:
         known = (batch.value_version == batch.policy_version).unsqueeze(-1)
         ended = (batch.terminated | batch.truncated).any(-1, keepdim=True)
