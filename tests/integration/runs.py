@@ -46,7 +46,8 @@ env:
   max_episode_steps: 6
   pin_cpus: false
   cameras: [{height: 16, width: 16}]
-  train: {total_num_envs: 4, max_steps_per_rollout_epoch: 12}
+  # Only the step limit ends an episode, so that the steps of a rollout are known: 4 x 12.
+  train: {total_num_envs: 4, max_steps_per_rollout_epoch: 12, ignore_terminations: true}
   eval: {total_num_envs: 4, num_episodes: 6}
 collect: {num_episodes: 6}
 """

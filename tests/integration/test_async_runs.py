@@ -1,6 +1,5 @@
 """Whole runs with rollouts beside training, through the command line, on the toy environment."""
 
-import itertools
 import json
 import random
 import signal
@@ -76,8 +75,7 @@ def test_a_run_killed_at_random_moments_goes_on_without_losing_or_repeating_a_ro
     assert trained_shards(run_dir / "checkpoints" / f"step_{ITERATIONS}")[1] == set(range(ITERATIONS * SHARDS))
     rows = metrics(run_dir)
     assert [row["iteration"] for row in rows] == list(range(ITERATIONS + 1))
-    steps = [after["env_steps"] - before["env_steps"] for before, after in itertools.pairwise(rows)]
-    assert all(44 < number <= 48 for number in steps), "4 environments x 12 steps; a success ends a chunk"
+    assert [row["env_steps"] for row in rows] == [48 * i for i in range(ITERATIONS + 1)]
     for row in rows[1:]:
         assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= staleness
         assert row["staleness/rejected_shards"] == 0
