@@ -82,6 +82,20 @@ class PolicyTrainEngine(TrainEngine):
         return self.policy.evaluate_actions(forward_inputs, sampling, **wanted)
 
     @abstractmethod
+    def forward_backward(
+        self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the gradients of a minibatch, micro-batch by micro-batch.
+
+        Args:
+            minibatch: flat; its rows are chunks.
+            loss_fn: loss of a micro-batch; those of a minibatch must add up to its loss.
+
+        Returns:
+            the loss and metrics, summed over the micro-batches; of metrics named ``..._max`` the largest.
+        """
+
+    @abstractmethod
     def _clip_gradients(self) -> float:
         """Scale the gradients of the leaves to ``optim.clip_grad``; return their L2 norm before."""
 
@@ -221,6 +235,14 @@ class PolicyTrainEngine(TrainEngine):
         return compute
 
     def optimizer_step(self, loss: Tensor) -> StepResult:
+        """Clip the gradients, update the weights unless something is not finite, and clear the gradients.
+
+        Args:
+            loss: scalar; not finite means no update.
+
+        Raises:
+            NonFiniteError: the last steps were all not finite.
+        """
         grad_norm = self._clip_gradients()
         applied = math.isfinite(grad_norm) and math.isfinite(float(loss))
         if applied:
