@@ -1,0 +1,82 @@
+"""Training backends and their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from embodrl.config.placement import PlacementError, Process
+from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.cluster import KEY, gpus_per_node, place_all
+from embodrl.config.schema import Config
+
+BACKEND = "actor.training_backend"
+
+
+def has_own_process(config: Config) -> bool:
+    """Tell whether a valid configuration trains in other processes than the one that acts."""
+    if config.actor.training_backend != "native" or config.actor.own_process is not None:
+        return config.actor.training_backend != "native" or bool(config.actor.own_process)
+    places = place_all(config)
+    actor, rollout = (devices_of(places[name]) for name in ("actor", "rollout"))
+    return actor != rollout
+
+
+def devices_of(processes: list[Process]) -> set[tuple[int, tuple[int, ...]]]:
+    """Return the machines and devices of a component."""
+    return {(process.node, process.devices) for process in processes}
+
+
+@rule(BACKEND, "actor.own_process")
+def fsdp_has_its_own_processes(context: Context) -> Iterator[Finding]:
+    """The processes of fsdp hold parts of the weights, which nobody can act with."""
+    actor = context.config.actor
+    if actor.training_backend == "fsdp" and actor.own_process is False:
+        yield Finding(
+            "actor.own_process",
+            "is false, and the processes of fsdp hold parts of the weights, which nobody can act with",
+            "leave it out, or set actor=native",
+            "null, true",
+            others=(BACKEND,),
+        )
+
+
+@rule(BACKEND, KEY, "cluster", "env.num_processes", "rollout.backend")
+def fsdp_has_a_device_a_process(context: Context) -> Iterator[Finding]:
+    """A process of fsdp has one GPU of its own; NCCL refuses two processes on one."""
+    if context.config.actor.training_backend != "fsdp":
+        return
+    try:
+        processes = place_all(context.config)["actor"]
+    except (PlacementError, KeyError):
+        return  # told by others
+    several = next((p for p in processes if len(p.devices) > 1), None)
+    if several is not None:
+        message = f"process {several.rank} of the actor gets {len(several.devices)} GPUs, and one of fsdp uses one"
+        yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
+    used = [(p.node, device) for p in processes for device in p.devices]
+    twice = next((gpu for gpu in used if used.count(gpu) > 1), None)
+    if twice is not None:
+        message = f"{used.count(twice)} processes of the actor share GPU {twice[1]}, and NCCL refuses that"
+        yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
+
+
+@rule("actor.fsdp.cpu_offload", "cluster")
+def offload_needs_a_gpu(context: Context) -> Iterator[Finding]:
+    """On a CPU there is nothing to offload from."""
+    if context.config.actor.fsdp.cpu_offload and gpus_per_node(context.config.cluster) == 0:
+        yield Finding(
+            "actor.fsdp.cpu_offload",
+            "is true, and weights that train on a CPU are in main memory already",
+            "set it to false",
+            "false",
+            others=("cluster.device",),
+        )
+
+
+@note("actor.fsdp", BACKEND)
+def fsdp_settings_need_fsdp(context: Context) -> Iterator[Finding]:
+    """Settings of fsdp do nothing elsewhere."""
+    backend = context.config.actor.training_backend
+    for name in type(context.config.actor.fsdp).model_fields:
+        if backend != "fsdp" and context.by_user(f"actor.fsdp.{name}"):
+            yield Finding(f"actor.fsdp.{name}", f"has no effect: {BACKEND} is {backend}", "set actor=fsdp")
