@@ -1,14 +1,8 @@
-"""Training in several processes that hold a part of the weights each (FSDP2), with tensor parallelism if asked for.
-
-Every process calls the same methods with the same arguments. Of each minibatch it takes its share of the rows; losses
-are divided by the counts of the whole minibatch, so that gradients and metrics are sums over the processes.
-"""
+"""Training in several processes that hold a part of the weights each (FSDP2), with tensor parallelism if asked for."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -17,22 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from embodrl.algorithms.losses import LossOutput
-from embodrl.config.schema import ActorConfig, AlgorithmConfig
-from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import EmbodrlError
+from embodrl.config.schema import ActorConfig
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.objective import is_largest
-from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
-from embodrl.hybrid_engines.precision import autocast
-from embodrl.hybrid_engines.sharding import DP, fsdp_modules, held, like, num_copies, part_of, shard_policy, whole
+from embodrl.hybrid_engines.sharding import fsdp_modules, held, like, num_copies, part_of, shard_policy, whole
+from embodrl.hybrid_engines.shares import SharedTrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.types import EvalOutput, SamplingParams
 
-CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
-
-class FsdpTrainEngine(PolicyTrainEngine):
+class FsdpTrainEngine(SharedTrainEngine):
     """AdamW on the parts of the weights that this process holds.
 
     Args:
@@ -54,14 +41,9 @@ class FsdpTrainEngine(PolicyTrainEngine):
         keep_reference: bool = False,
         may_be_stale: bool = False,
     ) -> None:
-        device = policy.device
-        self.mesh = mesh
-        self.group = mesh.get_group(DP)
-        self.num_shares, self.share = mesh[DP].size(), mesh.get_local_rank(DP)
         self.module = shard_policy(policy, mesh, config.fsdp)
         self.policy_trains = True
-        super().__init__(policy, config, total_iterations, device, may_be_stale)
-        self.reference = [held(p).detach().clone() for p in self.policy_parameters] if keep_reference else None
+        super().__init__(policy, config, total_iterations, mesh, keep_reference, may_be_stale)
 
     def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
         # AdamW works element by element, so plain tensors of the parts do, whatever they are cut along.
@@ -81,108 +63,25 @@ class FsdpTrainEngine(PolicyTrainEngine):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _rows(self, num_rows: int) -> list[tuple[Tensor, bool]]:
-        """Return the micro-batches of this process, and whether they count: all processes get as many.
-
-        Gathering weights is a collective call, so that a process without rows runs the first one for nothing.
-        """
-        shares = [rows.split(self.config.micro_batch_size) for rows in torch.arange(num_rows).tensor_split(self.num_shares)]
-        mine = [(rows, True) for rows in shares[self.share] if len(rows)]
-        return mine + [(torch.zeros(1, dtype=torch.int64), False)] * (len(shares[0]) - len(mine))
-
-    def forward_backward(
-        self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _before_backward(self, last: bool) -> None:
         root = cast(FSDPModule, self.module)
-        total = torch.zeros((), device=self.device)
-        metrics: dict[str, Tensor] = {}
-        parts = self._rows(len(minibatch))
-        for index, (rows, counts) in enumerate(parts):
-            last = index == len(parts) - 1
-            root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
-            with autocast(self.precision, self.device):
-                output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
-            loss = output.loss if counts else output.loss * 0.0
-            loss.backward()
-            total += loss.detach()
-            for name, value in output.metrics.items():
-                if is_largest(name):
-                    metrics[name] = torch.maximum(metrics.get(name, value), value)
-                else:
-                    metrics[name] = metrics.get(name, 0.0) + (value if counts else value * 0.0)
-        return self._sum_over_shares(total, metrics)
-
-    def _sum_over_shares(self, loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return loss and metrics of the whole minibatch, the same in all processes."""
-        largest = [name for name in metrics if is_largest(name)]
-        summed = [name for name in metrics if not is_largest(name)]
-        values = torch.stack([loss, *(metrics[name].detach() for name in summed)]).double()
-        dist.all_reduce(values, group=self.group)
-        if largest:
-            tops = torch.stack([metrics[name].detach().double() for name in largest])
-            dist.all_reduce(tops, dist.ReduceOp.MAX, group=self.group)
-            values = torch.cat([values, tops])
-        names = [*summed, *largest]
-        return values[0].float(), dict(zip(names, values[1:].float(), strict=True))
+        root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
 
     def _clip_gradients(self) -> float:
         if not self.policy_trains:
             for parameter in self.policy_parameters:
                 parameter.grad = None
-        square = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter, leaf in self.leaves.items():
             leaf.grad = None if parameter.grad is None else held(parameter.grad)
-            if leaf.grad is not None:
-                copies = num_copies(parameter, dist.get_world_size())
-                square += leaf.grad.detach().float().square().sum(dtype=torch.float64).to(self.device) / copies
-        dist.all_reduce(square)
-        norm = math.sqrt(float(square)) if torch.isfinite(square) else float(square)
-        factor = self.config.optim.clip_grad / (norm + CLIP_EPS)
-        if factor < 1.0:
-            for leaf in self.leaves.values():
-                if leaf.grad is not None:
-                    leaf.grad.mul_(factor)
-        return norm
+        return self._clip_leaves()
+
+    def _num_copies(self, parameter: nn.Parameter) -> int:
+        return num_copies(parameter, dist.get_world_size())
 
     def _clear_gradients(self) -> None:
         super()._clear_gradients()
         for parameter in self.leaves:
             parameter.grad = None
-
-    # -- log-probs ----------------------------------------------------------------------------------------------------
-
-    def _evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
-        found = result.new_zeros(len(chosen), *result.shape[1:], device=self.device)
-        for rows, counts in self._rows(len(chosen)):
-            logprobs = compute(chosen[rows])
-            if counts:
-                found[rows.to(self.device)] = logprobs.to(self.device)
-        dist.all_reduce(found, group=self.group)
-        result[chosen] = found.to(result.device)
-
-    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        with self._weights_of_reference():
-            wanted = batch.valid.any(-1)
-            return self._logprobs(self.evaluate, batch, wanted, torch.zeros_like(batch.logprobs), algorithm)
-
-    @contextlib.contextmanager
-    def _weights_of_reference(self) -> Iterator[None]:
-        """Put the weights of the reference in the place of the policy's."""
-        if self.reference is None:
-            raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
-        self._swap(self.reference)
-        try:
-            yield
-        finally:
-            self._swap(self.reference)
-
-    @torch.no_grad()
-    def _swap(self, others: list[Tensor]) -> None:
-        for parameter, other in zip(self.policy_parameters, others, strict=True):
-            mine = held(parameter)
-            kept = mine.clone()
-            mine.copy_(other)
-            other.copy_(kept)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def start(tensor_parallel: int) -> None:
     if dist.get_world_size() % tensor_parallel:
         raise EmbodrlError(
             f"{dist.get_world_size()} training process(es) can't be cut into groups of {tensor_parallel}",
-            "set actor.tensor_model_parallel_size to a divisor of the number of processes",
+            "set actor.tensor_parallel_size to a divisor of the number of processes",
         )
     state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
 

@@ -37,7 +37,7 @@ def check_divisible(config: LlamaConfig, size: int) -> None:
     uneven = [f"{number} {name}" for name, number in cut.items() if number % size]
     if uneven:
         raise EmbodrlError(
-            f"actor.tensor_model_parallel_size={size} does not divide the language model's {', '.join(uneven)}",
+            f"actor.tensor_parallel_size={size} does not divide the language model's {', '.join(uneven)}",
             "set it to a divisor of all of them",
         )
 
