@@ -9,7 +9,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from embodrl.hybrid_engines.engine_state import ADAM_STATE, StateShapes, check_f
 from embodrl.hybrid_engines.objective import checked_loss, chunk_weights, flatten_chunks, is_largest, loss_settings
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
+from embodrl.hybrid_engines.sharding import whole
 from embodrl.models.base import VLAPolicy
 from embodrl.names import call_named
 from embodrl.registry import LOSSES
@@ -325,6 +326,18 @@ class PolicyTrainEngine(TrainEngine):
     def counters(self) -> dict[str, Any]:
         """Return the part of the state that can be written as JSON."""
         return {"version": self.version, "nonfinite_in_row": self.nonfinite_in_row}
+
+    def inventory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of every tensor of the state, in one piece; may be a collective call."""
+        return {
+            section: {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+            for section, tensors in self.shards().items()
+        }
+
+    def gather(self, section: str, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return whole tensors of the state: a collective call where they are cut up."""
+        shards = self.shards()[section]
+        return {name: whole(shards[name]) for name in names}
 
     def state_dict(self) -> EngineState:
         return EngineState(self.shards(), self.counters())

@@ -24,7 +24,7 @@ from embodrl.hybrid_engines.engine_state import StateShapes, check_fit
 from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.policy_engine import VALUE_GROUP, PolicyTrainEngine
-from embodrl.hybrid_engines.sharding import DP, TP, whole
+from embodrl.hybrid_engines.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.placement import ProcessPlace, solve
@@ -117,19 +117,15 @@ class ActorWorker(Worker):
         found = method(batch, settings)
         return found if self.rank == 0 else None
 
-    @dispatch("rank_zero")
+    @dispatch("one_to_all")
     def inventory(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of every tensor of the state, in one piece, by section and name."""
-        return {
-            section: {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
-            for section, tensors in self.engine.shards().items()
-        }
+        """See ``PolicyTrainEngine``."""
+        return self.engine.inventory()
 
     @dispatch("one_to_all")
     def gather(self, section: str, names: list[str]) -> dict[str, Tensor] | None:
         """Return whole tensors of the state, from rank 0 alone."""
-        shards = self.engine.shards()[section]
-        found = {name: whole(shards[name]) for name in names}
+        found = self.engine.gather(section, names)
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
@@ -213,7 +209,7 @@ class GroupTrainEngine(TrainEngine):
 
     def state_dict(self) -> EngineState:
         """Return weights, optimizer state and counters; all but the weights are copies."""
-        inventory = self._call("inventory")
+        inventory = self._call("inventory")[0]
         tensors = {s: dict(self._stream(s, names)) for s, names in inventory.items() if s != "policy"}
         return EngineState({"policy": dict(self.policy.state_dict()), **tensors}, dict(self._counters))
 

@@ -6,7 +6,7 @@ group; only the fused layers hold several public tensors in one, as megatron-cor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,11 @@ class Piece:
         """Write the part."""
         view = self.select(holder)
         view.copy_(part.reshape(view.shape))
+
+    def num_bytes(self, holder: Tensor) -> int:
+        """Return the bytes of the whole public tensor."""
+        parts = 1 if self.dim is None else tensor_group().size()
+        return self.select(holder).numel() * holder.element_size() * parts
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this process's part of the public tensor."""
@@ -133,7 +138,10 @@ def policy_pieces(policy: nn.Module, prefix: str) -> dict[str, list[Piece]]:
 
 
 def publish(
-    holders: Mapping[str, Tensor], pieces: Mapping[str, list[Piece]], mesh: DeviceMesh
+    holders: Mapping[str, Tensor],
+    pieces: Mapping[str, list[Piece]],
+    mesh: DeviceMesh,
+    wanted: Container[str] | None = None,
 ) -> Iterator[tuple[str, DTensor]]:
     """Yield the public tensors that are held, one after the other; their parts are views where they can be.
 
@@ -141,10 +149,12 @@ def publish(
         holders: tensors of the shapes of the policy's.
         pieces: of ``policy_pieces``; what has no entry in ``holders`` is left out.
         mesh: of one dimension: the tensor group.
+        wanted: public names; None for all.
     """
     for name, holder in holders.items():
         for piece in pieces[name]:
-            yield piece.name, piece.distribute(piece.get(holder), mesh)
+            if wanted is None or piece.name in wanted:
+                yield piece.name, piece.distribute(piece.get(holder), mesh)
 
 
 @torch.no_grad()
