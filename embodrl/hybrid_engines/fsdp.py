@@ -25,7 +25,8 @@ from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.objective import is_largest
 from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.precision import autocast
-from embodrl.hybrid_engines.sharding import DP, fsdp_modules, held, like, num_copies, part_of, shard_policy, whole
+from embodrl.hybrid_engines.sharding import DP, TP, fsdp_modules, held, like, num_copies, part_of, shard_policy, whole
+from embodrl.hybrid_engines.tensor_parallel import cut_layers
 from embodrl.models.base import VLAPolicy
 from embodrl.types import EvalOutput, SamplingParams
 
@@ -58,7 +59,10 @@ class FsdpTrainEngine(PolicyTrainEngine):
         self.mesh = mesh
         self.group = mesh.get_group(DP)
         self.num_shares, self.share = mesh[DP].size(), mesh.get_local_rank(DP)
+        self.tensor_group = mesh.get_group(TP)
+        partial = set(cut_layers(policy, mesh[TP])) if mesh[TP].size() > 1 else set[str]()
         self.module = shard_policy(policy, mesh, config.fsdp)
+        self.partial = [p for name, p in policy.named_parameters() if name in partial]
         self.policy_trains = True
         super().__init__(policy, config, total_iterations, device, may_be_stale)
         self.reference = [held(p).detach().clone() for p in self.policy_parameters] if keep_reference else None
@@ -129,6 +133,9 @@ class FsdpTrainEngine(PolicyTrainEngine):
         if not self.policy_trains:
             for parameter in self.policy_parameters:
                 parameter.grad = None
+        for parameter in self.partial:
+            if parameter.grad is not None:
+                dist.all_reduce(held(parameter.grad), group=self.tensor_group)
         square = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter, leaf in self.leaves.items():
             leaf.grad = None if parameter.grad is None else held(parameter.grad)
