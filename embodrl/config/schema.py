@@ -248,6 +248,9 @@ class ActorConfig(Section):
         description="train in processes of their own; null: where the backend needs them, or other devices than the"
         " rollout's",
     )
+    tensor_parallel_size: PositiveInt = Field(
+        default=1, description="processes that share each layer of the language model; the others take other chunks"
+    )
     fsdp: FsdpConfig = Field(default=FsdpConfig(), description="how the backend fsdp holds weights")
     global_batch_size: PositiveInt = Field(default=160, description="chunks an optimizer step")
     micro_batch_size: PositiveInt = Field(

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from embodrl.config.schema import ActorConfig
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.sharding import fsdp_modules, held, like, num_copies, part_of, shard_policy, whole
+from embodrl.hybrid_engines.sharding import TP, fsdp_modules, held, like, num_copies, part_of, shard_policy, whole
 from embodrl.hybrid_engines.shares import SharedTrainEngine
+from embodrl.hybrid_engines.tensor_parallel import cut_layers
 from embodrl.models.base import VLAPolicy
 from embodrl.types import EvalOutput, SamplingParams
 
@@ -41,7 +42,10 @@ class FsdpTrainEngine(SharedTrainEngine):
         keep_reference: bool = False,
         may_be_stale: bool = False,
     ) -> None:
+        self.tensor_group = mesh.get_group(TP)
+        partial = set(cut_layers(policy, mesh[TP])) if mesh[TP].size() > 1 else set[str]()
         self.module = shard_policy(policy, mesh, config.fsdp)
+        self.partial = [p for name, p in policy.named_parameters() if name in partial]
         self.policy_trains = True
         super().__init__(policy, config, total_iterations, mesh, keep_reference, may_be_stale)
 
@@ -71,6 +75,9 @@ class FsdpTrainEngine(SharedTrainEngine):
         if not self.policy_trains:
             for parameter in self.policy_parameters:
                 parameter.grad = None
+        for parameter in self.partial:
+            if parameter.grad is not None:
+                dist.all_reduce(held(parameter.grad), group=self.tensor_group)
         for parameter, leaf in self.leaves.items():
             leaf.grad = None if parameter.grad is None else held(parameter.grad)
         return self._clip_leaves()

@@ -88,7 +88,8 @@ class ActorWorker(Worker):
         dist.init_process_group(
             backend, init_method=self.context.rendezvous, rank=self.rank, world_size=self.world_size
         )
-        mesh = init_device_mesh(device.type, (self.world_size, 1), mesh_dim_names=(DP, TP))
+        size = config.actor.tensor_parallel_size
+        mesh = init_device_mesh(device.type, (self.world_size // size, size), mesh_dim_names=(DP, TP))
         self.engine = FsdpTrainEngine(
             policy,
             config.actor,
