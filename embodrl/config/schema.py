@@ -240,8 +240,10 @@ class FsdpConfig(Section):
 class ActorConfig(Section):
     """The trainer."""
 
-    training_backend: Literal["native", "fsdp"] = Field(
-        default="native", description="native: one process, CPU or one GPU; fsdp: a process a device, parts of the weights"
+    training_backend: Literal["native", "fsdp", "megatron"] = Field(
+        default="native",
+        description="native: one process, CPU or one GPU; fsdp: a process a device, parts of the weights; megatron:"
+        " likewise, OpenVLA's language model by megatron-core",
     )
     own_process: bool | None = Field(
         default=None,

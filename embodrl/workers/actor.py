@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.rules.actor import has_own_process
@@ -22,10 +22,13 @@ from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.engine_state import StateShapes, check_fit
 from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
+from embodrl.hybrid_engines.megatron.core import start
+from embodrl.hybrid_engines.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.policy_engine import VALUE_GROUP, PolicyTrainEngine
 from embodrl.hybrid_engines.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
+from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.placement import ProcessPlace, solve
 from embodrl.scheduler.worker import Worker, dispatch
@@ -67,8 +70,23 @@ def _native_engine(config: Config, policy: VLAPolicy, cores: int) -> NativeTrain
     )
 
 
+def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> PolicyTrainEngine:
+    settings: dict[str, Any] = {
+        "config": config.actor,
+        "total_iterations": config.runner.max_iterations,
+        "mesh": mesh,
+        "keep_reference": config.algorithm.kl.coef > 0,
+        "may_be_stale": config.runner.max_staleness > 0,
+    }
+    if config.actor.training_backend == "fsdp":
+        return FsdpTrainEngine(policy, **settings)
+    assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
+    start(config.actor.tensor_parallel_size)
+    return MegatronTrainEngine(policy, config.model, **settings)
+
+
 class ActorWorker(Worker):
-    """A training process: one of those that share a model (fsdp), or the only one (native).
+    """A training process: one of those that share a model (fsdp, megatron), or the only one (native).
 
     Args:
         config: the run.
@@ -90,14 +108,7 @@ class ActorWorker(Worker):
         )
         size = config.actor.tensor_parallel_size
         mesh = init_device_mesh(device.type, (self.world_size // size, size), mesh_dim_names=(DP, TP))
-        self.engine = FsdpTrainEngine(
-            policy,
-            config.actor,
-            config.runner.max_iterations,
-            mesh,
-            keep_reference=config.algorithm.kl.coef > 0,
-            may_be_stale=config.runner.max_staleness > 0,
-        )
+        self.engine = _engine_of_group(config, policy, mesh)
 
     @dispatch("one_to_all")
     def update(
