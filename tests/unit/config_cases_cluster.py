@@ -49,4 +49,47 @@ CLUSTER = [
         "has 3 processes, and env.num_processes is 2",
         ("cluster.component_placement={actor:0,rollout:0,env:'0:0-2'}",),
     ),
+    Wrong(
+        "fsdp in the process that acts",
+        "actor.own_process",
+        "which nobody can act with",
+        ("actor.own_process=false", "actor=fsdp"),
+        more=("actor.training_backend",),
+    ),
+    Wrong(
+        "two processes of fsdp on a GPU",
+        "cluster.component_placement",
+        "2 processes of the actor share GPU 0",
+        ("cluster.component_placement={actor:'0:0-1',rollout:0,env:0}", "actor=fsdp", "cluster=1xh200"),
+        more=("cluster.hardware.name",),
+    ),
+    Wrong(
+        "layers cut without fsdp",
+        "actor.tensor_parallel_size",
+        "does not cut layers",
+        ("actor.tensor_parallel_size=2",),
+    ),
+    Wrong(
+        "layers with adapters cut",
+        "actor.tensor_parallel_size",
+        "low-rank adapters can't be cut",
+        (
+            "actor.tensor_parallel_size=2",
+            "actor=fsdp",
+            "model.trainable=lora",
+            "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}",
+        ),
+    ),
+    Wrong(
+        "processes that do not divide",
+        "actor.tensor_parallel_size",
+        "1 actor process(es) / 2 leaves 1",
+        ("actor.tensor_parallel_size=2", "actor=fsdp"),
+    ),
+    Wrong(
+        "offload from a CPU",
+        "actor.fsdp.cpu_offload",
+        "in main memory already",
+        ("actor.fsdp.cpu_offload=true", "actor=fsdp", "cluster.device=cpu"),
+    ),
 ]

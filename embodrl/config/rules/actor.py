@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.placement import PlacementError, Process
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.rules.cluster import KEY, gpus_per_node, place_all
 from embodrl.config.schema import Config
 
@@ -58,6 +58,29 @@ def fsdp_has_a_device_a_process(context: Context) -> Iterator[Finding]:
     if twice is not None:
         message = f"{used.count(twice)} processes of the actor share GPU {twice[1]}, and NCCL refuses that"
         yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
+
+
+@rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model.trainable", "env.num_processes", "rollout.backend")
+def layers_can_be_cut(context: Context) -> Iterator[Finding]:
+    """Tensor parallelism needs fsdp, a number of processes that it divides, and layers without adapters."""
+    actor, key = context.config.actor, "actor.tensor_parallel_size"
+    size = actor.tensor_parallel_size
+    if size == 1:
+        return
+    if actor.training_backend != "fsdp":
+        message = f"is {size}, and the backend '{actor.training_backend}' does not cut layers"
+        yield Finding(key, message, "set actor=fsdp, or leave it at 1", "1", others=(BACKEND,))
+        return
+    if context.config.model.trainable == "lora":
+        message = f"is {size}, and layers with low-rank adapters can't be cut"
+        yield Finding(key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",))
+    try:
+        count = len(place_all(context.config)["actor"])
+    except (PlacementError, KeyError):
+        return
+    if count % size:
+        message = f"{count} actor process(es) / {size} leaves {count % size}"
+        yield Finding(key, message, f"set it to {divisors(count, size)}", f"a divisor of {count}", others=(KEY,))
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")
