@@ -55,8 +55,7 @@ class NativeTrainEngine(PolicyTrainEngine):
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         if self.reference is None:
             raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
-        evaluate, wanted = self.reference.evaluate_actions, batch.valid.any(-1)
-        return self._logprobs(evaluate, batch, wanted, torch.zeros_like(batch.logprobs), algorithm)
+        return self._logprobs(self.reference.evaluate_actions, batch, algorithm)
 
     def reference_weights(self) -> dict[str, Tensor]:
         if self.reference is None:

@@ -267,19 +267,36 @@ class PolicyTrainEngine(TrainEngine):
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
-    def proximal_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        stale = self._policy_staleness(batch, algorithm) > 0
-        return self._logprobs(self.evaluate, batch, stale, batch.logprobs.clone(), algorithm)
+    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
+        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        changed = self._policy_staleness(batch, algorithm) > 0
+        stale = staleness_of(batch.policy_version, batch.valid, self.version) > 0 if needs_values else changed
+        known = batch.logprobs.flatten(2)
+        if needs_values:
+            known = torch.cat([known, batch["values"]], -1)
+        outputs = self._outputs(self.evaluate, batch, stale, known.clone(), algorithm, needs_values)
+        num_tokens = math.prod(batch.logprobs.shape[2:])
+        # In a warm-up of the critic the policy stays as it is: its log-probs then stay those of the rollout to the bit.
+        logprobs = torch.where(changed[..., None], outputs[..., :num_tokens], known[..., :num_tokens])
+        return logprobs.view_as(batch.logprobs), outputs[..., num_tokens:] if needs_values else None
 
     def _logprobs(
+        self, evaluate: Callable[..., EvalOutput], batch: TrajectoryBatch, algorithm: AlgorithmConfig
+    ) -> Tensor:
+        """Return ``float32[T,B,C,A]``: a policy's log-probs of the chunks with a valid action, else 0."""
+        zeros = torch.zeros_like(batch.logprobs).flatten(2)
+        return self._outputs(evaluate, batch, batch.valid.any(-1), zeros, algorithm, False).view_as(batch.logprobs)
+
+    def _outputs(
         self,
         evaluate: Callable[..., EvalOutput],
         batch: TrajectoryBatch,
         wanted: Tensor,
         result: Tensor,
         algorithm: AlgorithmConfig,
+        with_values: bool,
     ) -> Tensor:
-        """Return ``result float32[T,B,C,A]`` with a policy's log-probs of the chunks ``wanted bool[T,B]``."""
+        """Return ``result float32[T,B,C*A(+K)]`` with a policy's log-probs, and values, of ``wanted bool[T,B]``."""
         sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
         chosen = wanted.flatten().nonzero().squeeze(-1)
         inputs = batch.select("forward_inputs").fold()
@@ -287,8 +304,12 @@ class PolicyTrainEngine(TrainEngine):
         def compute(rows: Tensor) -> Tensor:
             micro = inputs[rows].to(self.device, non_blocking=True)
             with torch.no_grad(), autocast(self.precision, self.device):
-                output = evaluate(micro.forward_inputs, sampling, compute_entropy=False, compute_values=False)
-            return output.logprobs.float().cpu()
+                output = evaluate(micro.forward_inputs, sampling, compute_entropy=False, compute_values=with_values)
+            parts = [output.logprobs.float().flatten(1)]
+            if with_values:
+                assert output.values is not None
+                parts.append(output.values.float())
+            return torch.cat(parts, -1).cpu()
 
         rows_of_result = result.flatten(0, 1)
         if len(chosen):

@@ -127,16 +127,15 @@ class SharedTrainEngine(PolicyTrainEngine):
     def _evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
         found = result.new_zeros(len(chosen), *result.shape[1:], device=self.device)
         for rows, counts in self._rows(len(chosen)):
-            logprobs = compute(chosen[rows])
+            outputs = compute(chosen[rows])
             if counts:
-                found[rows.to(self.device)] = logprobs.to(self.device)
+                found[rows.to(self.device)] = outputs.to(self.device)
         dist.all_reduce(found, group=self.group)
         result[chosen] = found.to(result.device)
 
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         with self._weights_of_reference():
-            wanted = batch.valid.any(-1)
-            return self._logprobs(self.evaluate, batch, wanted, torch.zeros_like(batch.logprobs), algorithm)
+            return self._logprobs(self.evaluate, batch, algorithm)
 
     @contextlib.contextmanager
     def _weights_of_reference(self) -> Iterator[None]:

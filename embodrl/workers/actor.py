@@ -122,11 +122,15 @@ class ActorWorker(Worker):
         return metrics, generator_state(shuffle), self.engine.counters()
 
     @dispatch("one_to_all")
-    def logprobs(self, which: str, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:
-        """Return the log-probs of ``reference`` or ``proximal``, from rank 0 alone."""
-        settings = AlgorithmConfig.model_validate_json(algorithm)
-        method = self.engine.reference_logprobs if which == "reference" else self.engine.proximal_logprobs
-        found = method(batch, settings)
+    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:
+        """See ``TrainEngine``; from rank 0 alone."""
+        found = self.engine.reference_logprobs(batch, AlgorithmConfig.model_validate_json(algorithm))
+        return found if self.rank == 0 else None
+
+    @dispatch("one_to_all")
+    def proximal(self, batch: TrajectoryBatch, algorithm: str) -> tuple[Tensor, Tensor | None] | None:
+        """See ``TrainEngine``; from rank 0 alone."""
+        found = self.engine.proximal(batch, AlgorithmConfig.model_validate_json(algorithm))
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
@@ -211,10 +215,10 @@ class GroupTrainEngine(TrainEngine):
         return metrics
 
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        return self._call("logprobs", "reference", batch, algorithm.model_dump_json())[0]
+        return self._call("reference_logprobs", batch, algorithm.model_dump_json())[0]
 
-    def proximal_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        return self._call("logprobs", "proximal", batch, algorithm.model_dump_json())[0]
+    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
+        return self._call("proximal", batch, algorithm.model_dump_json())[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.policy.state_dict().items()

@@ -53,6 +53,8 @@ def check_memory(config: Config) -> None:
         model, micro_batch_size=config.actor.micro_batch_size, param_dtype=param_dtype(config)
     )
     needed = estimate.weights + estimate.gradients + estimate.optimizer
+    if device.type == "cuda" and config.actor.training_backend != "native":
+        needed //= len(place_all(config)["actor"])
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
     if needed > room:
         raise EmbodrlError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from embodrl.config.placement import PlacementError, Process
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.rules.cluster import KEY, gpus_per_node, place_all
 from embodrl.config.schema import Config
 
@@ -27,13 +28,14 @@ def devices_of(processes: list[Process]) -> set[tuple[int, tuple[int, ...]]]:
 
 
 @rule(BACKEND, "actor.own_process")
-def fsdp_has_its_own_processes(context: Context) -> Iterator[Finding]:
-    """The processes of fsdp hold parts of the weights, which nobody can act with."""
+def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
+    """The processes of fsdp and megatron hold parts of the weights, which nobody can act with."""
     actor = context.config.actor
-    if actor.training_backend == "fsdp" and actor.own_process is False:
+    if actor.training_backend != "native" and actor.own_process is False:
         yield Finding(
             "actor.own_process",
-            "is false, and the processes of fsdp hold parts of the weights, which nobody can act with",
+            f"is false, and the processes of {actor.training_backend} hold parts of the weights, which nobody can act"
+            " with",
             "leave it out, or set actor=native",
             "null, true",
             others=(BACKEND,),
@@ -41,9 +43,10 @@ def fsdp_has_its_own_processes(context: Context) -> Iterator[Finding]:
 
 
 @rule(BACKEND, KEY, "cluster", "env.num_processes", "rollout.backend")
-def fsdp_has_a_device_a_process(context: Context) -> Iterator[Finding]:
-    """A process of fsdp has one GPU of its own; NCCL refuses two processes on one."""
-    if context.config.actor.training_backend != "fsdp":
+def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
+    """A process of fsdp or megatron has one GPU of its own; NCCL refuses two processes on one."""
+    backend = context.config.actor.training_backend
+    if backend == "native":
         return
     try:
         processes = place_all(context.config)["actor"]
@@ -51,13 +54,87 @@ def fsdp_has_a_device_a_process(context: Context) -> Iterator[Finding]:
         return  # told by others
     several = next((p for p in processes if len(p.devices) > 1), None)
     if several is not None:
-        message = f"process {several.rank} of the actor gets {len(several.devices)} GPUs, and one of fsdp uses one"
+        message = f"process {several.rank} of the actor gets {len(several.devices)} GPUs, and one of {backend} uses one"
         yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
     used = [(p.node, device) for p in processes for device in p.devices]
     twice = next((gpu for gpu in used if used.count(gpu) > 1), None)
     if twice is not None:
         message = f"{used.count(twice)} processes of the actor share GPU {twice[1]}, and NCCL refuses that"
         yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
+
+
+@rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model.trainable", "env.num_processes", "rollout.backend")
+def layers_can_be_cut(context: Context) -> Iterator[Finding]:
+    """Tensor parallelism needs fsdp or megatron, a number of processes that it divides, and no adapters."""
+    actor, key = context.config.actor, "actor.tensor_parallel_size"
+    size = actor.tensor_parallel_size
+    if size == 1:
+        return
+    if actor.training_backend == "native":
+        message = f"is {size}, and the backend '{actor.training_backend}' does not cut layers"
+        remedy = "set actor=fsdp or actor=megatron, or leave it at 1"
+        yield Finding(key, message, remedy, "1", others=(BACKEND,))
+        return
+    if context.config.model.trainable == "lora" and actor.training_backend == "fsdp":
+        message = f"is {size}, and layers with low-rank adapters can't be cut"
+        yield Finding(key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",))
+    try:
+        count = len(place_all(context.config)["actor"])
+    except (PlacementError, KeyError):
+        return
+    if count % size:
+        message = f"{count} actor process(es) / {size} leaves {count % size}"
+        remedy = f"set it to {divisors(count, size)}"
+        if gpus_per_node(context.config.cluster) == 0:
+            remedy += f", or place {size} processes on the CPU: {KEY}={{actor:'0:0-{size - 1}',rollout:0,env:0}}"
+        yield Finding(key, message, remedy, f"a divisor of {count}", others=(KEY,))
+
+
+@rule(BACKEND)
+def megatron_is_installed(context: Context) -> Iterator[Finding]:
+    """megatron-core is an extra."""
+    if context.config.actor.training_backend != "megatron" or context.planning:
+        return
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        yield Finding(
+            BACKEND,
+            "'megatron' needs the package megatron-core, which is not installed",
+            "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp",
+            "native, fsdp",
+        )
+
+
+@rule(BACKEND, "model.model_type", "model.trainable")
+def megatron_trains_openvla(context: Context) -> Iterator[Finding]:
+    """The backend megatron has the layers of OpenVLA, without adapters."""
+    model = context.config.model
+    if context.config.actor.training_backend != "megatron":
+        return
+    if model.model_type != "openvla":
+        message = f"'megatron' trains openvla, and model.model_type is '{model.model_type}'"
+        yield Finding(BACKEND, message, "set actor=fsdp, or model=openvla", "native, fsdp", others=("model.model_type",))
+    elif model.trainable == "lora":
+        message = "'megatron' has no low-rank adapters, and model.trainable is 'lora'"
+        yield Finding(BACKEND, message, "set actor=fsdp, or model.trainable=all", "native, fsdp", others=("model.trainable",))
+
+
+@rule(BACKEND, "actor.tensor_parallel_size", "model")
+def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
+    """Heads and MLP units of a model without a checkpoint can be shared out; that of a checkpoint is looked at later."""
+    actor, model = context.config.actor, context.config.model
+    if actor.training_backend != "megatron" or model.model_type != "openvla" or model.model_path is not None:
+        return
+    size = actor.tensor_parallel_size
+    for name in ("num_attention_heads", "intermediate_size"):
+        number = getattr(model.architecture, name)
+        if number % size:
+            yield Finding(
+                "actor.tensor_parallel_size",
+                f"is {size}, and model.architecture.{name} = {number}: {number} / {size} leaves {number % size}",
+                f"set it to {divisors(number, size)}",
+                f"a divisor of {number}",
+                others=(f"model.architecture.{name}",),
+            )
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")

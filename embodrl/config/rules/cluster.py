@@ -236,11 +236,13 @@ def shares_are_even(config: Config, found: dict[str, list[Process]]) -> Iterator
             others=(KEY, "rollout.pipeline_stages"),
         )
     actor = config.actor
-    share = actor.global_batch_size // max(actors, 1)
+    # Processes that share layers take the same chunks.
+    actors = max(1, actors // actor.tensor_parallel_size)
+    share = actor.global_batch_size // actors
     if actors > 1 and actor.global_batch_size % actors:
         yield Finding(
             "actor.global_batch_size",
-            f"{actor.global_batch_size} chunks over {actors} actor processes:"
+            f"{actor.global_batch_size} chunks over {actors} actor processes with chunks of their own:"
             f" {actor.global_batch_size} / {actors} leaves {actor.global_batch_size % actors}",
             f"set it to {multiples(actor.global_batch_size, actors * actor.micro_batch_size)}",
             f"a multiple of {actors} x {actor.micro_batch_size} = {actors * actor.micro_batch_size}",
