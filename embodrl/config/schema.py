@@ -224,7 +224,8 @@ class FsdpConfig(Section):
     """How the backend fsdp holds weights."""
 
     reshard_after_forward: bool = Field(
-        default=True, description="give up the gathered weights of a block after its forward pass, and gather them again"
+        default=True,
+        description="give up the gathered weights of a block after its forward pass, and gather them again",
     )
     gather_dtype: Literal["same", "bf16"] = Field(
         default="same", description="of gathered weights; bf16 halves what is sent, and rounds the residual stream"

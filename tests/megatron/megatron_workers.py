@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
+import cuda_names
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from embodrl.algorithms.losses import LossOutput
+from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.hybrid_engines.megatron.checkpoint import load_sharded, save_sharded
 from embodrl.hybrid_engines.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.megatron.layout import publish
 from embodrl.hybrid_engines.megatron.policy import ParallelOpenVLAPolicy
@@ -17,6 +22,7 @@ from embodrl.hybrid_engines.megatron.vocab import action_logits
 from embodrl.hybrid_engines.sharding import whole
 from embodrl.scheduler.worker import dispatch
 from embodrl.types import SamplingParams
+from embodrl.workers import actor
 from embodrl.workers.actor import ActorWorker
 
 
@@ -82,3 +88,34 @@ class Probe(ActorWorker):
     def shapes(self) -> dict[str, list[int]]:
         """Return what this process holds, by its own names."""
         return {name: list(p.shape) for name, p in self.megatron[1].named_parameters()}
+
+    @dispatch("one_to_all")
+    def save(self, directory: str) -> None:
+        """Write a checkpoint of parts."""
+        save_sharded(self.megatron[0], Path(directory))
+
+    @dispatch("one_to_all")
+    def load(self, directory: str) -> None:
+        """Read a checkpoint of parts."""
+        load_sharded(self.megatron[0], Path(directory))
+
+
+class ShimmedProbe(Probe):
+    """With megatron-core's distributed optimizer, on the CPU."""
+
+    def __init__(self, config: Config) -> None:
+        cuda_names.install()
+        real = actor.MegatronTrainEngine
+        actor.MegatronTrainEngine = functools.partial(real, distributed_optimizer=True)
+        try:
+            super().__init__(config)
+        finally:
+            actor.MegatronTrainEngine = real
+
+
+class ShimmedPlainProbe(Probe):
+    """With torch's AdamW, and the names that saving needs."""
+
+    def __init__(self, config: Config) -> None:
+        cuda_names.install()
+        super().__init__(config)

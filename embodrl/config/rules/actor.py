@@ -77,7 +77,9 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         return
     if context.config.model.trainable == "lora" and actor.training_backend == "fsdp":
         message = f"is {size}, and layers with low-rank adapters can't be cut"
-        yield Finding(key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",))
+        yield Finding(
+            key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",)
+        )
     try:
         count = len(place_all(context.config)["actor"])
     except (PlacementError, KeyError):
@@ -90,37 +92,31 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         yield Finding(key, message, remedy, f"a divisor of {count}", others=(KEY,))
 
 
-@rule(BACKEND)
-def megatron_is_installed(context: Context) -> Iterator[Finding]:
-    """megatron-core is an extra."""
-    if context.config.actor.training_backend != "megatron" or context.planning:
-        return
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        yield Finding(
-            BACKEND,
-            "'megatron' needs the package megatron-core, which is not installed",
-            "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp",
-            "native, fsdp",
-        )
-
-
 @rule(BACKEND, "model.model_type", "model.trainable")
-def megatron_trains_openvla(context: Context) -> Iterator[Finding]:
-    """The backend megatron has the layers of OpenVLA, without adapters."""
-    model = context.config.model
+def megatron_can_train(context: Context) -> Iterator[Finding]:
+    """The backend megatron has the layers of OpenVLA, without adapters, and its package is an extra."""
+    model, allowed = context.config.model, "native, fsdp"
     if context.config.actor.training_backend != "megatron":
         return
     if model.model_type != "openvla":
         message = f"'megatron' trains openvla, and model.model_type is '{model.model_type}'"
-        yield Finding(BACKEND, message, "set actor=fsdp, or model=openvla", "native, fsdp", others=("model.model_type",))
+        yield Finding(BACKEND, message, "set actor=fsdp, or model=openvla", allowed, others=("model.model_type",))
     elif model.trainable == "lora":
         message = "'megatron' has no low-rank adapters, and model.trainable is 'lora'"
-        yield Finding(BACKEND, message, "set actor=fsdp, or model.trainable=all", "native, fsdp", others=("model.trainable",))
+        yield Finding(BACKEND, message, "set actor=fsdp, or model.trainable=all", allowed, others=("model.trainable",))
+    elif not context.planning and not has_megatron():
+        message = "'megatron' needs the package megatron-core, which is not installed"
+        yield Finding(BACKEND, message, "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp", allowed)
+
+
+def has_megatron() -> bool:
+    """Tell whether megatron-core is installed, without importing it."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
 @rule(BACKEND, "actor.tensor_parallel_size", "model")
 def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
-    """Heads and MLP units of a model without a checkpoint can be shared out; that of a checkpoint is looked at later."""
+    """Heads and MLP units of a model without a checkpoint can be shared out; a checkpoint's are looked at later."""
     actor, model = context.config.actor, context.config.model
     if actor.training_backend != "megatron" or model.model_type != "openvla" or model.model_path is not None:
         return

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from embodrl.config.schema import ActorConfig, ModelConfig
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.engine_state import ADAM_STATE, StateShapes
-from embodrl.hybrid_engines.megatron.layout import Piece, policy_pieces, publish
+from embodrl.hybrid_engines.megatron.layout import policy_pieces, publish
 from embodrl.hybrid_engines.megatron.optimizer import DistributedAdamW
 from embodrl.hybrid_engines.megatron.policy import LLAMA, ParallelOpenVLAPolicy
 from embodrl.hybrid_engines.sharding import TP, whole
@@ -60,7 +60,9 @@ class MegatronTrainEngine(SharedTrainEngine):
         self.pieces = policy_pieces(cut, LLAMA)
         super().__init__(cut, config, total_iterations, mesh, keep_reference, may_be_stale)
         self.tensor_mesh = mesh[TP]
-        self.names = {p: name for name, p in cut.named_parameters() if p in self.leaves}
+        self.places = {piece.name: (name, piece) for name, pieces in self.pieces.items() for piece in pieces}
+        self.parameters = dict(cut.named_parameters())
+        self.names = {p: name for name, p in self.parameters.items() if p in self.leaves}
         if self.distributed:
             self.leaves = cast(Any, self.zero).stretches
 
@@ -93,9 +95,8 @@ class MegatronTrainEngine(SharedTrainEngine):
             return {name: t for name, t in self.policy.state_dict().items() if name in self.pieces}
         if self.reference is None:
             return {}
-        names = {p: name for name, p in self.policy.named_parameters()}
         pairs = zip(self.policy_parameters, self.reference, strict=True)
-        return {names[parameter]: kept for parameter, kept in pairs}
+        return {self.names[parameter]: kept for parameter, kept in pairs}
 
     def _steps(self) -> dict[str, Tensor]:
         """Return how many steps the parameters have taken, without those that took none, by their own names.
@@ -152,12 +153,12 @@ class MegatronTrainEngine(SharedTrainEngine):
             for name, holder in self._holders(section).items():
                 for piece in self.pieces[name]:
                     found.setdefault(section, {})[piece.name] = piece.num_bytes(holder)
-        steps, parameters = self._steps(), dict(self.policy.named_parameters())
+        steps = self._steps()
         for name in steps:
             for piece in self.pieces[name]:
                 found["optimizer"][f"step.{piece.name}"] = steps[name].element_size()
                 for key in ADAM_STATE[1:]:
-                    found["optimizer"][f"{key}.{piece.name}"] = piece.num_bytes(parameters[name])
+                    found["optimizer"][f"{key}.{piece.name}"] = piece.num_bytes(self.parameters[name])
         return found
 
     def gather(self, section: str, names: Sequence[str]) -> dict[str, Tensor]:
@@ -189,48 +190,57 @@ class MegatronTrainEngine(SharedTrainEngine):
             sum(t.numel() * t.element_size() for t in [*kept, *moments]),
         )
 
-    @torch.no_grad()
+    def shards_like(self) -> dict[str, Tensor]:
+        """Return tensors of the shapes of all public ones, as this process holds them."""
+        return dict(self._parts("policy"))
+
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            owner = name.partition(".")[2] if section == "optimizer" else name
+            piece = self.places[owner][1]
+            self.put_part(section, name, tensor if name.startswith("step.") else piece.cut(tensor))
+        self.finish_load()
+
+    @torch.no_grad()
+    def put_part(self, section: str, name: str, part: Tensor) -> None:
+        """Take over this process's part of a public tensor; ``finish_load`` comes after the last.
+
+        Args:
+            section: policy, optimizer or reference; what the engine has no use for is passed over.
+            name: public; of a moment with the moment's in front.
+            part: see ``layout.Piece.cut``; how many steps were taken is whole.
+        """
         if section == "optimizer":
-            for name, tensor in tensors.items():
-                key, _, owner = name.partition(".")
-                self._put_moment(key, owner, tensor)
+            key, _, owner = name.partition(".")
+            self._put_moment(key, owner, part.to(self.device))
             return
         holders = self._holders(section)
-        for name, piece in self._by_public_name(holders):
-            if piece.name in tensors:
-                piece.put(holders[name], piece.cut(tensors[piece.name]).to(self.device))
-        if section == "policy" and self.zero is not None:
+        own_name, piece = self.places[name]
+        if own_name in holders:
+            piece.put(holders[own_name], part.to(self.device))
+
+    def finish_load(self) -> None:
+        """Let the optimizer have the weights that were loaded."""
+        if self.zero is not None:
             self.zero.take_weights()
 
-    def _by_public_name(self, holders: Mapping[str, Tensor]) -> Iterator[tuple[str, Piece]]:
-        for name in holders:
-            for piece in self.pieces[name]:
-                yield name, piece
-
-    def _put_moment(self, key: str, owner: str, moment: Tensor) -> None:
-        """Take over a moment of a public tensor."""
-        parameter, piece = next(
-            (p, piece) for p, name in self.names.items() for piece in self.pieces[name] if piece.name == owner
-        )
+    def _put_moment(self, key: str, owner: str, part: Tensor) -> None:
+        name, piece = self.places[owner]
+        parameter = self.parameters[name]
         leaf = self.leaves.get(parameter)
         if leaf is None:
             return  # another process of the data group has it
         state = self.optimizer.state[leaf]
         if key == "step":
-            state[key] = moment.to(self.device, torch.float32, copy=True)
+            state[key] = part.to(torch.float32, copy=True)
             return
-        part = piece.cut(moment).to(self.device)
+        mine = state.setdefault(key, torch.zeros_like(leaf))
         if self.zero is None:
-            piece.put(state.setdefault(key, torch.zeros_like(leaf)), part)
+            piece.put(mine, part)
             return
-        holder, chosen = (
-            torch.zeros(parameter.shape, device=self.device),
-            torch.zeros(parameter.shape, dtype=torch.bool),
-        )
+        holder = torch.zeros(parameter.shape, device=self.device)
+        chosen = torch.zeros(parameter.shape, dtype=torch.bool, device=self.device)
         piece.put(holder, part)
         piece.select(chosen).fill_(True)
         span = self.zero.span(parameter)
-        inside = chosen.flatten()[span].to(self.device)
-        mine = state.setdefault(key, torch.zeros_like(leaf))
-        mine.copy_(torch.where(inside, holder.flatten()[span], mine))
+        mine.copy_(torch.where(chosen.flatten()[span], holder.flatten()[span], mine))
