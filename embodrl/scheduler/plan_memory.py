@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from embodrl.config.rules.actor import has_own_process
+from embodrl.config.rules.cluster import gpus_per_node
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.sharding import blocks_of
 from embodrl.models.base import VLAPolicy
@@ -103,7 +104,8 @@ class ModelFigures:
         plain: of the weights without copies.
         kv_cache: of one rollout process.
         recorded: of one chunk of one environment.
-        gathered: of the weights that a process of fsdp has whole at a time, beside its part.
+        gathered: of the weights that a process of fsdp has whole at a time, beside its part, and one of megatron
+            always.
     """
 
     training: TrainingMemory
@@ -151,7 +153,8 @@ def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigur
     height, width = cameras[0].height, cameras[0].width
     recorded = recorded_bytes(policy, len(cameras), height, width)
     cache = kv_cache_bytes(policy, rows, len(cameras), itemsize)
-    gathered = gathered_bytes(policy) if config.actor.training_backend == "fsdp" else 0
+    backend = config.actor.training_backend
+    gathered = gathered_bytes(policy) if backend == "fsdp" else uncut_bytes(policy) if backend == "megatron" else 0
     return ModelFigures(training, training.gradients, plain, cache, recorded, gathered)
 
 
@@ -160,6 +163,12 @@ def gathered_bytes(policy: VLAPolicy) -> int:
     sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks_of(policy)]
     total = sum(p.numel() * p.element_size() for p in policy.parameters())
     return total - sum(sizes) + 2 * max(sizes, default=0)
+
+
+def uncut_bytes(policy: VLAPolicy) -> int:
+    """Return the bytes of what tensor parallelism leaves whole: all but the language model."""
+    cut = sum(p.numel() * p.element_size() for p in policy.parts()["language"].parameters())
+    return sum(p.numel() * p.element_size() for p in policy.parameters()) - cut
 
 
 def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
@@ -232,6 +241,8 @@ def _of_actor(config: Config, figures: ModelFigures, num_actors: int) -> dict[st
             "reference": reference,
             "activations": training.activations,
         }
+    if actor.training_backend == "megatron":
+        return _of_megatron(config, figures, num_actors, reference)
     cut, layers = num_actors, actor.tensor_parallel_size
     share = actor.global_batch_size // max(1, num_actors // layers)
     # While gradients of several micro-batches add up, they are whole.
@@ -241,6 +252,20 @@ def _of_actor(config: Config, figures: ModelFigures, num_actors: int) -> dict[st
         "gradients": training.gradients // (layers if adds_up else cut),
         "optimizer": training.optimizer // cut,
         "reference": reference // cut,
+        "activations": training.activations,
+    }
+
+
+def _of_megatron(config: Config, figures: ModelFigures, num_actors: int, reference: int) -> dict[str, int]:
+    training, layers = figures.training, config.actor.tensor_parallel_size
+    # The part of all weights that a process has; of what trains, about the same.
+    part = figures.gathered / figures.plain + (1 - figures.gathered / figures.plain) / layers
+    shares = num_actors // layers if gpus_per_node(config.cluster) else 1
+    return {
+        "weights": int(training.weights * part),
+        "gradients": int(training.gradients * part),
+        "optimizer": int(training.optimizer * part) // max(1, shares),
+        "reference": int(reference * part),
         "activations": training.activations,
     }
 

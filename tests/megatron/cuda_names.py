@@ -25,3 +25,9 @@ def install() -> None:
         return KINDS.get(self.dtype) or real(self) if dtype is None else real(self, dtype, *args, **kwargs)
 
     Tensor.type = kind  # pyright: ignore[reportAttributeAccessIssue]
+    tensor = torch.tensor
+
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return tensor(*args, device="cpu" if device == "cuda" else device, **kwargs)
+
+    torch.tensor = make

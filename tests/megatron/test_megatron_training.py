@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import megatron_workers
 import pytest
 from tiny_training import largest_difference, train, training_config
+from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
@@ -64,6 +65,11 @@ def expected() -> tuple[list[dict[str, float]], EngineState]:
     policy = build_policy(config)
     engine = make_train_engine(config, policy)
     return train(engine, "openvla", policy, config, range(3)), copied(engine)
+
+
+def policy_of(engine: GroupTrainEngine, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the weights that the processes hold."""
+    return engine.group.call("gather", "policy", list(names)).result()[0]
 
 
 def assert_same(

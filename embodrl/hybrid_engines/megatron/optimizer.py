@@ -80,8 +80,7 @@ class DistributedAdamW:
 
         A parameter that no gradient came to has none, as without buffers: AdamW then passes it over.
         """
-        self.buffers.start_grad_sync()
-        self.buffers.finish_grad_sync()
+        self.buffers.finish_grad_sync()  # without overlap, it starts the sum as well
         self.inner.prepare_grads()
         for parameter, stretch in self.stretches.items():
             if parameter not in self.touched:
