@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,11 @@ class ActorWorker(Worker):
         """See ``PolicyTrainEngine``."""
         self.engine.set_counters(state)
 
+    @dispatch("one_to_all")
+    def process_id(self) -> int:
+        """Return the id of this process."""
+        return os.getpid()
+
     def close(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():
@@ -263,6 +269,7 @@ class GroupTrainEngine(TrainEngine):
         Raises:
             WorkerError: one died or raised.
         """
+        self.group.check()
         try:
             return self.group.call(method, *args).result()
         except WorkerError:
