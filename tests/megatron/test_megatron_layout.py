@@ -49,7 +49,7 @@ def rows(policy: OpenVLAPolicy) -> TrajectoryBatch:
 @pytest.fixture(scope="module", params=[1, 2])
 def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     group = WorkerGroup(Probe, "actor", config=config_of(request.param))
-    group.launch([ProcessPlace("actor", rank) for rank in range(request.param)], "process", timeout_s=280)
+    group.launch([ProcessPlace("actor", rank) for rank in range(request.param)], "process", timeout_s=1800)
     yield group
     group.close()
 

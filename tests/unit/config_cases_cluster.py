@@ -60,7 +60,6 @@ CLUSTER = [
         "actor.own_process",
         "which nobody can act with",
         ("actor.own_process=false", "actor=fsdp"),
-        more=("actor.training_backend",),
     ),
     Wrong(
         "two processes of fsdp on a GPU",
@@ -103,7 +102,7 @@ CLUSTER = [
         "another model by megatron",
         "actor.training_backend",
         "'megatron' trains openvla, and model.model_type is 'pi0'",
-        ("model=pi0", *MEGATRON),
+        ("model.model_type=pi0", *MEGATRON),
     ),
     Wrong(
         "adapters by megatron",
