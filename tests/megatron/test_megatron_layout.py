@@ -3,104 +3,142 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from megatron_workers import Probe, toy_loss
-from tiny_training import largest_difference, tiny_rollout, training_config
+from forked import on_ranks
+from parallel import config_of, megatron_engine, native_engine, parallel_policy, whole_policy
+from tiny_training import largest_difference, tiny_rollout
 from torch import Tensor
 
-from embodrl.config.schema import Config
+from embodrl.algorithms.losses import LossOutput
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.models.openvla.policy import OpenVLAPolicy
-from embodrl.scheduler.group import WorkerGroup
-from embodrl.scheduler.placement import ProcessPlace
+from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.megatron.layout import publish
+from embodrl.hybrid_engines.megatron.vocab import action_logits, action_windows
+from embodrl.hybrid_engines.sharding import whole
 from embodrl.types import SamplingParams
-from embodrl.workers.policy import build_policy
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test-megatron"),
-]
-
+needs_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test-megatron"
+)
 SAMPLINGS = [SamplingParams(1.0, 0), SamplingParams(0.3, 0), SamplingParams(0.6, 5)]
+CONFIG = config_of(optim={"clip_grad": 1e9})
 
 
-def config_of(size: int) -> Config:
-    actor = {"training_backend": "megatron", "tensor_parallel_size": size}
-    return training_config(actor={**actor, "optim": {"clip_grad": 1e9}})
+def rows_of_rollout() -> TrajectoryBatch:
+    batch = tiny_rollout("openvla", whole_policy(CONFIG), CONFIG, seed=4)
+    return batch.select("forward_inputs", "logprobs", "valid").fold()
 
 
-@pytest.fixture(scope="module")
-def policy() -> OpenVLAPolicy:
-    torch.manual_seed(0)
-    found = build_policy(config_of(1))
-    assert isinstance(found, OpenVLAPolicy)
+def toy_loss(output: Any) -> Tensor:
+    """Return a loss that depends on every output, unevenly."""
+    weights = torch.linspace(-1.0, 2.0, output.logprobs.numel()).view(output.logprobs.shape)
+    return (output.logprobs * weights).sum() + 0.1 * (output.entropy * weights).sum() + output.values.square().sum()
+
+
+def look(size: int) -> dict[str, Any]:
+    """Return what a process of megatron-core holds and computes."""
+    engine, rows = megatron_engine(CONFIG, size), rows_of_rollout()
+    policy = parallel_policy(engine)
+    found: dict[str, Any] = {"shapes": {name: tuple(p.shape) for name, p in policy.named_parameters()}}
+    found["weights"] = {name: tensor.clone() for name, tensor in engine.weights()}
+    with torch.no_grad():
+        hidden, _ = policy.action_states(rows.forward_inputs)
+        found["window"] = action_logits(hidden, policy.model.language_model.lm_head, policy.windows)
+        found["places"] = policy.windows.places
+        outputs = [policy.evaluate_actions(rows.forward_inputs, sampling) for sampling in SAMPLINGS]
+    found["outputs"] = [vars(output) for output in outputs]
+
+    def compute(micro: TrajectoryBatch) -> LossOutput:
+        return LossOutput(toy_loss(policy.evaluate_actions(micro.forward_inputs, SAMPLINGS[1])), {})
+
+    found["loss"], _ = engine.forward_backward(rows, compute)
+    engine._clip_gradients()
+    held = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    found["gradients"] = {name: whole(t).clone() for name, t in publish(held, engine.pieces, engine.tensor_mesh)}
+    return found
+
+
+def look_natively() -> dict[str, Any]:
+    """Return the same of the policy in one piece."""
+    engine, rows = native_engine(CONFIG), rows_of_rollout()
+    policy: Any = engine.policy
+    found: dict[str, Any] = {"weights": dict(policy.state_dict())}
+    with torch.no_grad():
+        found["logits"], _ = policy.action_logits(rows.forward_inputs)
+        found["outputs"] = [vars(policy.evaluate_actions(rows.forward_inputs, sampling)) for sampling in SAMPLINGS]
+
+    def compute(micro: TrajectoryBatch) -> LossOutput:
+        return LossOutput(toy_loss(policy.evaluate_actions(micro.forward_inputs, SAMPLINGS[1])), {})
+
+    found["loss"], _ = engine.forward_backward(rows, compute)
+    found["gradients"] = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     return found
 
 
 @pytest.fixture(scope="module")
-def rows(policy: OpenVLAPolicy) -> TrajectoryBatch:
-    batch = tiny_rollout("openvla", policy, config_of(1), seed=4)
-    return batch.select("forward_inputs", "logprobs").fold()
+def native() -> dict[str, Any]:
+    return on_ranks(1, look_natively)[0]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    group = WorkerGroup(Probe, "actor", config=config_of(request.param))
-    group.launch([ProcessPlace("actor", rank) for rank in range(request.param)], "process", timeout_s=1800)
-    yield group
-    group.close()
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return on_ranks(request.param, look, request.param)
 
 
-def test_weights_come_back_to_the_bit(policy: OpenVLAPolicy, group: WorkerGroup) -> None:
-    expected = policy.state_dict()
-    for found in group.call("gather", "policy", list(expected)).result()[:1]:
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+@needs_megatron
+def test_weights_come_back_to_the_bit(native: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["weights"].keys() == native["weights"].keys()
+        assert all(torch.equal(found["weights"][name], tensor) for name, tensor in native["weights"].items())
 
 
-def test_the_language_model_is_cut_up(group: WorkerGroup) -> None:
-    size = len(group.call("shapes").result())
-    for shapes in group.call("shapes").result():
-        layer = "model.language_model.model.layers.0."
-        assert shapes[f"{layer}self_attention.linear_qkv.weight"] == [3 * 32 // size, 32]
-        assert shapes[f"{layer}mlp.linear_fc2.weight"] == [32, 48 // size]
-        assert shapes["model.language_model.lm_head.weight"][0] * size == shapes_of_vocabulary()
+@needs_megatron
+def test_the_language_model_is_cut_up(native: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    size, llama = len(ranks), "model.language_model."
+    for found in ranks:
+        layer = f"{llama}model.layers.0."
+        assert found["shapes"][f"{layer}self_attention.linear_qkv.weight"] == (3 * 32 // size, 32)
+        assert found["shapes"][f"{layer}mlp.linear_fc2.weight"] == (32, 48 // size)
+        rows, columns = native["weights"][f"{llama}lm_head.weight"].shape
+        assert found["shapes"][f"{llama}lm_head.weight"] == (rows // size, columns)
 
 
-def shapes_of_vocabulary() -> int:
-    policy = build_policy(config_of(1))
-    assert isinstance(policy, OpenVLAPolicy)
-    return policy.model.config.llama.vocab_size
+@needs_megatron
+def test_logits_log_probs_entropy_and_values_agree(native: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    windows = torch.cat([found["window"] for found in ranks], dim=-1)
+    torch.testing.assert_close(windows[..., ranks[0]["places"]], native["logits"], atol=1e-5, rtol=0)
+    for found in ranks:
+        for mine, theirs in zip(found["outputs"], native["outputs"], strict=True):
+            assert largest_difference(mine, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-def test_outputs_agree(
-    policy: OpenVLAPolicy, rows: TrajectoryBatch, group: WorkerGroup, sampling: SamplingParams
-) -> None:
-    with torch.no_grad():
-        logits, _ = policy.action_logits(rows.forward_inputs)
-        expected = policy.evaluate_actions(rows.forward_inputs, sampling)
-    results = group.call("evaluate", dict(rows.forward_inputs.items()), sampling.temperature, sampling.top_k).result()
-    windows = torch.cat([found["window"] for found in results], dim=-1)
-    torch.testing.assert_close(windows[..., results[0]["places"]], logits, atol=1e-5, rtol=0)
-    for found in results:
-        torch.testing.assert_close(found["logprobs"], expected.logprobs, atol=1e-5, rtol=0)
-        torch.testing.assert_close(found["entropy"], expected.entropy, atol=1e-5, rtol=0)
-        torch.testing.assert_close(found["values"], expected.values, atol=1e-5, rtol=0)
+@needs_megatron
+def test_loss_and_gradients_agree(native: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    largest = max(float(gradient.abs().max()) for gradient in native["gradients"].values())
+    for found in ranks:
+        assert float(found["loss"]) == pytest.approx(float(native["loss"]), rel=1e-5)
+        assert largest_difference(found["gradients"], native["gradients"]) < 1e-5 * max(1.0, largest)
 
 
-def test_loss_and_gradients_agree(policy: OpenVLAPolicy, rows: TrajectoryBatch, group: WorkerGroup) -> None:
-    policy.zero_grad()
-    expected_loss = torch.zeros(())
-    for chosen in torch.arange(len(rows)).split(2):
-        loss = toy_loss(policy.evaluate_actions(rows[chosen].forward_inputs, SamplingParams(0.7, 0)))
-        loss.backward()
-        expected_loss += loss.detach()
-    expected: dict[str, Tensor] = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-    for loss, gradients in group.call("gradients", rows).result():
-        scale = max(float(g.abs().max()) for g in expected.values())
-        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
-        assert largest_difference(gradients, expected) < 1e-5 * scale
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_windows_hold_every_action_once(rank: int) -> None:
+    # 24 ids over 4 processes: ids 10 to 19 are one of 6 to 11, six of 12 to 17 and two of 18 to 23.
+    windows = action_windows(first_id=10, num_bins=10, vocab_size=24, rank=rank, size=4)
+    assert windows.width == 6
+    assert [windows.rows.start, windows.rows.stop] == [[6, 6], [4, 6], [0, 6], [0, 2]][rank]
+    assert windows.places.tolist() == [6, 7, 12, 13, 14, 15, 16, 17, 18, 19]
+
+
+def refuse() -> str:
+    with pytest.raises(EmbodrlError) as caught:
+        megatron_engine(CONFIG, 3)
+    return str(caught.value)
+
+
+@needs_megatron
+def test_heads_that_can_not_be_shared_out_are_refused() -> None:
+    for message in on_ranks(3, refuse):
+        assert "tensor_parallel_size=3 does not divide the language model's 4 attention heads" in message

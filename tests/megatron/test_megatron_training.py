@@ -2,79 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import megatron_workers
+import cuda_names
 import pytest
-from tiny_training import largest_difference, train, training_config
-from torch import Tensor
+from forked import on_ranks
+from parallel import config_of, copied, different_copies, megatron_engine, native_engine, updates, whole_policy
+from tiny_training import largest_difference
 
-from embodrl.config.schema import Config
-from embodrl.hybrid_engines.base import EngineState, TrainEngine
-from embodrl.models.base import VLAPolicy
+from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.megatron.checkpoint import load_sharded, save_sharded
+from embodrl.hybrid_engines.megatron.core import stop
 from embodrl.scheduler.placement import ProcessPlace
-from embodrl.scheduler.worker import Worker
-from embodrl.workers import actor
-from embodrl.workers.actor import GroupTrainEngine, make_train_engine
-from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.actor import GroupTrainEngine
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test-megatron"),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test-megatron"
+)
 
-KL = {"algorithm": {"update_epoch": 2, "entropy_bonus": 0.01, "kl": {"coef": 0.1}}}
+CONFIG = config_of()
 EQUAL = 1e-5
+Result = tuple[list[dict[str, float]], EngineState]
 
 
-def config_of(size: int = 0, **changes: Any) -> Config:
-    """Return a run by megatron-core with that tensor parallelism, or natively."""
-    settings = {"training_backend": "megatron", "tensor_parallel_size": size} if size else {}
-    return training_config(actor=settings | changes.pop("actor", {}), **(KL | changes))
-
-
-@contextlib.contextmanager
-def engine_of(
-    config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch, worker: type[Worker] = megatron_workers.Probe
-) -> Iterator[tuple[GroupTrainEngine, VLAPolicy]]:
-    configure_torch(config)
-    policy = build_policy(config)
-    monkeypatch.setattr(actor, "ActorWorker", worker)
-    engine = GroupTrainEngine(config, policy, places=tuple(ProcessPlace("actor", rank) for rank in range(ranks)))
-    try:
-        yield engine, policy
-    finally:
-        engine.close()
-
-
-def copied(engine: TrainEngine) -> EngineState:
-    state = engine.state_dict()
-    tensors = {section: {name: t.clone() for name, t in parts.items()} for section, parts in state.tensors.items()}
-    return EngineState(tensors, dict(state.state))
+def train_natively() -> tuple[Result, Result]:
+    """Return metrics and state after three updates, the first of the critic alone, and after a fourth."""
+    engine = native_engine(CONFIG)
+    first = updates(engine, CONFIG, range(3)), copied(engine)
+    return first, (updates(engine, CONFIG, range(3, 4)), copied(engine))
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[list[dict[str, float]], EngineState]:
-    """Metrics and state after three updates in one process, the first of the critic alone."""
-    config = config_of()
-    configure_torch(config)
-    policy = build_policy(config)
-    engine = make_train_engine(config, policy)
-    return train(engine, "openvla", policy, config, range(3)), copied(engine)
+def native() -> tuple[Result, Result]:
+    return on_ranks(1, train_natively)[0]
 
 
-def policy_of(engine: GroupTrainEngine, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the weights that the processes hold."""
-    return engine.group.call("gather", "policy", list(names)).result()[0]
-
-
-def assert_same(
-    found: tuple[list[dict[str, float]], EngineState], expected: tuple[list[dict[str, float]], EngineState]
-) -> None:
+def assert_same(found: Result, expected: Result) -> None:
     """Compare; of a gradient that is 0 but for rounding, AdamW takes the sign, so that weights differ by more."""
     for mine, theirs in zip(found[0], expected[0], strict=True):
         assert mine == pytest.approx(theirs, rel=EQUAL, abs=EQUAL)
@@ -85,75 +51,95 @@ def assert_same(
     assert largest_difference(found[1].tensors["policy"], expected[1].tensors["policy"]) < 2e-3
 
 
-def test_two_processes_that_share_layers_train_as_one(
-    expected: tuple[list[dict[str, float]], EngineState], monkeypatch: pytest.MonkeyPatch
+def equal(a: EngineState, b: EngineState) -> bool:
+    sections = a.tensors.keys() == b.tensors.keys() and a.state == b.state
+    return sections and all(largest_difference(a.tensors[s], b.tensors[s]) == 0 for s in a.tensors)
+
+
+def train(size: int, distributed: bool, saved: EngineState) -> dict[str, Any]:
+    """Train as ``train_natively``, then go on from a native state."""
+    if distributed:
+        cuda_names.install()
+    engine = megatron_engine(CONFIG, size, distributed)
+    found: dict[str, Any] = {"first": (updates(engine, CONFIG, range(3)), copied(engine))}
+    found["differ"] = different_copies(engine)
+    engine.load_state_dict(saved)
+    found["same"] = equal(copied(engine), saved)
+    found["next"] = (updates(engine, CONFIG, range(3, 4)), copied(engine))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "distributed"),
+    [(2, 2, False), (2, 1, False), (4, 2, False), (2, 2, True), (2, 1, True)],
+    ids=["two parts", "two shares", "two by two", "two parts, distributed optimizer", "two shares, distributed"],
+)
+def test_updates_and_resumed_ones_are_those_of_one_process(
+    native: tuple[Result, Result], ranks: int, size: int, distributed: bool
 ) -> None:
-    config = config_of(2)
-    with engine_of(config, 2, monkeypatch) as (engine, policy):
-        metrics = train(engine, "openvla", policy, config, range(3))
-        assert_same((metrics, copied(engine)), expected)
-        assert engine.group.call("copies_differ").result() == [[], []]
-        # A native run goes on from its checkpoint, and it from a native one, to the bit.
-        saved, native_policy = copied(engine), build_policy(config_of())
-        native = make_train_engine(config_of(), native_policy)
-        native.load_state_dict(saved)
-        assert largest_difference(native.state_dict().tensors["optimizer"], saved.tensors["optimizer"]) == 0
-        engine.load_state_dict(expected[1])
-        back = copied(engine)
-        for section, tensors in expected[1].tensors.items():
-            assert largest_difference(back.tensors[section], tensors) == 0
-        engine.load_state_dict(saved)
-        mine, theirs = (
-            train(engine, "openvla", policy, config, range(3, 4)),
-            train(native, "openvla", native_policy, config_of(), range(3, 4)),
-        )
-        assert mine[0] == pytest.approx(theirs[0], rel=EQUAL, abs=EQUAL)
+    for found in on_ranks(ranks, train, size, distributed, native[0][1]):
+        assert_same(found["first"], native[0])
+        assert found["differ"] == []
+        assert found["same"], "a native checkpoint is taken over to the bit"
+        assert_same(found["next"], native[1])
 
 
-@pytest.mark.parametrize(("size", "ranks"), [(1, 2), (2, 2)], ids=["two shares", "two parts"])
-def test_the_distributed_optimizer_trains_as_adamw(
-    expected: tuple[list[dict[str, float]], EngineState], monkeypatch: pytest.MonkeyPatch, size: int, ranks: int
-) -> None:
-    config = config_of(size)
-    with engine_of(config, ranks, monkeypatch, megatron_workers.ShimmedProbe) as (engine, policy):
-        metrics = train(engine, "openvla", policy, config, range(3))
-        found = copied(engine)
-        assert_same((metrics, found), expected)
-        engine.load_state_dict(expected[1])
-        assert largest_difference(copied(engine).tensors["optimizer"], expected[1].tensors["optimizer"]) == 0
+def go_on_natively(saved: EngineState) -> Result:
+    engine = native_engine(CONFIG)
+    engine.load_state_dict(saved)
+    assert equal(copied(engine), saved)
+    return updates(engine, CONFIG, range(3, 4)), copied(engine)
 
 
-def test_checkpoints_of_parts_are_read_by_another_number_of_processes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    worker = megatron_workers.ShimmedPlainProbe
-    with engine_of(config_of(2), 2, monkeypatch, worker) as (engine, policy):
-        train(engine, "openvla", policy, config_of(2), range(2))
-        saved = copied(engine)
-        engine.group.call("save", str(tmp_path / "two")).result()
-    with engine_of(config_of(1), 1, monkeypatch, worker) as (engine, _):
-        engine.group.call("load", str(tmp_path / "two")).result()
-        for section, tensors in copied(engine).tensors.items():
-            if section != "policy":  # the driver's copy of the weights follows updates alone
-                assert largest_difference(tensors, saved.tensors[section]) == 0
-        names = list(saved.tensors["policy"])
-        assert (
-            largest_difference(engine.group.call("gather", "policy", names).result()[0], saved.tensors["policy"]) == 0
-        )
-        engine.group.call("save", str(tmp_path / "one")).result()
-    with engine_of(config_of(2), 2, monkeypatch, worker) as (engine, _):
-        engine.group.call("load", str(tmp_path / "one")).result()
-        assert largest_difference(copied(engine).tensors["optimizer"], saved.tensors["optimizer"]) == 0
-        assert (
-            largest_difference(engine.group.call("gather", "policy", names).result()[0], saved.tensors["policy"]) == 0
-        )
+def test_a_native_run_goes_on_from_its_state(native: tuple[Result, Result]) -> None:
+    saved = on_ranks(2, train, 2, False, native[0][1])[0]["first"][1]
+    assert_same(on_ranks(1, go_on_natively, saved)[0], native[1])
 
 
-def test_bfloat16_stays_near(
-    expected: tuple[list[dict[str, float]], EngineState], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of(2, actor={"precision": "bf16", "gradient_checkpointing": True})
-    with engine_of(config, 2, monkeypatch) as (engine, policy):
-        [metrics] = train(engine, "openvla", policy, config, range(1))
-    for name in ("train/value_loss", "train/entropy"):
-        assert metrics[name] == pytest.approx(expected[0][0][name], rel=0.05)
+def reshard(directory: Path) -> EngineState:
+    """Save with layers shared by two, load and save with two shares, load with layers shared again."""
+    cuda_names.install()
+    engine = megatron_engine(CONFIG, 2)
+    updates(engine, CONFIG, range(2))
+    saved = copied(engine)
+    save_sharded(engine, directory / "two")
+    for size, source, target in ((1, "two", "one"), (2, "one", "again")):
+        stop()
+        engine = megatron_engine(CONFIG, size)
+        load_sharded(engine, directory / source)
+        assert equal(copied(engine), saved)
+        save_sharded(engine, directory / target)
+    with pytest.raises(CheckpointError, match="exists"):
+        save_sharded(engine, directory / "again")
+    with pytest.raises(CheckpointError, match="save_sharded wrote"):
+        load_sharded(engine, directory / "nothing")
+    return saved
+
+
+def test_checkpoints_of_parts_are_read_with_layers_cut_otherwise(tmp_path: Path) -> None:
+    for saved in on_ranks(2, reshard, tmp_path):
+        assert any(name.startswith("exp_avg.") for name in saved.tensors["optimizer"])
+
+
+def train_in_bf16(size: int) -> list[dict[str, float]]:
+    config = config_of(precision="bf16", gradient_checkpointing=True)
+    return updates(megatron_engine(config, size) if size else native_engine(config), config, range(2))
+
+
+def test_autocast_and_recomputation_stay_near() -> None:
+    expected = on_ranks(1, train_in_bf16, 0)[0]
+    for metrics in on_ranks(2, train_in_bf16, 2):
+        for name in ("train/value_loss", "train/entropy", "train/grad_norm"):
+            assert metrics[1][name] == pytest.approx(expected[1][name], rel=0.1)
+
+
+@pytest.mark.slow
+def test_processes_of_a_run_train_as_one(native: tuple[Result, Result]) -> None:
+    config = config_of(training_backend="megatron", tensor_parallel_size=2)
+    policy = whole_policy(config)
+    places = tuple(ProcessPlace("actor", rank) for rank in range(2))
+    engine = GroupTrainEngine(config, policy, places=places)
+    try:
+        assert_same((updates(engine, config, range(3)), copied(engine)), native[0])
+    finally:
+        engine.close()
