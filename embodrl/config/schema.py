@@ -224,7 +224,8 @@ class FsdpConfig(Section):
     """How the backend fsdp holds weights."""
 
     reshard_after_forward: bool = Field(
-        default=True, description="give up the gathered weights of a block after its forward pass, and gather them again"
+        default=True,
+        description="give up the gathered weights of a block after its forward pass, and gather them again",
     )
     gather_dtype: Literal["same", "bf16"] = Field(
         default="same", description="of gathered weights; bf16 halves what is sent, and rounds the residual stream"
@@ -241,7 +242,8 @@ class ActorConfig(Section):
     """The trainer."""
 
     training_backend: Literal["native", "fsdp"] = Field(
-        default="native", description="native: one process, CPU or one GPU; fsdp: a process a device, parts of the weights"
+        default="native",
+        description="native: one process, CPU or one GPU; fsdp: a process a device, parts of the weights",
     )
     own_process: bool | None = Field(
         default=None,

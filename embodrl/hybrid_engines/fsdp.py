@@ -90,7 +90,9 @@ class FsdpTrainEngine(PolicyTrainEngine):
 
         Gathering weights is a collective call, so that a process without rows runs the first one for nothing.
         """
-        shares = [rows.split(self.config.micro_batch_size) for rows in torch.arange(num_rows).tensor_split(self.num_shares)]
+        shares = [
+            rows.split(self.config.micro_batch_size) for rows in torch.arange(num_rows).tensor_split(self.num_shares)
+        ]
         mine = [(rows, True) for rows in shares[self.share] if len(rows)]
         return mine + [(torch.zeros(1, dtype=torch.int64), False)] * (len(shares[0]) - len(mine))
 

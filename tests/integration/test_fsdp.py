@@ -83,7 +83,9 @@ def test_every_family_trains_in_two_processes_as_in_one(family: str, method: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "method"), [("openvla", None), ("pi0", "flow_sde"), ("gr00t", "flow_sde")], ids=["llama", "gemma", "qwen"]
+    ("family", "method"),
+    [("openvla", None), ("pi0", "flow_sde"), ("gr00t", "flow_sde")],
+    ids=["llama", "gemma", "qwen"],
 )
 def test_layers_that_two_processes_share_train_as_whole_ones(family: str, method: str | None) -> None:
     assert_same_training(family, method, 2, {"tensor_parallel_size": 2})
@@ -147,9 +149,7 @@ def test_a_saved_state_goes_on_with_another_number_of_processes() -> None:
         saved = copied(engine.state_dict())
         expected = train(engine, "openvla", policy, fsdp, range(2, 4))
         end = copied(engine.state_dict())
-    layers = training_config(
-        actor={"training_backend": "fsdp", "tensor_parallel_size": 2}, algorithm=REFERENCE_FIRST
-    )
+    layers = training_config(actor={"training_backend": "fsdp", "tensor_parallel_size": 2}, algorithm=REFERENCE_FIRST)
     for config, ranks in ((fsdp, 2), (fsdp, 1), (native, 0), (layers, 2)):
         with engine_of(config, ranks) as (engine, policy):
             engine.load_state_dict(copied(saved))
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
         before = copied(engine.state_dict())
         other = copied(before)
         del other.tensors["policy"]["model.projector.fc1.weight"]
-        with pytest.raises(CheckpointError, match="'model.projector.fc1.weight' is missing"):
+        with pytest.raises(CheckpointError, match=r"'model\.projector\.fc1\.weight' is missing"):
             engine.load_state_dict(other)
         assert largest_difference(before.tensors["policy"], engine.state_dict().tensors["policy"]) == 0
         batch = tiny_rollout("openvla", policy, config, 0)

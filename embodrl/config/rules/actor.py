@@ -73,7 +73,9 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         return
     if context.config.model.trainable == "lora":
         message = f"is {size}, and layers with low-rank adapters can't be cut"
-        yield Finding(key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",))
+        yield Finding(
+            key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",)
+        )
     try:
         count = len(place_all(context.config)["actor"])
     except (PlacementError, KeyError):
