@@ -54,7 +54,6 @@ CLUSTER = [
         "actor.own_process",
         "which nobody can act with",
         ("actor.own_process=false", "actor=fsdp"),
-        more=("actor.training_backend",),
     ),
     Wrong(
         "two processes of fsdp on a GPU",

@@ -64,7 +64,9 @@ class Comparer(Worker):
         native, batches = self._native("openvla", config, 4)
         engine = self._cut(config)
         update_all(engine, batches[:2], config)
-        saved = engine.state_dict()
+        state = engine.state_dict()
+        tensors = {s: {name: t.clone() for name, t in parts.items()} for s, parts in state.tensors.items()}
+        saved = EngineState(tensors, dict(state.state))
         straight = update_all(engine, batches[2:], config)
         end = engine.state_dict().tensors
         found: dict[str, float] = {}
