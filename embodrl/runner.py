@@ -14,7 +14,15 @@ from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError, PipelineError, WorkerError
+from embodrl.errors import (
+    CheckpointError,
+    ConfigError,
+    ConfigProblem,
+    EnvError,
+    OutputError,
+    PipelineError,
+    WorkerError,
+)
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.metrics.console import Console

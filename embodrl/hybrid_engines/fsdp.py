@@ -108,7 +108,7 @@ class FsdpTrainEngine(SharedTrainEngine):
         return moment if key == "step" else like(moment, parameter)
 
     def state_dict(self) -> EngineState:
-        """Return weights, optimizer state and counters in one piece: a collective call, and a copy."""
+        """Return weights, optimizer state and counters in one piece: a collective call. What is whole is not copied."""
         shards = self.shards()
         tensors = {section: {n: whole(t) for n, t in parts.items()} for section, parts in shards.items()}
         return EngineState(tensors, self.counters())

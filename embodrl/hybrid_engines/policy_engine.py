@@ -140,7 +140,7 @@ class PolicyTrainEngine(TrainEngine):
             counts = self._counts(minibatch, algorithm)
             loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
             if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
-                self.optimizer.zero_grad(set_to_none=True)
+                self._clear_gradients()
                 stopped = True
                 break
             step = self.optimizer_step(loss)

@@ -101,10 +101,12 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> Eva
     for part in fsdp_modules(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-    # The first forward pass would replace the tensors that the optimizer is about to hold.
-    root = cast(FSDPModule, module)
-    root.unshard()
-    root.reshard()
+    # The first forward pass would replace the tensors that the optimizer is about to hold; and a head that no loss
+    # reads would never be gathered, which adding up gradients does not expect.
+    cast(FSDPModule, module).unshard()
+    for part in fsdp_modules(module):
+        part.unshard()
+        part.reshard()
     return module
 
 

@@ -276,7 +276,9 @@ def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
 
 def _shared(config: Config, actors: tuple[ProcessPlace, ...], rollout: ProcessPlace) -> bool:
     """Tell whether a rollout acts with the weights of an actor process: same machine and devices, same rank."""
-    return not has_own_process(config) and any((a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in actors)
+    return not has_own_process(config) and any(
+        (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in actors
+    )
 
 
 def _available(config: Config, placement: Placement, node: int, device: int) -> int:

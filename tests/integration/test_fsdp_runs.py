@@ -9,7 +9,11 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-TWO = ("actor.training_backend=fsdp", "cluster.device=cpu", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}")
+TWO = (
+    "actor.training_backend=fsdp",
+    "cluster.device=cpu",
+    "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}",
+)
 FLOAT32 = ("actor.precision=fp32", "rollout.precision=fp32")
 
 

@@ -17,10 +17,10 @@ ARGUMENTS = ("actor=megatron", "cluster.component_placement={actor:'0:0-1',rollo
 def test_the_configuration_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "has_megatron", lambda: False)
     with pytest.raises(ConfigError, match=r"pip install 'embodrl\[megatron\]'") as caught:
-        load_config(ARGUMENTS)
+        load_config(list(ARGUMENTS))
     assert [problem.key for problem in caught.value.problems] == ["actor.training_backend"]
     monkeypatch.setattr(actor, "has_megatron", lambda: True)
-    assert load_config(ARGUMENTS).config.actor.tensor_parallel_size == 2
+    assert load_config(list(ARGUMENTS)).config.actor.tensor_parallel_size == 2
 
 
 def test_whoever_calls_it_directly_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
