@@ -35,18 +35,20 @@ class DistributedAdamW:
             use_distributed_optimizer=True,
             bf16=any(p.dtype == torch.bfloat16 for p in self.parameters),
         )
-        self.inner: Any = megatron("optimizer.distrib_optimizer").DistributedOptimizer(
-            adamw,
-            config,
-            grad_scaler=None,
-            init_state_fn=None,
-            model_chunks=[self.buffers],
-            per_model_buffers={0: self.buffers.buffers},
-            data_parallel_group=data_group(),
-            data_parallel_group_gloo=None,
-            data_parallel_group_idx=0,
-            distributed_optimizer_instance_id=0,
-        )
+        # Stretches are views of weights; with gradients enabled they would be no leaves, and torch warns of their grad.
+        with torch.no_grad():
+            self.inner: Any = megatron("optimizer.distrib_optimizer").DistributedOptimizer(
+                adamw,
+                config,
+                grad_scaler=None,
+                init_state_fn=None,
+                model_chunks=[self.buffers],
+                per_model_buffers={0: self.buffers.buffers},
+                data_parallel_group=data_group(),
+                data_parallel_group_gloo=None,
+                data_parallel_group_idx=0,
+                distributed_optimizer_instance_id=0,
+            )
         self.stretches = self._find_stretches()
         self.zero_grad()
 
