@@ -19,9 +19,10 @@ from embodrl.hybrid_engines.megatron.core import stop
 from embodrl.scheduler.placement import ProcessPlace
 from embodrl.workers.actor import GroupTrainEngine
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test-megatron"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test-megatron"),
+]
 
 CONFIG = config_of()
 EQUAL = 1e-5
@@ -133,7 +134,6 @@ def test_autocast_and_recomputation_stay_near() -> None:
             assert metrics[1][name] == pytest.approx(expected[1][name], rel=0.1)
 
 
-@pytest.mark.slow
 def test_processes_of_a_run_train_as_one(native: tuple[Result, Result]) -> None:
     config = config_of(training_backend="megatron", tensor_parallel_size=2)
     policy = whole_policy(config)
