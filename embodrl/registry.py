@@ -98,7 +98,7 @@ class FunctionRegistry(Registry):
         if name in self._entries or ":" not in name:
             return super().entry(name)
         function = import_function(name)
-        names, needed, _ = parameters_of(function)
+        names, needed, takes_rest = parameters_of(function)
         unknown = sorted(needed - set(self.arguments))
         if unknown:
             raise EmbodrlError(
@@ -107,7 +107,8 @@ class FunctionRegistry(Registry):
             )
         facts: dict[str, Any] = {fact: False for fact in self.arguments.values() if fact}
         facts |= {fact: True for argument, fact in self.arguments.items() if fact and argument in names}
-        return Entry(function, (function.__doc__ or "").partition("\n")[0], facts | {"parameters": tuple(names)})
+        facts["parameters"] = tuple(self.arguments if takes_rest else names)
+        return Entry(function, (function.__doc__ or "").partition("\n")[0], facts)
 
     def __contains__(self, name: object) -> bool:
         if name in self._entries:

@@ -161,21 +161,30 @@ def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None
     """Put what the weights at the beginning of an update say into a rollout, before its advantages are estimated.
 
     The critic that acted would hold back the one that learns: advantages would be relative to it, and the clip of the
-    values would not let them leave it. What it said of the observations after the rollout and after truncated episodes,
-    which are not kept, is shifted by as much as its value of the chunk before has changed.
+    values would not let them leave it. Observations after the rollout and after truncated episodes are not kept. What
+    the critic that acted said of them is shifted by as much as its value of the chunk before has changed; where they
+    were valued with other weights than the chunk (``value_version``), they stay.
 
     Args:
-        batch: changed in place.
+        batch: its columns are replaced.
         logprobs: ``float32[T,B,C,A]``, as ``TrainEngine.proximal`` gives them.
         values: ``float32[T,B,K]``, or None.
     """
     batch.prox_logprobs = logprobs
     if values is None:
         return
-    shift = (values - batch["values"])[..., -1:]
-    truncated = (batch.truncated & batch.valid).any(-1, keepdim=True)
-    batch.bootstrap_values = torch.where(truncated, batch.bootstrap_values + shift, batch.bootstrap_values)
-    batch.values = torch.cat([values, batch.values[-1:] + shift[-1:]])
+    old, ends = batch["values"], batch.values[-1:]
+    # The value of a chunk's last action is the nearest to what comes after it.
+    place = (
+        (batch.valid.sum(-1, keepdim=True) - 1).clamp_min(0) if old.shape[-1] > 1 else 0 * batch.valid[..., :1].long()
+    )
+    shift = (values - old).gather(-1, place)
+    if batch.value_version is not None:
+        known = (batch.value_version == batch.policy_version).unsqueeze(-1)
+        ended = (batch.terminated | batch.truncated).any(-1, keepdim=True)
+        batch.bootstrap_values = batch.bootstrap_values + torch.where(known & ended, shift, 0.0)
+        ends = ends + torch.where(known & ~ended, shift, 0.0)[-1:]
+    batch.values = torch.cat([values, ends])
 
 
 def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, staleness: Tensor) -> dict[str, Tensor]:

@@ -58,6 +58,9 @@ class TrajectoryBatch(Batch):
         terminated, truncated: ``bool[T,B,C]``.
         bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated, else 0.
         policy_version: ``int64[T,B]``, the train engine's ``version`` whose weights played the chunk.
+        value_version: ``int64[T,B]``, the same of the weights that valued the observation after the chunk, for
+            ``bootstrap_values`` and the last row of ``values``; -1 where they are zeros or of mixed versions. None if
+            not known.
         task_id: ``int64[T,B]``.
         success: ``bool[T,B]``, the task has been solved at some time in the episode so far; None if not known.
         group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if not known.
@@ -78,6 +81,7 @@ class TrajectoryBatch(Batch):
     bootstrap_values = Column()
     policy_version = Column()
     task_id = Column()
+    value_version = OptionalColumn()
     success = OptionalColumn()
     group_id = OptionalColumn()
     frames = OptionalColumn()

@@ -270,7 +270,11 @@ class PolicyTrainEngine(TrainEngine):
     def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
         needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
         changed = self._policy_staleness(batch, algorithm) > 0
-        stale = staleness_of(batch.policy_version, batch.valid, self.version) > 0 if needs_values else changed
+        stale = changed
+        if needs_values:
+            # What comes before a lost chunk is bootstrapped from its value.
+            ended = (batch.terminated | batch.truncated).any(-1)
+            stale = (batch.policy_version < self.version) & (batch.valid.any(-1) | ended)
         known = batch.logprobs.flatten(2)
         if needs_values:
             known = torch.cat([known, batch["values"]], -1)

@@ -64,6 +64,21 @@ class Pipeline:
         """The roles of the nodes, in order of insertion."""
         return [spec.role for spec in self._specs.values()]
 
+    @property
+    def roles_by_name(self) -> dict[str, str]:
+        """The role of each node, in order of insertion."""
+        return {name: spec.role for name, spec in self._specs.items()}
+
+    def ancestors(self, name: str) -> set[str]:
+        """Return the nodes that come before one, directly or through others."""
+        found, left = set[str](), list(self._specs[name].deps)
+        while left:
+            node = left.pop()
+            if node in self._specs and node not in found:
+                found.add(node)
+                left += self._specs[node].deps
+        return found
+
     def add_node(
         self,
         name: str,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,19 @@ def unmet_needs(pipeline: Pipeline, config: Config) -> list[PipelineProblem]:
         elif present and need.only_then and not wanted:
             message = f"a node has the role '{need.role}', which needs {need.setting}"
             problems.append(PipelineProblem("", message, "set it, or leave the node out"))
-    return problems
+    return [*problems, *_wrong_order(pipeline, config)]
+
+
+def _wrong_order(pipeline: Pipeline, config: Config) -> Iterator[PipelineProblem]:
+    """Yield nodes that work with what another one of the pipeline gives, and do not come after it."""
+    in_reward = config.algorithm.kl.placement == "reward"
+    users = {"proximal": ("advantage", "train"), "reference": ("advantage", "train") if in_reward else ("train",)}
+    for name, role in pipeline.roles_by_name.items():
+        before = pipeline.ancestors(name)
+        for giver in pipeline.roles_by_name:
+            if role in users.get(pipeline.roles_by_name[giver], ()) and giver not in before:
+                message = f"needs what '{giver}' adds to the batch, and does not come after it"
+                yield PipelineProblem(name, message, f"let it get the batch from '{giver}', directly or through others")
 
 
 def find_problems(config: Config) -> list[PipelineProblem]:

@@ -70,13 +70,18 @@ class StalenessGate:
         self.rejected += len(dropped)
         return dropped
 
-    def choose(self) -> list[int] | None:
-        """Return the B oldest of the waiting shards, or None while an update has to wait for running ones."""
+    def choose(self, count: int | None = None) -> list[int] | None:
+        """Return the ``count`` oldest of the waiting shards, or None while an update has to wait for running ones.
+
+        Args:
+            count: how many; None is B.
+        """
+        count = self.batch_size if count is None else count
         oldest = sorted(self.waiting, key=lambda shard: (self.waiting[shard], shard))
-        chosen = oldest[: self.batch_size]
-        if len(chosen) < self.batch_size:
+        chosen = oldest[:count]
+        if len(chosen) < count:
             return None
-        left = [self.waiting[shard] for shard in oldest[self.batch_size :]] + list(self.running.values())
+        left = [self.waiting[shard] for shard in oldest[count:]] + list(self.running.values())
         for began in self.running.values():
             # Later updates take B shards each: those that began so early must fit into the ones they may wait for.
             updates = max(0, began + self.max_staleness - self.version)

@@ -91,6 +91,7 @@ class AsyncRolloutWorker:
         self._finished: dict[int, TrajectoryBatch] = {}
         self._env_steps_dropped = 0
         self._extra = 0  # shards that the present update asked for beyond its batch
+        self._num_groups = 0  # of the present update so far
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._drained = False
@@ -105,20 +106,21 @@ class AsyncRolloutWorker:
         """See RolloutSource: the shards of an update, once they are there; the same ones again if it is asked twice."""
         self.undo()
         self._seconds, self._stats, self._metas, self._waited_s, self._extra = Seconds(), EpisodeStats(), [], 0.0, 0
-        return self._gather()
+        self._num_groups = 0
+        return self._gather(self.gate.batch_size)
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource: as many shards again."""
+        """See RolloutSource: one more shard a stage, as many environments as there are."""
         with self._changed:
-            self._extra += self.gate.batch_size
+            self._extra += len(self.players)
             self._changed.notify_all()
-        return self._gather(more=True)
+        return self._gather(len(self.players), more=True)
 
-    def _gather(self, more: bool = False) -> tuple[TrajectoryBatch, Metrics]:
+    def _gather(self, count: int, more: bool = False) -> tuple[TrajectoryBatch, Metrics]:
         clock = time.perf_counter()
         self._start()
         with self._changed:
-            while (chosen := self._choose()) is None:
+            while (chosen := self._choose(count)) is None:
                 if self.should_stop():
                     raise InterruptedError
                 self._changed.wait(_POLL_S)
@@ -141,14 +143,16 @@ class AsyncRolloutWorker:
             "time/policy_s": self._seconds.policy,
             "time/wait_s": self._waited_s,
         }
-        return _join(batches, dropped), self._stats.metrics() | metrics
+        whole = _join(batches, dropped, self._num_groups)
+        self._num_groups = int(whole["group_id"].max()) + 1
+        return whole, self._stats.metrics() | metrics
 
-    def _choose(self) -> list[int] | None:
+    def _choose(self, count: int) -> list[int] | None:
         if self._failure is not None:
             raise self._failure
         for shard in self.gate.drop_too_old():
             self._env_steps_dropped += int(self._finished.pop(shard).meta["env_steps"])
-        return self.gate.choose()
+        return self.gate.choose(count)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutSource; further shards may begin."""
@@ -319,6 +323,8 @@ def shard_settings(config: Config) -> dict[str, Any]:
     settings = {
         "env.tasks": list(env.tasks),
         "env.max_episode_steps": env.max_episode_steps,
+        "env.reward_mode": env.reward_mode,
+        "env.success_bonus": env.success_bonus,
         "env.train.total_num_envs": env.train.total_num_envs,
         "env.train.max_steps_per_rollout_epoch": env.train.max_steps_per_rollout_epoch,
         "env.train.auto_reset": env.train.auto_reset,
@@ -328,6 +334,7 @@ def shard_settings(config: Config) -> dict[str, Any]:
         "algorithm.group_size": algorithm.group_size,
         "algorithm.rollout_epoch": algorithm.rollout_epoch,
         "algorithm.loss_type": algorithm.loss_type,
+        "algorithm.bootstrap_type": algorithm.bootstrap_type,
         "algorithm.sampling.temperature": algorithm.sampling.temperature,
         "algorithm.sampling.top_k": algorithm.sampling.top_k,
         "algorithm.srpo.enabled": algorithm.srpo.enabled,
@@ -336,10 +343,9 @@ def shard_settings(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
-def _join(batches: list[TrajectoryBatch], dropped_env_steps: int) -> TrajectoryBatch:
-    """Return shards as one batch, whose groups have numbers of their own."""
+def _join(batches: list[TrajectoryBatch], dropped_env_steps: int, num_groups: int) -> TrajectoryBatch:
+    """Return shards as one batch, whose groups have numbers of their own, from ``num_groups``."""
     parts: list[TrajectoryBatch] = []
-    num_groups = 0
     for batch in batches:
         assert batch.group_id is not None
         part = batch.replace(group_id=batch.group_id - int(batch.group_id.min()) + num_groups)

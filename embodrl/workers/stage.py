@@ -22,6 +22,9 @@ from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.registry import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
+NO_VERSION = -1
+"""Of values that are zeros, or that may be of several versions of the weights."""
+
 
 @dataclass
 class EpisodeStats:
@@ -141,6 +144,7 @@ class Stage:
         self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._output: PolicyOutput | None = None
         self._sent: dict[str, Tensor] = {}
+        self._value_version = torch.zeros(0, dtype=torch.int64)
         self._steps: list[dict[str, Tensor]] = []
         self._inputs: list[dict[str, Tensor]] = []
 
@@ -211,6 +215,7 @@ class Stage:
                 **self._sent,
             }
         )
+        self._steps[-1]["value_version"] = self._value_version
         if self.keep_frames:
             self._steps[-1]["frames"] = torch.from_numpy(self._frames(step))
         if not self.auto_reset:
@@ -251,11 +256,19 @@ class Stage:
     def _bootstrap(self, step: EnvStep, num_values: int) -> Tensor:
         """Return ``float32[B,K]``: the value of the last observation of episodes that the step limit ended, else 0."""
         values = torch.zeros(len(step.reward), num_values)
+        self._value_version = torch.full((len(values),), NO_VERSION, dtype=torch.int64)
         rows = np.flatnonzero(step.final_mask & step.valid.any(axis=1))
         wanted = self.needs_values and self.config.algorithm.bootstrap_type == "truncation"
         if wanted and len(rows) and step.final_observation is not None:
-            values[torch.from_numpy(rows)] = self.engine.values(step.final_observation.select(rows))
+            found, version = self._values(step.final_observation.select(rows))
+            values[torch.from_numpy(rows)], self._value_version[torch.from_numpy(rows)] = found, version
         return values
+
+    def _values(self, observation: Observation) -> tuple[Tensor, int]:
+        """Return values ``float32[B,K]`` and the version of the weights that they are of, if it is known."""
+        before = self.engine.version
+        values = self.engine.values(observation)
+        return values, before if self.engine.version == before else NO_VERSION
 
     def stack(self, group_id: Tensor) -> TrajectoryBatch:
         """Return what was gathered.
@@ -265,9 +278,11 @@ class Stage:
         """
         clock = time.perf_counter()
         assert self._observation is not None
-        last = (
-            self.engine.values(self._observation) if self.needs_values else torch.zeros_like(self._steps[0]["values"])
-        )
+        last = torch.zeros_like(self._steps[0]["values"])
+        if self.needs_values:
+            last, version = self._values(self._observation)
+            goes_on = ~(self._steps[-1]["terminated"] | self._steps[-1]["truncated"]).any(-1)
+            self._steps[-1]["value_version"] = torch.where(goes_on, version, self._steps[-1]["value_version"])
         columns: dict[str, Any] = {name: torch.stack([step[name] for step in self._steps]) for name in self._steps[0]}
         inputs = {name: torch.stack([step[name] for step in self._inputs]) for name in self._inputs[0]}
         columns["values"] = torch.cat([columns["values"], last[None]])

@@ -77,11 +77,13 @@ class Trajectory:
         chunks: so far.
         end_value: ``float32[K]``, value of the last observation if the episode was cut off there, by the step limit or
             by the workflow; None for zero.
+        end_version: updates that the policy which gave ``end_value`` had seen; -1 if that is not known.
     """
 
     task: EpisodeTask
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     end_value: Tensor | None = None
+    end_version: int = -1
 
     def add(self, output: PolicyOutput, result: ToolResult) -> None:
         """Append what the policy answered (a batch of one) and what ``act`` made of its first actions."""
@@ -123,7 +125,9 @@ class Trajectory:
         """Ask for ``end_value`` if it matters: call it once, with the last observation."""
         last = self.chunks[-1] if self.chunks else None
         if engine.has_values and last is not None and not last.terminated.any() and not self.lost:
+            before = engine.version
             self.end_value = (await engine.values(observation))[0]
+            self.end_version = before if engine.version == before else -1
 
     @property
     def done(self) -> bool:
@@ -239,6 +243,7 @@ def _column(
     zeros = {name: _filled([getattr(chunk, name) for chunk in chunks], num_steps, zero=True) for name in _ZERO_AFTER}
     values = torch.cat([zeros["values"], torch.zeros_like(zeros["values"][:1])])
     bootstrap_values = torch.zeros_like(zeros["values"])
+    value_version = torch.full((num_steps,), -1, dtype=torch.int64)
     last = len(chunks) - 1
     if trajectory is None:
         zeros = {name: torch.zeros_like(column) for name, column in zeros.items()}
@@ -248,10 +253,10 @@ def _column(
         if not trajectory.done and len(chunks) < num_steps and chunks[last].valid.any():
             zeros["truncated"][last, int(chunks[last].valid.nonzero()[-1])] = True
         if trajectory.end_value is not None:
-            if zeros["truncated"][last].any():
-                bootstrap_values[last] = trajectory.end_value if bootstrap else 0.0
-            else:
-                values[-1] = trajectory.end_value
+            if not zeros["truncated"][last].any():
+                values[-1], value_version[-1] = trajectory.end_value, trajectory.end_version
+            elif bootstrap:
+                bootstrap_values[last], value_version[last] = trajectory.end_value, trajectory.end_version
     kept: Mapping[str, list[Tensor]] = {
         "success": [torch.tensor(chunk.success and trajectory is not None) for chunk in chunks],
         "policy_version": [torch.tensor(chunk.policy_version) for chunk in chunks],
@@ -263,6 +268,7 @@ def _column(
         "task_id": torch.full((num_steps,), played.task.task_id, dtype=torch.int64),
         "values": values,
         "bootstrap_values": bootstrap_values,
+        "value_version": value_version,
         # Copies, not zeros: a network need not cope with an observation that there never was.
         "forward_inputs": {
             name: _filled([chunk.forward_inputs[name][0] for chunk in chunks], num_steps)

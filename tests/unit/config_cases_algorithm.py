@@ -83,6 +83,17 @@ ALGORITHMS = [
             "algorithm.decoupled.enabled=true",
         ),
     ),
+    Wrong(
+        "loss without a KL",
+        "algorithm.loss_type",
+        "ref_logprobs or kl_coef",
+        (
+            "algorithm.loss_type='test_user_functions:plain_loss'",
+            "algorithm.adv_type=reinforce_pp",
+            *WITHOUT_CRITIC[1:],
+            "algorithm.kl.coef=0.1",
+        ),
+    ),
     Wrong("reward of no module", "reward.fn", "no_such_module", ("reward.fn='no_such_module:f'",)),
     Wrong("reward that is no function", "reward.fn", "not a function", ("reward.fn='math:pi'",)),
     Wrong("two rewards", "reward.fn", "SRPO replaces", ("reward.fn='math:fsum'", "algorithm.srpo.enabled=true")),

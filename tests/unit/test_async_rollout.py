@@ -146,14 +146,36 @@ def test_a_second_batch_for_an_update_makes_room_for_another(started: Any) -> No
     parts = started("runner.max_staleness=1", "runner.max_iterations=2")
     worker = parts.worker
     first, _ = worker.gather(0)
-    _, metrics = worker.gather_more(0, 1)
+    more, metrics = worker.gather_more(0, 1)
     assert metrics["rollout/episodes"] >= len(first) * 2
+    assert not set(first.group_id[0].tolist()) & set(more.group_id[0].tolist()), (
+        "groups of one update are all different"
+    )
     worker.update_weights([], 1)
     assert worker.gate.rejected == 1 and worker.gate.accepted == 1 + len(worker.gate.waiting)
     worker.gather(1)
     assert len(parts.began()) == 3
     worker.gather_more(1, 1)  # the last update may ask for more, too
     assert len(parts.began()) == 4
+
+
+def test_further_rollouts_come_one_at_a_time(started: Any) -> None:
+    """As in a synchronous run, whatever ``algorithm.rollout_epoch``."""
+    parts = started(
+        "runner.max_staleness=1",
+        "runner.max_iterations=2",
+        "algorithm.rollout_epoch=2",
+        "rollout.pipeline_stages=2",
+        "env.train.total_num_envs=4",
+    )
+    first, _ = parts.worker.gather(0)
+    more, _ = parts.worker.gather_more(0, 2)
+    assert (len(first), len(more)) == (8, 4)
+    assert sorted({*first.group_id[0].tolist(), *more.group_id[0].tolist()}) == list(range(12))
+    parts.worker.update_weights([], 1)
+    assert parts.worker.gate.rejected == 2
+    again, _ = parts.worker.gather(1)
+    assert again.group_id[0].min() == 0
 
 
 def test_a_checkpoint_loses_and_repeats_nothing(started: Any) -> None:

@@ -147,19 +147,56 @@ def test_in_the_critic_s_warm_up_only_values_are_recomputed() -> None:
 
 def test_values_that_are_not_kept_are_shifted_as_their_neighbours() -> None:
     batch = recorded_batch()
-    batch.truncated[:] = False
-    batch.truncated[2, 1, -1] = batch.truncated[3, 0, 0] = True
-    batch.valid[2, 1], batch.valid[3, 0] = True, False  # the latter was lost
+    batch.truncated[:] = batch.terminated[:] = False
+    batch.truncated[2, 1, -1] = batch.truncated[1, 2, -1] = batch.truncated[3, 0, 0] = True
+    batch.valid[:] = True
+    batch.valid[3, 0] = False  # lost
     batch.bootstrap_values[:] = 0
-    batch.bootstrap_values[2, 1] = 5.0
+    batch.bootstrap_values[2, 1] = batch.bootstrap_values[1, 2] = 5.0
+    batch.policy_version[:] = 2
+    batch.value_version = torch.full((5, 4), -1)  # zeros on purpose, or of mixed versions
+    batch.value_version[2, 1] = 2
+    batch.value_version[1, 2] = 3  # valued with newer weights than the chunk
+    batch.value_version[4] = torch.tensor([2, 2, 3, -1])
     end = batch.values[-1].clone()
     values = batch["values"] + torch.arange(20.0).view(5, 4, 1)
     set_proximal(batch, batch.logprobs, values)
     assert torch.equal(batch["values"], values)
     expected = torch.zeros(5, 4, 1)
     expected[2, 1] = 5 + 9  # chunk 2 of environment 1 has changed by 9
+    expected[1, 2] = 5
     torch.testing.assert_close(batch.bootstrap_values, expected)
-    torch.testing.assert_close(batch.values[-1], end + torch.arange(16.0, 20.0).view(4, 1))
+    torch.testing.assert_close(batch.values[-1], end + torch.tensor([16.0, 17.0, 0.0, 0.0]).view(4, 1))
+
+
+def test_values_of_actions_are_shifted_as_the_last_one_that_was_played() -> None:
+    batch = recorded_batch()
+    chunk = batch.valid.shape[-1]
+    batch.valid[:] = True
+    batch.valid[0, 0, 1:] = False
+    batch.terminated[:] = batch.truncated[:] = False
+    batch.truncated[0, 0, 0] = True
+    batch.values = torch.zeros(6, 4, chunk)
+    batch.bootstrap_values = torch.zeros(5, 4, chunk)
+    batch.value_version = batch.policy_version.clone()
+    set_proximal(batch, batch.logprobs, torch.arange(1.0, chunk + 1).expand(5, 4, chunk))
+    assert batch.bootstrap_values[0, 0].tolist() == [1.0] * chunk
+    assert torch.equal(batch.values[-1], torch.full((4, chunk), float(chunk)))
+
+
+def test_what_precedes_a_lost_chunk_is_bootstrapped_from_the_present_critic() -> None:
+    batch, engine = recorded_batch(), engine_of(version=3)
+    batch.policy_version[:] = 1
+    batch.terminated[:] = batch.truncated[:] = False
+    batch.valid[:] = True
+    batch.valid[3, 0], batch.terminated[3, 0, 0] = False, True
+    expected = batch["values"].clone()  # the toy policy's own
+    batch["values"] -= 10
+    algorithm = algorithm_of({"gamma": 1.0, "gae_lambda": 0.0, "normalize_advantages": False}, enabled=True)
+    set_proximal(batch, *engine.proximal(batch, algorithm))
+    torch.testing.assert_close(batch["values"], expected)
+    found = compute_advantages(batch, algorithm).advantages[2, 0, 0]
+    torch.testing.assert_close(found, batch.rewards[2, 0].sum() + expected[3, 0, 0] - expected[2, 0, 0])
 
 
 def test_an_old_critic_holds_the_present_one_back_no_more() -> None:

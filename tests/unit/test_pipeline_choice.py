@@ -122,6 +122,26 @@ def build_full(config: Config) -> Pipeline:
     return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
+def build_late(config: Config) -> Pipeline:
+    """One whose advantages are estimated before the values that they are relative to are put in."""
+    pipeline = Pipeline("mine").add_node("rollout", f"{NODES}:rollout", role="rollout")
+    pipeline.add_node("old", f"{NODES}:reference", ("rollout",), "reference")
+    pipeline.add_node("fresh", f"{NODES}:proximal", ("rollout",), "proximal")
+    pipeline.add_node("advantage", f"{NODES}:advantage", ("old",), "advantage")
+    pipeline.add_node("train", f"{NODES}:train", ("fresh", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
+def build_without_reference(config: Config) -> Pipeline:
+    """One that trains on a batch without what the reference adds, which only its advantages get."""
+    pipeline = Pipeline("mine").add_node("rollout", f"{NODES}:rollout", role="rollout")
+    pipeline.add_node("old", f"{NODES}:reference", ("rollout",), "reference")
+    pipeline.add_node("log", f"{NODES}:advantage", ("old",), "sink")
+    pipeline.add_node("advantage", f"{NODES}:advantage", ("rollout",), "advantage")
+    pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
 def build_broken(config: Config) -> Pipeline:
     """One with several problems."""
     return build_plain(config).add_node("log", f"{NODES}:rewart", ("rolout",), "sink")
@@ -169,6 +189,24 @@ FILTER = ("algorithm=dapo",)
                 "node 'log': depends on 'rolout', which is not there",
                 "algorithm.kl.coef above 0 needs a node of the role 'reference'",
                 "algorithm.filter.enabled needs a node of the role 'dynamic_sampling'",
+            ],
+        ),
+        (
+            "build_late",
+            ("algorithm.decoupled.enabled=true", "algorithm.kl.coef=0.1"),
+            ["node 'advantage': needs what 'fresh' adds to the batch, and does not come after it"],
+        ),
+        (
+            "build_without_reference",
+            ("algorithm.kl.coef=0.1",),
+            ["node 'train': needs what 'old' adds to the batch, and does not come after it"],
+        ),
+        (
+            "build_without_reference",
+            ("algorithm.kl={coef: 0.1,placement: reward}",),
+            [
+                "node 'advantage': needs what 'old' adds to the batch, and does not come after it",
+                "node 'train': needs what 'old' adds to the batch, and does not come after it",
             ],
         ),
         ("build_twice", (), ["node 'train': pipeline 'mine' has a node 'train' already"]),

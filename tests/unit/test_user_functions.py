@@ -32,7 +32,14 @@ def plain_loss(logprobs: Any, advantages: Any, valid: Any) -> None:
     """A loss without a critic."""
 
 
+def wrapping_loss(*, logprobs: Any, **rest: Any) -> None:
+    """A loss that hands on whatever it gets."""
+
+
 def test_facts_follow_from_the_signature() -> None:
+    handed_on = LOSSES.entry(f"{ME}:wrapping_loss").facts["parameters"]
+    assert {"prox_logprobs", "behavior_weights", "kl_coef", "clip_ratio_dual"} <= set(handed_on)
+    assert set(LOSSES.entry(f"{ME}:plain_loss").facts["parameters"]) == {"logprobs", "advantages", "valid"}
     entry = ADVANTAGES.entry(f"{ME}:with_values")
     assert entry.facts["needs_values"] and not entry.facts["needs_groups"]
     assert entry.description == "An estimator with a critic."

@@ -231,6 +231,23 @@ def decoupled_reaches_the_loss(context: Context) -> Iterator[Finding]:
         )
 
 
+@rule("algorithm.kl", "algorithm.loss_type")
+def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
+    """A loss of the user's adds the KL to the reference."""
+    kl = context.config.algorithm.kl
+    names = facts(context)[1].get("parameters")
+    if not kl.coef or kl.placement != "loss" or names is None:
+        return
+    missing = [name for name in ("ref_logprobs", "kl_coef") if name not in names]
+    if missing:
+        yield Finding(
+            "algorithm.loss_type",
+            f"algorithm.kl.coef is {kl.coef:g}, and the loss has no parameter {' or '.join(missing)} to add a KL with",
+            f"name both in its signature (see {USER_FUNCTIONS}), or set algorithm.kl.placement=reward or kl.coef=0",
+            others=("algorithm.kl.coef", "algorithm.kl.placement"),
+        )
+
+
 @rule("algorithm.sampling")
 def sampling_explores(context: Context) -> Iterator[Finding]:
     """A policy that always takes the most probable action has no gradient."""
@@ -386,6 +403,8 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
         for name, key in keys.items():
             unread = "parameters" in part and name not in part["parameters"]
             yield f"algorithm.{key}", unread, f"your function has no parameter '{name}'"
+    without = "parameters" in loss and "kl_estimator" not in loss["parameters"] and algorithm.kl.placement == "loss"
+    yield "algorithm.kl.estimator", without, "your function has no parameter 'kl_estimator'"
 
 
 ESTIMATOR_KEYS = {name: name for name in ("gamma", "gae_lambda", "reward_type", "bootstrap_type")}
