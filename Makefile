@@ -9,7 +9,7 @@ ARGS ?=
 PYTEST_WORKERS ?= 2
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test lint format warm-start clean
+.PHONY: help setup train test test-megatron lint format warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -23,6 +23,10 @@ train: setup ## train OpenVLA in ManiSkill
 # One thread a process: the workers fill the cores already. All tests of a file stay in one process.
 test: setup ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
+
+test-megatron: setup ## install megatron-core, too, and run its tests
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/megatron $(ARGS)
 
 lint: setup ## style, types, layers, sizes
 	@scripts/lint.sh

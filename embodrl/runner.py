@@ -14,9 +14,16 @@ from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError, PipelineError
-from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.errors import (
+    CheckpointError,
+    ConfigError,
+    ConfigProblem,
+    EnvError,
+    OutputError,
+    PipelineError,
+    WorkerError,
+)
+from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.metrics.console import Console
 from embodrl.metrics.log import RunLog
@@ -37,6 +44,7 @@ from embodrl.run_files import (
     what_is_left,
     write_config,
 )
+from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
@@ -62,8 +70,9 @@ class Runner:
         config: the run.
         run_dir: where everything goes.
         pool: started.
-        policy: on its device.
-        logger: of metrics.
+        policy: on its device; acts.
+        engine: trains, and gives its weights to ``policy``.
+        metrics: where they go.
         console: what the user sees.
         stop: tells that the user wants to leave.
     """
@@ -74,6 +83,7 @@ class Runner:
         run_dir: Path,
         pool: EnvPool,
         policy: VLAPolicy,
+        engine: TrainEngine,
         metrics: MetricsLogger,
         console: Console,
         stop: StopSignal,
@@ -83,19 +93,11 @@ class Runner:
         self.graph = build_graph(config)
         runner, cores = config.runner, num_threads(config)
         self.needs_reference = config.algorithm.kl.coef > 0
-        self.engine = NativeTrainEngine(
-            policy,
-            config.actor,
-            runner.max_iterations,
-            policy.device,
-            cores,
-            keep_reference=self.needs_reference,
-            may_be_stale=runner.max_staleness > 0,
-        )
+        self.engine = engine
         acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
         self.rewards = RewardWorker(config, pool.spec.tasks)
-        self.rollout = make_rollout_source(config, pool, acting, lambda: bool(stop), self.rewards.needs_frames)
-        self.evaluator = Evaluator(config, pool, acting, should_stop=lambda: bool(stop))
+        self.rollout = make_rollout_source(config, pool, acting, self._should_stop, self.rewards.needs_frames)
+        self.evaluator = Evaluator(config, pool, acting, should_stop=self._should_stop)
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
         self.shuffle = torch.Generator().manual_seed(runner.seed)
         self.iteration = 0
@@ -103,6 +105,11 @@ class Runner:
         # The metrics of an iteration that lacks its evaluation, and is not logged yet.
         self.pending: Row | None = dict(ROW_0) if runner.eval_at_start else None
         self.saved = False
+
+    def _should_stop(self) -> bool:
+        """Tell whether the user wants to leave; raise at once if a process of the engine has gone meanwhile."""
+        self.engine.check()
+        return bool(self.stop)
 
     @property
     def finished(self) -> bool:
@@ -333,15 +340,18 @@ def _execute(
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
     pool = make_pool(config, config.env.train.total_num_envs, run_dir / "logs")
     metrics: MetricsLogger | None = None
+    engine: TrainEngine | None = None
     with StopSignal() as stop, console:
         try:
             console.phase("starting simulators")
             pool.start_async()
-            policy = build_policy(config if checkpoint is None else _without_lost_warm_start(config))
+            weights_from = config if checkpoint is None else _without_lost_warm_start(config)
+            policy = build_policy(weights_from)
+            engine = make_train_engine(weights_from, policy, run_dir / "logs")
             metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
             console.restore(read_metrics(metrics.path))
             pool.wait_started()
-            runner = Runner(config, run_dir, pool, policy, metrics, console, stop)
+            runner = Runner(config, run_dir, pool, policy, engine, metrics, console, stop)
             preflight(run_dir, (config.runner.keep_last_n + 1) * runner.engine.state_num_bytes())
             if checkpoint is not None:
                 console.message(f"resuming from {checkpoint.path}")
@@ -352,10 +362,12 @@ def _execute(
                 code = runner.run()
             finally:
                 runner.rollout.close()
-        except EnvError as error:
+        except (EnvError, WorkerError) as error:
             raise type(error)(error.message, f"{error.remedy}; then {how_to_go_on(run_dir)}") from error
         finally:
             pool.close()
+            if engine is not None:
+                engine.close()
             if metrics is not None:
                 metrics.close()
         if runner.finished:

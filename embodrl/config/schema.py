@@ -220,10 +220,41 @@ class OptimConfig(Section):
     )
 
 
+class FsdpConfig(Section):
+    """How the backend fsdp holds weights."""
+
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="give up the gathered weights of a block after its forward pass, and gather them again",
+    )
+    gather_dtype: Literal["same", "bf16"] = Field(
+        default="same", description="of gathered weights; bf16 halves what is sent, and rounds the residual stream"
+    )
+    reduce_every_micro_batch: bool = Field(
+        default=False, description="sum gradients after every micro-batch: less memory, more is sent"
+    )
+    cpu_offload: bool = Field(
+        default=False, description="keep weights, gradients and optimizer state of GPUs in main memory"
+    )
+
+
 class ActorConfig(Section):
     """The trainer."""
 
-    training_backend: Literal["native"] = Field(default="native", description="native: one process, CPU or one GPU")
+    training_backend: Literal["native", "fsdp", "megatron"] = Field(
+        default="native",
+        description="native: one process, CPU or one GPU; fsdp: a process a device, parts of the weights; megatron:"
+        " likewise, OpenVLA's language model by megatron-core",
+    )
+    own_process: bool | None = Field(
+        default=None,
+        description="train in processes of their own; null: where the backend needs them, or other devices than the"
+        " rollout's",
+    )
+    tensor_parallel_size: PositiveInt = Field(
+        default=1, description="processes that share each layer of the language model; the others take other chunks"
+    )
+    fsdp: FsdpConfig = Field(default=FsdpConfig(), description="how the backend fsdp holds weights")
     global_batch_size: PositiveInt = Field(default=160, description="chunks an optimizer step")
     micro_batch_size: PositiveInt = Field(
         default=80, description="chunks a forward and backward pass; divides global_batch_size"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from embodrl.algorithms.advantages import Advantages
-from embodrl.algorithms.losses import LossOutput
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
@@ -101,31 +100,6 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def forward_backward(
-        self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add the gradients of a minibatch, micro-batch by micro-batch.
-
-        Args:
-            minibatch: flat; its rows are chunks.
-            loss_fn: loss of a micro-batch; those of a minibatch must add up to its loss.
-
-        Returns:
-            the loss and metrics, summed over the micro-batches; of metrics named ``..._max`` the largest.
-        """
-
-    @abstractmethod
-    def optimizer_step(self, loss: Tensor) -> StepResult:
-        """Clip the gradients, update the weights unless something is not finite, and clear the gradients.
-
-        Args:
-            loss: scalar; not finite means no update.
-
-        Raises:
-            NonFiniteError: the last steps were all not finite.
-        """
-
-    @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors of the policy, without copies."""
 
@@ -144,3 +118,13 @@ class TrainEngine(ABC):
     @abstractmethod
     def state_num_bytes(self) -> int:
         """Return about how many bytes ``state_dict`` takes once every weight has been trained."""
+
+    def check(self) -> None:  # noqa: B027 - most have nothing that could be gone
+        """Raise if a process that the engine needs has gone.
+
+        Raises:
+            WorkerDied: with its rank and its last output.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """End the processes that the engine started."""

@@ -109,7 +109,8 @@ def batches(config: Config, placement: Placement) -> Batches:
     train, actor, chunk = config.env.train, config.actor, config.model.num_action_chunks
     rollouts, actors = len(placement.of("rollout")), len(placement.of("actor"))
     simulators, chunks = len(placement.of("env")), chunks_of(config)
-    stages, share = config.rollout.pipeline_stages, actor.global_batch_size // actors
+    stages = config.rollout.pipeline_stages
+    share = actor.global_batch_size // max(1, actors // actor.tensor_parallel_size)
     return Batches(
         environments=train.total_num_envs,
         environments_per_simulator=train.total_num_envs // simulators,

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import torch
 
+from embodrl.config.rules.actor import has_own_process
+from embodrl.config.rules.cluster import gpus_per_node
 from embodrl.config.schema import Config
+from embodrl.hybrid_engines.sharding import blocks_of
+from embodrl.models.base import VLAPolicy
 from embodrl.models.memory import TrainingMemory, estimate, token_counts
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import kv_cache_bytes, recorded_bytes
@@ -28,8 +32,9 @@ PYTHON_BYTES = 420 * MIB
 HEADROOM = 0.9
 
 ESTIMATED_BY = {
-    "weights": "counted: parameters and buffers, and a copy in the type of autocast",
-    "gradients": "counted: one for every trained parameter, in its type",
+    "weights": "counted: parameters and buffers, and a copy in the type of autocast; of fsdp the part of a process and"
+    " what is gathered at a time",
+    "gradients": "counted: one for every trained parameter, in its type; of fsdp whole while micro-batches add up",
     "optimizer": "counted: AdamW's two moments of every trained parameter",
     "reference": "counted: a copy of the trained parameters where algorithm.kl.coef is above 0",
     "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
@@ -99,6 +104,8 @@ class ModelFigures:
         plain: of the weights without copies.
         kv_cache: of one rollout process.
         recorded: of one chunk of one environment.
+        gathered: of the weights that a process of fsdp has whole at a time, beside its part, and one of megatron
+            always.
     """
 
     training: TrainingMemory
@@ -106,6 +113,7 @@ class ModelFigures:
     plain: int
     kv_cache: int
     recorded: int
+    gathered: int = 0
 
 
 def chunks_of(config: Config) -> int:
@@ -145,7 +153,22 @@ def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigur
     height, width = cameras[0].height, cameras[0].width
     recorded = recorded_bytes(policy, len(cameras), height, width)
     cache = kv_cache_bytes(policy, rows, len(cameras), itemsize)
-    return ModelFigures(training, training.gradients, plain, cache, recorded)
+    backend = config.actor.training_backend
+    gathered = gathered_bytes(policy) if backend == "fsdp" else uncut_bytes(policy) if backend == "megatron" else 0
+    return ModelFigures(training, training.gradients, plain, cache, recorded, gathered)
+
+
+def gathered_bytes(policy: VLAPolicy) -> int:
+    """Return the bytes of what belongs to no block, and of two blocks: one computes while the next is gathered."""
+    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks_of(policy)]
+    total = sum(p.numel() * p.element_size() for p in policy.parameters())
+    return total - sum(sizes) + 2 * max(sizes, default=0)
+
+
+def uncut_bytes(policy: VLAPolicy) -> int:
+    """Return the bytes of what tensor parallelism leaves whole: all but the language model."""
+    cut = sum(p.numel() * p.element_size() for p in policy.parts()["language"].parameters())
+    return sum(p.numel() * p.element_size() for p in policy.parameters()) - cut
 
 
 def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
@@ -168,7 +191,7 @@ def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
         figures = model_figures(config, bool(actors[0].devices), len(rollouts))
         _add_model(config, actors, rollouts, figures, add)
     for place in (*actors, *rollouts):
-        if place.component == "actor" or not _shared(actors, place):
+        if place.component == "actor" or not _shared(config, actors, place):
             add((place.node, HOST), "program", PYTHON_BYTES)
     simulators = placement.of("env")
     if config.env.env_type == "maniskill":
@@ -192,34 +215,70 @@ def _add_model(
     add: object,
 ) -> None:
     assert callable(add)
-    training = figures.training
     for place in actors:
-        parts = {
-            "weights": training.weights,
-            "gradients": training.gradients,
-            "optimizer": training.optimizer,
-            "reference": figures.trained if config.algorithm.kl.coef > 0 else 0,
-            "activations": training.activations,
-        }
+        parts = _of_actor(config, figures, len(actors))
         for where in _memories(place):
             for component, num_bytes in parts.items():
                 add(where, component, num_bytes // len(_memories(place)))
     record = figures.recorded * chunks_of(config) // len(rollouts)
     for place in rollouts:
-        weights = 0 if _shared(actors, place) else figures.plain
+        weights = 0 if _shared(config, actors, place) else figures.plain
         for where in _memories(place):
             add(where, "rollout weights", weights // len(_memories(place)))
             add(where, "KV cache", figures.kv_cache // len(_memories(place)))
         add((place.node, HOST), "trajectory buffer", record)
 
 
+def _of_actor(config: Config, figures: ModelFigures, num_actors: int) -> dict[str, int]:
+    """Return the bytes of one actor process by component."""
+    training, actor = figures.training, config.actor
+    reference = figures.trained if config.algorithm.kl.coef > 0 else 0
+    if actor.training_backend == "native":
+        return {
+            "weights": training.weights,
+            "gradients": training.gradients,
+            "optimizer": training.optimizer,
+            "reference": reference,
+            "activations": training.activations,
+        }
+    if actor.training_backend == "megatron":
+        return _of_megatron(config, figures, num_actors, reference)
+    cut, layers = num_actors, actor.tensor_parallel_size
+    share = actor.global_batch_size // max(1, num_actors // layers)
+    # While gradients of several micro-batches add up, they are whole.
+    adds_up = share > actor.micro_batch_size and not actor.fsdp.reduce_every_micro_batch
+    return {
+        "weights": training.weights // cut + figures.gathered // layers,
+        "gradients": training.gradients // (layers if adds_up else cut),
+        "optimizer": training.optimizer // cut,
+        "reference": reference // cut,
+        "activations": training.activations,
+    }
+
+
+def _of_megatron(config: Config, figures: ModelFigures, num_actors: int, reference: int) -> dict[str, int]:
+    training, layers = figures.training, config.actor.tensor_parallel_size
+    # The part of all weights that a process has; of what trains, about the same.
+    part = figures.gathered / figures.plain + (1 - figures.gathered / figures.plain) / layers
+    shares = num_actors // layers if gpus_per_node(config.cluster) else 1
+    return {
+        "weights": int(training.weights * part),
+        "gradients": int(training.gradients * part),
+        "optimizer": int(training.optimizer * part) // max(1, shares),
+        "reference": int(reference * part),
+        "activations": training.activations,
+    }
+
+
 def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
     return [(place.node, device) for device in place.devices] or [(place.node, HOST)]
 
 
-def _shared(actors: tuple[ProcessPlace, ...], rollout: ProcessPlace) -> bool:
+def _shared(config: Config, actors: tuple[ProcessPlace, ...], rollout: ProcessPlace) -> bool:
     """Tell whether a rollout acts with the weights of an actor process: same machine and devices, same rank."""
-    return any((a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in actors)
+    return not has_own_process(config) and any(
+        (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in actors
+    )
 
 
 def _available(config: Config, placement: Placement, node: int, device: int) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from embodrl.config.rules.cluster import place_all
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
@@ -52,6 +53,8 @@ def check_memory(config: Config) -> None:
         model, micro_batch_size=config.actor.micro_batch_size, param_dtype=param_dtype(config)
     )
     needed = estimate.weights + estimate.gradients + estimate.optimizer
+    if device.type == "cuda" and config.actor.training_backend != "native":
+        needed //= len(place_all(config)["actor"])
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
     if needed > room:
         raise EmbodrlError(
@@ -73,9 +76,16 @@ def num_threads(config: Config) -> int:
     return config.cluster.num_threads or cores
 
 
-def configure_torch(config: Config) -> torch.device:
-    """Set threads and seeds; return the device of the policy."""
+def configure_torch(config: Config, acts: bool = True) -> torch.device:
+    """Set device, threads and seeds; return the device of the policy.
+
+    Args:
+        config: the run.
+        acts: this process rolls out; a training process sees its own device only.
+    """
     device = resolve_device(config)
+    if acts and device.type == "cuda":
+        torch.cuda.set_device(place_all(config)["rollout"][0].devices[0])
     # The engines give whole batches to threads; torch must not split operations as well.
     torch.set_num_threads(1 if device.type == "cpu" else num_threads(config))
     torch.manual_seed(config.runner.seed)

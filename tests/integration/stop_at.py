@@ -1,8 +1,9 @@
 """An extension that sends this process a signal at a chosen point of its work, so that no test depends on timing.
 
 ``STOP_AT=act:3:SIGINT`` interrupts the third call of the function called ``act`` in POINTS; several are separated by
-commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and waits until it is dead. The process ids of
-the children at that moment go to the file ``STOP_AT_CHILDREN``.
+commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and waits until it is dead; with
+``fsdp_step:6:SIGKILL:rank_1`` only the training process of that rank takes the signal. The process ids of the children
+at that moment go to the file ``STOP_AT_CHILDREN``.
 """
 
 import os
@@ -16,6 +17,7 @@ POINTS = {
     "act": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act",
     "act_greedily": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act_greedily",
     "optimizer_step": "embodrl.hybrid_engines.native:NativeTrainEngine.optimizer_step",
+    "fsdp_step": "embodrl.hybrid_engines.fsdp:FsdpTrainEngine.optimizer_step",
     "write_file": "embodrl.checkpoint:_write_file",
     "sync_directory": "embodrl.checkpoint:_sync_directory",
     "log": "embodrl.metrics.sinks:MetricsLogger.log",
@@ -43,7 +45,7 @@ def install(point, wanted, number, whom):
     def replacement(*args, **kwargs):
         nonlocal calls
         calls += 1
-        if calls == wanted:
+        if calls == wanted and whom in ("", "simulator", f"rank_{os.environ.get('RANK')}"):
             children = [child.pid for child in psutil.Process().children(recursive=True)]
             Path(os.environ["STOP_AT_CHILDREN"]).write_text("\n".join(map(str, children)))
             if whom == "simulator":
@@ -58,7 +60,7 @@ def install(point, wanted, number, whom):
     setattr(owner, name, replacement)
 
 
-if os.environ.get("STOP_AT") and "embodrl.envs.worker_main" not in sys.modules:
+if os.environ.get("STOP_AT") and Path(sys.argv[0]).name != "bootstrap.py":  # which starts simulators
     for order in os.environ["STOP_AT"].split(","):
         point, wanted, number, *whom = order.split(":")
         install(point, int(wanted), signal.Signals[number], "".join(whom))

@@ -415,7 +415,7 @@ RULES = [
         "actor and rollout apart",
         "cluster.component_placement",
         "actor,rollout: 0",
-        ("cluster.component_placement={actor:0,rollout:1,env:all}", "cluster.device=cuda"),
+        ("cluster.component_placement={actor:0,rollout:1,env:all}", "cluster.device=cuda", "actor.own_process=false"),
     ),
     Wrong("run name that escapes", "runner.name", "runner.name=escaped", ("runner.name=../escaped",)),
     Wrong("run name with blanks", "runner.name", "my-run", ("runner.name='my run'",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from embodrl.config.nodes import Node
 from embodrl.config.rules import (
+    actor,
     algorithm,
     cluster,
     env,
@@ -24,6 +25,7 @@ __all__ = [
     "NOTES",
     "RULES",
     "Rule",
+    "actor",
     "algorithm",
     "cluster",
     "env",

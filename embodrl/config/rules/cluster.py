@@ -201,18 +201,18 @@ def native_is_one_process(config: Config, found: dict[str, list[Process]]) -> It
             message += f" '{backend}' is 1 process on 1 device"
             yield Finding(KEY, message, f"place {name} on 0, or on all", "all, or one device", others=(key,))
     actor, rollout = found.get("actor", []), found.get("rollout", [])
-    if not (is_single(config, "rollout") and len(actor) == len(rollout) == 1):
+    if config.actor.own_process is not False or not (is_single(config, "rollout") and len(actor) == len(rollout) == 1):
         return
     where = [(p.node, p.devices) for p in (actor[0], rollout[0])]
     if where[0] != where[1]:
         at = [f"{p.component} on {_name(p)}" for p in (actor[0], rollout[0])]
         yield Finding(
             KEY,
-            f"{' and '.join(at)}: rollout.backend '{config.rollout.backend}' acts with the weights of the actor, in"
-            " its process",
-            "write 'actor,rollout: 0'",
+            f"{' and '.join(at)}: with actor.own_process=false, rollout.backend '{config.rollout.backend}' acts with"
+            " the weights of the actor, in its process",
+            "write 'actor,rollout: 0', or leave actor.own_process out",
             "the same device for both",
-            others=("rollout.backend",),
+            others=("rollout.backend", "actor.own_process"),
         )
 
 
@@ -236,11 +236,13 @@ def shares_are_even(config: Config, found: dict[str, list[Process]]) -> Iterator
             others=(KEY, "rollout.pipeline_stages"),
         )
     actor = config.actor
-    share = actor.global_batch_size // max(actors, 1)
+    # Processes that share layers take the same chunks.
+    actors = max(1, actors // actor.tensor_parallel_size)
+    share = actor.global_batch_size // actors
     if actors > 1 and actor.global_batch_size % actors:
         yield Finding(
             "actor.global_batch_size",
-            f"{actor.global_batch_size} chunks over {actors} actor processes:"
+            f"{actor.global_batch_size} chunks over {actors} actor processes with chunks of their own:"
             f" {actor.global_batch_size} / {actors} leaves {actor.global_batch_size % actors}",
             f"set it to {multiples(actor.global_batch_size, actors * actor.micro_batch_size)}",
             f"a multiple of {actors} x {actor.micro_batch_size} = {actors * actor.micro_batch_size}",

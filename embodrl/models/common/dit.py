@@ -147,6 +147,10 @@ class DitBlock(nn.Module):
         self.attn1 = CrossAttention(spec, context_width)
         self.ff = FeedForward(spec.width)
 
+    def keys_values(self, context: Tensor) -> KeyValue:
+        """Return the keys and values of a context ``[B,S,C]``."""
+        return self.attn1.key_value(context)
+
     def forward(self, x: Tensor, time: Tensor, known: KeyValue | None, mask: Tensor | None) -> Tensor:
         """``[B,L,D]`` to ``[B,L,D]``; attends to ``known``, or to ``x`` where that is None."""
         normed = self.norm1(x, time)
@@ -177,7 +181,7 @@ class DiffusionTransformer(nn.Module):
     def key_values(self, context: Tensor) -> list[KeyValue | None]:
         """Return, for each block, the keys and values of a context ``[B,S,C]``: they serve every denoising step."""
         blocks = cast("Iterable[DitBlock]", self.transformer_blocks)
-        return [None if i % 2 else block.attn1.key_value(context) for i, block in enumerate(blocks)]
+        return [None if i % 2 else block.keys_values(context) for i, block in enumerate(blocks)]
 
     def forward(self, x: Tensor, bucket: Tensor, known: list[KeyValue | None], mask: Tensor | None) -> Tensor:
         """Return ``[B,L,O]``.

@@ -69,9 +69,14 @@ class OpenVLAPolicy(TokenPolicy):
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """See TokenPolicy; each token is fed the ones before it (teacher forcing)."""
+        hidden, features = self.action_states(inputs)
+        return self.model.action_logits(hidden), features
+
+    def action_states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the hidden states ``[B,C*A,D]`` that action tokens are predicted from, and what the value is."""
         prefix, prefix_mask = self._prefix(inputs)
         known = self.model.language_model.model.embed_tokens(inputs["action_tokens"].flatten(1)[:, :-1])
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, known.shape[1]), value=1)
         hidden = self.model.hidden_states(torch.cat([prefix, known.to(prefix.dtype)], dim=1), mask)
         length = prefix.shape[1]
-        return self.model.action_logits(hidden[:, length - 1 :]), self._features(hidden[:, :length], prefix_mask)
+        return hidden[:, length - 1 :], self._features(hidden[:, :length], prefix_mask)

@@ -1,0 +1,155 @@
+"""Training backends and their processes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from embodrl.config.placement import PlacementError, Process
+from embodrl.config.rules.base import Context, Finding, divisors, note, rule
+from embodrl.config.rules.cluster import KEY, gpus_per_node, place_all
+from embodrl.config.schema import Config
+
+BACKEND = "actor.training_backend"
+
+
+def has_own_process(config: Config) -> bool:
+    """Tell whether a valid configuration trains in other processes than the one that acts."""
+    if config.actor.training_backend != "native" or config.actor.own_process is not None:
+        return config.actor.training_backend != "native" or bool(config.actor.own_process)
+    places = place_all(config)
+    actor, rollout = (devices_of(places[name]) for name in ("actor", "rollout"))
+    return actor != rollout
+
+
+def devices_of(processes: list[Process]) -> set[tuple[int, tuple[int, ...]]]:
+    """Return the machines and devices of a component."""
+    return {(process.node, process.devices) for process in processes}
+
+
+@rule(BACKEND, "actor.own_process")
+def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
+    """The processes of fsdp and megatron hold parts of the weights, which nobody can act with."""
+    actor = context.config.actor
+    if actor.training_backend != "native" and actor.own_process is False:
+        yield Finding(
+            "actor.own_process",
+            f"is false, and the processes of {actor.training_backend} hold parts of the weights, which nobody can act"
+            " with",
+            "leave it out, or set actor=native",
+            "null, true",
+            others=(BACKEND,),
+        )
+
+
+@rule(BACKEND, KEY, "cluster", "env.num_processes", "rollout.backend")
+def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
+    """A process of fsdp or megatron has one GPU of its own; NCCL refuses two processes on one."""
+    backend = context.config.actor.training_backend
+    if backend == "native":
+        return
+    try:
+        processes = place_all(context.config)["actor"]
+    except (PlacementError, KeyError):
+        return  # told by others
+    several = next((p for p in processes if len(p.devices) > 1), None)
+    if several is not None:
+        message = f"process {several.rank} of the actor gets {len(several.devices)} GPUs, and one of {backend} uses one"
+        yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
+    used = [(p.node, device) for p in processes for device in p.devices]
+    twice = next((gpu for gpu in used if used.count(gpu) > 1), None)
+    if twice is not None:
+        message = f"{used.count(twice)} processes of the actor share GPU {twice[1]}, and NCCL refuses that"
+        yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
+
+
+@rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model.trainable", "env.num_processes", "rollout.backend")
+def layers_can_be_cut(context: Context) -> Iterator[Finding]:
+    """Tensor parallelism needs fsdp or megatron, a number of processes that it divides, and no adapters."""
+    actor, key = context.config.actor, "actor.tensor_parallel_size"
+    size = actor.tensor_parallel_size
+    if size == 1:
+        return
+    if actor.training_backend == "native":
+        message = f"is {size}, and the backend '{actor.training_backend}' does not cut layers"
+        remedy = "set actor=fsdp or actor=megatron, or leave it at 1"
+        yield Finding(key, message, remedy, "1", others=(BACKEND,))
+        return
+    if context.config.model.trainable == "lora" and actor.training_backend == "fsdp":
+        message = f"is {size}, and layers with low-rank adapters can't be cut"
+        yield Finding(
+            key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",)
+        )
+    try:
+        count = len(place_all(context.config)["actor"])
+    except (PlacementError, KeyError):
+        return
+    if count % size:
+        message = f"{count} actor process(es) / {size} leaves {count % size}"
+        remedy = f"set it to {divisors(count, size)}"
+        if gpus_per_node(context.config.cluster) == 0:
+            remedy += f", or place {size} processes on the CPU: {KEY}={{actor:'0:0-{size - 1}',rollout:0,env:0}}"
+        yield Finding(key, message, remedy, f"a divisor of {count}", others=(KEY,))
+
+
+@rule(BACKEND, "model.model_type", "model.trainable")
+def megatron_can_train(context: Context) -> Iterator[Finding]:
+    """The backend megatron has the layers of OpenVLA, without adapters, and its package is an extra."""
+    model, allowed = context.config.model, "native, fsdp"
+    if context.config.actor.training_backend != "megatron":
+        return
+    if model.model_type != "openvla":
+        message = f"'megatron' trains openvla, and model.model_type is '{model.model_type}'"
+        yield Finding(BACKEND, message, "set actor=fsdp, or model=openvla", allowed, others=("model.model_type",))
+    elif model.trainable == "lora":
+        message = "'megatron' has no low-rank adapters, and model.trainable is 'lora'"
+        yield Finding(BACKEND, message, "set actor=fsdp, or model.trainable=all", allowed, others=("model.trainable",))
+    elif not context.planning and not has_megatron():
+        message = "'megatron' needs the package megatron-core, which is not installed"
+        yield Finding(BACKEND, message, "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp", allowed)
+
+
+def has_megatron() -> bool:
+    """Tell whether megatron-core is installed, without importing it."""
+    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+
+
+@rule(BACKEND, "actor.tensor_parallel_size", "model")
+def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
+    """Heads and MLP units of a model without a checkpoint can be shared out; a checkpoint's are looked at later."""
+    actor, model = context.config.actor, context.config.model
+    if actor.training_backend != "megatron" or model.model_type != "openvla" or model.model_path is not None:
+        return
+    size = actor.tensor_parallel_size
+    for name in ("num_attention_heads", "intermediate_size"):
+        number = getattr(model.architecture, name)
+        if number % size:
+            yield Finding(
+                "actor.tensor_parallel_size",
+                f"is {size}, and model.architecture.{name} = {number}: {number} / {size} leaves {number % size}",
+                f"set it to {divisors(number, size)}",
+                f"a divisor of {number}",
+                others=(f"model.architecture.{name}",),
+            )
+
+
+@rule("actor.fsdp.cpu_offload", "cluster")
+def offload_needs_a_gpu(context: Context) -> Iterator[Finding]:
+    """On a CPU there is nothing to offload from."""
+    if context.config.actor.fsdp.cpu_offload and gpus_per_node(context.config.cluster) == 0:
+        yield Finding(
+            "actor.fsdp.cpu_offload",
+            "is true, and weights that train on a CPU are in main memory already",
+            "set it to false",
+            "false",
+            others=("cluster.device",),
+        )
+
+
+@note("actor.fsdp", BACKEND)
+def fsdp_settings_need_fsdp(context: Context) -> Iterator[Finding]:
+    """Settings of fsdp do nothing elsewhere."""
+    backend = context.config.actor.training_backend
+    for name in type(context.config.actor.fsdp).model_fields:
+        if backend != "fsdp" and context.by_user(f"actor.fsdp.{name}"):
+            yield Finding(f"actor.fsdp.{name}", f"has no effect: {BACKEND} is {backend}", "set actor=fsdp")

@@ -1,0 +1,290 @@
+"""Training in processes of its own: the worker, and the engine that the training loop sees."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from embodrl.algorithms.advantages import Advantages
+from embodrl.config.rules.actor import has_own_process
+from embodrl.config.schema import AlgorithmConfig, Config
+from embodrl.data.rng import generator_state, restore_generator
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import WorkerError
+from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.hybrid_engines.engine_state import StateShapes, check_fit
+from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
+from embodrl.hybrid_engines.megatron.core import start
+from embodrl.hybrid_engines.megatron.engine import MegatronTrainEngine
+from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.hybrid_engines.policy_engine import VALUE_GROUP, PolicyTrainEngine
+from embodrl.hybrid_engines.sharding import DP, TP
+from embodrl.models.base import VLAPolicy
+from embodrl.models.openvla.policy import OpenVLAPolicy
+from embodrl.scheduler.group import WorkerGroup
+from embodrl.scheduler.placement import ProcessPlace, solve
+from embodrl.scheduler.worker import Worker, dispatch
+from embodrl.workers.policy import build_policy, configure_torch, num_threads
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = 256 << 20
+"""Of tensors on their way between the training processes and the driver at a time."""
+START_TIMEOUT_S = 3600.0
+"""A process reads a whole checkpoint; one that dies meanwhile is told at once."""
+
+
+def make_train_engine(config: Config, policy: VLAPolicy, log_dir: Path | None = None) -> TrainEngine:
+    """Return what ``actor.training_backend`` and the placement ask for.
+
+    Args:
+        config: the run.
+        policy: on its device; what acts. It always has the weights of the engine's version.
+        log_dir: where the output of further processes goes.
+
+    Raises:
+        WorkerError: a training process could not be brought up.
+    """
+    if has_own_process(config):
+        return GroupTrainEngine(config, policy, log_dir)
+    return _native_engine(config, policy, num_threads(config))
+
+
+def _native_engine(config: Config, policy: VLAPolicy, cores: int) -> NativeTrainEngine:
+    return NativeTrainEngine(
+        policy,
+        config.actor,
+        config.runner.max_iterations,
+        policy.device,
+        cores,
+        keep_reference=config.algorithm.kl.coef > 0,
+        may_be_stale=config.runner.max_staleness > 0,
+    )
+
+
+def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> PolicyTrainEngine:
+    settings: dict[str, Any] = {
+        "config": config.actor,
+        "total_iterations": config.runner.max_iterations,
+        "mesh": mesh,
+        "keep_reference": config.algorithm.kl.coef > 0,
+        "may_be_stale": config.runner.max_staleness > 0,
+    }
+    if config.actor.training_backend == "fsdp":
+        return FsdpTrainEngine(policy, **settings)
+    assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
+    start(config.actor.tensor_parallel_size)
+    return MegatronTrainEngine(policy, config.model, **settings)
+
+
+class ActorWorker(Worker):
+    """A training process: one of those that share a model (fsdp, megatron), or the only one (native).
+
+    Args:
+        config: the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        for module in config.extensions:
+            importlib.import_module(module)
+        device = configure_torch(config, acts=False)
+        cores = max(1, num_threads(config) // self.world_size)
+        policy = build_policy(config)
+        if config.actor.training_backend == "native":
+            self.engine: PolicyTrainEngine = _native_engine(config, policy, cores)
+            return
+        torch.set_num_threads(cores)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, init_method=self.context.rendezvous, rank=self.rank, world_size=self.world_size
+        )
+        size = config.actor.tensor_parallel_size
+        mesh = init_device_mesh(device.type, (self.world_size // size, size), mesh_dim_names=(DP, TP))
+        self.engine = _engine_of_group(config, policy, mesh)
+
+    @dispatch("one_to_all")
+    def update(
+        self, batch: TrajectoryBatch, advantages: dict[str, Tensor], algorithm: str, generator: str
+    ) -> tuple[dict[str, float], str, dict[str, Any]]:
+        """Train on a rollout; return the metrics, the state of the generator, and the counters."""
+        shuffle = torch.Generator()
+        restore_generator(shuffle, generator)
+        settings = AlgorithmConfig.model_validate_json(algorithm)
+        metrics = self.engine.update(batch, Advantages(**advantages), settings, shuffle)
+        return metrics, generator_state(shuffle), self.engine.counters()
+
+    @dispatch("one_to_all")
+    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:
+        """See ``TrainEngine``; from rank 0 alone."""
+        found = self.engine.reference_logprobs(batch, AlgorithmConfig.model_validate_json(algorithm))
+        return found if self.rank == 0 else None
+
+    @dispatch("one_to_all")
+    def proximal(self, batch: TrajectoryBatch, algorithm: str) -> tuple[Tensor, Tensor | None] | None:
+        """See ``TrainEngine``; from rank 0 alone."""
+        found = self.engine.proximal(batch, AlgorithmConfig.model_validate_json(algorithm))
+        return found if self.rank == 0 else None
+
+    @dispatch("one_to_all")
+    def inventory(self) -> dict[str, dict[str, int]]:
+        """See ``PolicyTrainEngine``."""
+        return self.engine.inventory()
+
+    @dispatch("one_to_all")
+    def gather(self, section: str, names: list[str]) -> dict[str, Tensor] | None:
+        """Return whole tensors of the state, from rank 0 alone."""
+        found = self.engine.gather(section, names)
+        return found if self.rank == 0 else None
+
+    @dispatch("one_to_all")
+    def begin_load(self) -> None:
+        """See ``PolicyTrainEngine``."""
+        self.engine.begin_load()
+
+    @dispatch("one_to_all")
+    def put(self, section: str, tensors: dict[str, Tensor]) -> None:
+        """See ``PolicyTrainEngine``."""
+        self.engine.put(section, tensors)
+
+    @dispatch("one_to_all")
+    def set_counters(self, state: dict[str, Any]) -> None:
+        """See ``PolicyTrainEngine``."""
+        self.engine.set_counters(state)
+
+    @dispatch("one_to_all")
+    def process_id(self) -> int:
+        """Return the id of this process."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class GroupTrainEngine(TrainEngine):
+    """Trains in the processes of the placement's actor; the driver's policy gets the new weights with every update.
+
+    Args:
+        config: the run.
+        policy: on its device, as ``build_policy`` made it; acts in this process.
+        log_dir: where the output of the processes goes.
+        places: of the processes; None takes the placement of the configuration.
+
+    Raises:
+        WorkerError: a process could not be brought up; none is left.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: VLAPolicy,
+        log_dir: Path | None = None,
+        places: tuple[ProcessPlace, ...] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.version = 0
+        self._counters: dict[str, Any] = {"version": 0, "nonfinite_in_row": 0}
+        groups = policy.trainable_groups()
+        trained = {id(p): name for name, group in groups.items() for p in group}
+        parameters = dict(policy.named_parameters())
+        self._trained = {name: p for name, p in parameters.items() if id(p) in trained}
+        kept = config.algorithm.kl.coef > 0
+        reference = {name: p for name, p in self._trained.items() if kept and trained[id(p)] != VALUE_GROUP}
+        self._shapes = StateShapes.of(policy, self._trained, reference)
+        places = solve(config).of("actor") if places is None else places
+        logger.info("%d training process(es), %s", len(places), config.actor.training_backend)
+        self.group = WorkerGroup(ActorWorker, "actor", config=config)
+        self.group.launch(places, "process", log_dir=log_dir, timeout_s=START_TIMEOUT_S)
+
+    def update(
+        self, batch: TrajectoryBatch, advantages: Advantages, algorithm: AlgorithmConfig, generator: torch.Generator
+    ) -> dict[str, float]:
+        columns = {"advantages": advantages.advantages, "returns": advantages.returns, "valid": advantages.valid}
+        results = self._call("update", batch, columns, algorithm.model_dump_json(), generator_state(generator))
+        metrics, shuffled, counters = results[0]
+        restore_generator(generator, shuffled)
+        names = {name: p.numel() * p.element_size() for name, p in self._trained.items()}
+        with torch.no_grad():
+            for name, tensor in self._stream("policy", names):
+                self._trained[name].copy_(tensor)
+        self._counters, self.version = counters, counters["version"]
+        return metrics
+
+    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        return self._call("reference_logprobs", batch, algorithm.model_dump_json())[0]
+
+    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
+        return self._call("proximal", batch, algorithm.model_dump_json())[0]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.policy.state_dict().items()
+
+    def state_dict(self) -> EngineState:
+        """Return weights, optimizer state and counters; all but the weights are copies."""
+        inventory = self._call("inventory")[0]
+        tensors = {s: dict(self._stream(s, names)) for s, names in inventory.items() if s != "policy"}
+        return EngineState({"policy": dict(self.policy.state_dict()), **tensors}, dict(self._counters))
+
+    def load_state_dict(self, saved: EngineState) -> None:
+        check_fit(saved.tensors, self._shapes)
+        mine = self.policy.state_dict()
+        self._call("begin_load")
+        for section, tensors in saved.tensors.items():
+            for names in _buckets({name: t.numel() * t.element_size() for name, t in tensors.items()}):
+                self._call("put", section, {name: tensors[name] for name in names})
+        with torch.no_grad():
+            for name, tensor in saved.tensors["policy"].items():
+                mine[name].copy_(tensor)
+        self._counters = dict(saved.state)
+        self._call("set_counters", self._counters)
+        self.version = int(saved.state["version"])
+
+    def state_num_bytes(self) -> int:
+        return self._shapes.num_bytes
+
+    def check(self) -> None:
+        self.group.check()
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _stream(self, section: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors; one bucket of them is on its way at a time."""
+        for names in _buckets(sizes):
+            yield from self._call("gather", section, names)[0].items()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Return what the processes return; without one of them the others would wait for ever, so all end.
+
+        Raises:
+            WorkerError: one died or raised.
+        """
+        self.group.check()
+        try:
+            return self.group.call(method, *args).result()
+        except WorkerError:
+            self.group.kill()
+            raise
+
+
+def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield names in order, about ``BUCKET_BYTES`` at a time."""
+    bucket, filled = list[str](), 0
+    for name, size in sizes.items():
+        if bucket and filled + size > BUCKET_BYTES:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(name)
+        filled += size
+    if bucket:
+        yield bucket

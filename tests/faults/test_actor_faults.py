@@ -1,0 +1,46 @@
+"""A training process that dies: told with its rank before and within calls, and nobody is left."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+
+import pytest
+import torch
+from tiny_training import tiny_rollout, training_config
+
+from embodrl.algorithms.advantages import compute_advantages
+from embodrl.errors import WorkerDied
+from embodrl.scheduler.placement import ProcessPlace
+from embodrl.workers.actor import GroupTrainEngine
+from embodrl.workers.policy import build_policy, configure_torch
+
+SOON_S = 120.0
+
+
+def test_a_dead_training_process_ends_all_and_is_told() -> None:
+    config = training_config(actor={"training_backend": "fsdp"})
+    configure_torch(config)
+    policy = build_policy(config)
+    engine = GroupTrainEngine(config, policy, places=(ProcessPlace("actor", 0), ProcessPlace("actor", 1)))
+    try:
+        pids = engine.group.process_id().result(SOON_S)
+        descriptors = [os.pidfd_open(pid) for pid in pids]
+        os.kill(pids[1], signal.SIGKILL)
+        batch = tiny_rollout("openvla", policy, config, 0)
+        advantages = compute_advantages(batch, config.algorithm)
+        # Rank 0 would wait for rank 1 for ever.
+        with pytest.raises(WorkerDied, match=r"actor\[1\] was killed by SIGKILL") as caught:
+            engine.update(batch, advantages, config.algorithm, torch.Generator().manual_seed(0))
+        assert caught.value.rank == 1
+        for descriptor in descriptors:
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            assert poller.poll(SOON_S * 1000)
+        with pytest.raises(WorkerDied, match=r"actor\[1\]"):
+            engine.check()
+        with pytest.raises(WorkerDied, match=r"actor\[1\]"):
+            engine.state_dict()
+    finally:
+        engine.close()

@@ -1,0 +1,191 @@
+"""Training in several processes against training in one: the same losses, gradients, decisions and saved states."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fsdp_worker import Comparer
+from tiny_training import largest_difference, tiny_rollout, train, training_config
+
+from embodrl.config.schema import Config
+from embodrl.errors import CheckpointError, WorkerRaised
+from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.models.base import VLAPolicy
+from embodrl.scheduler.group import WorkerGroup
+from embodrl.scheduler.placement import ProcessPlace
+from embodrl.workers.actor import GroupTrainEngine, make_train_engine
+from embodrl.workers.policy import build_policy, configure_torch
+
+ALGORITHM = {"update_epoch": 2, "entropy_bonus": 0.01, "kl": {"coef": 0.1}}
+EQUAL = 1e-5
+# Where a gradient is about 0 but for rounding, AdamW steps by the whole learning rate in the direction of its sign:
+# two updates of four steps of at most 1e-3.
+WEIGHTS_EQUAL = 8e-3
+START_S, CALL_S = 600.0, 600.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[WorkerGroup]:
+    with WorkerGroup(Comparer, "comparer").launch(2, timeout_s=START_S) as group:
+        yield group
+
+
+def fsdp_config(family: str = "openvla", method: str | None = None, **changes: Any) -> Config:
+    actor = {"training_backend": "fsdp"} | changes.pop("actor", {})
+    return training_config(family, method, **({"algorithm": ALGORITHM} | changes), actor=actor)
+
+
+def assert_same_training(group: WorkerGroup, family: str, config: Config) -> None:
+    """Compare three updates, the first of the critic alone; moments are sums of gradients."""
+    for found in group.compare(family, config).result(CALL_S):
+        assert found["counted"] > 30
+        assert found["metrics"] < EQUAL and found["optimizer"] < EQUAL and found["reference"] == 0
+        assert found["policy"] < WEIGHTS_EQUAL
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("openvla", None),
+        ("openvla_oft", None),
+        ("pi0", "flow_sde"),
+        ("pi05", "flow_noise"),
+        ("gr00t", "flow_sde"),
+    ],
+)
+def test_every_family_trains_in_two_processes_as_in_one(two: WorkerGroup, family: str, method: str | None) -> None:
+    assert_same_training(two, family, fsdp_config(family, method))
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("openvla", None), ("pi0", "flow_sde"), ("gr00t", "flow_sde")],
+    ids=["llama", "gemma", "qwen"],
+)
+def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, family: str, method: str | None) -> None:
+    assert_same_training(two, family, fsdp_config(family, method, actor={"tensor_parallel_size": 2}))
+
+
+@pytest.mark.parametrize(
+    ("actor", "model"),
+    [
+        ({"gradient_checkpointing": True}, {}),
+        ({"fsdp": {"reduce_every_micro_batch": True, "reshard_after_forward": False}}, {}),
+        ({}, {"trainable": "lora", "lora": {"rank": 4}}),
+        ({"param_dtype": "fp32", "micro_batch_size": 3}, {"freeze_vision": True}),
+    ],
+    ids=["checkpointing", "reduce every micro-batch", "lora", "frozen vision and uneven shares"],
+)
+def test_settings_do_not_change_the_training(two: WorkerGroup, actor: dict[str, Any], model: dict[str, Any]) -> None:
+    assert_same_training(two, "openvla", fsdp_config(actor=actor, model=model))
+
+
+def test_a_loss_without_values_leaves_the_head_alone(two: WorkerGroup) -> None:
+    config = fsdp_config(algorithm=ALGORITHM | {"adv_type": "reinforce_pp", "loss_type": "actor"})
+    assert_same_training(two, "openvla", config)
+
+
+def test_gathering_in_bf16_rounds_and_no_more(two: WorkerGroup) -> None:
+    config = fsdp_config(actor={"fsdp": {"gather_dtype": "bf16"}})
+    for found in two.compare("openvla", config).result(CALL_S):
+        assert 1e-6 < found["metrics"] < 0.1
+
+
+def test_decisions_are_the_same_in_all_processes(two: WorkerGroup) -> None:
+    """One process has the chunk with the NaN, and one alone might be beyond target_kl."""
+    config = fsdp_config(algorithm={"update_epoch": 20, "target_kl": 1e-3})
+    for mine, theirs in two.decide(config).result(CALL_S):
+        assert theirs[0]["train/early_stop"] == 1 and theirs[1]["train/num_nonfinite"] == 1
+        for one, other in zip(mine, theirs, strict=True):
+            assert one == pytest.approx(other, rel=EQUAL, abs=EQUAL)
+
+
+def test_a_saved_state_goes_on_cut_up_otherwise(two: WorkerGroup) -> None:
+    """To the bit where nothing is changed; as closely as the engines agree elsewhere."""
+    other = fsdp_config(actor={"tensor_parallel_size": 2})
+    for found in two.go_on(fsdp_config(), other).result(CALL_S):
+        assert found["same"] == found["weights"] == 0
+        assert found["other"] < EQUAL and found["native"] < EQUAL
+
+
+def test_a_state_of_another_policy_is_refused(two: WorkerGroup) -> None:
+    for message in two.refuse(fsdp_config()).result(CALL_S):
+        assert "'value_head.out.weight' is (3,) instead of (1, 16)" in message
+
+
+@pytest.mark.slow
+def test_four_processes_share_layers_and_chunks() -> None:
+    with WorkerGroup(Comparer, "comparer").launch(4, timeout_s=START_S) as four:
+        assert_same_training(four, "openvla", fsdp_config(actor={"tensor_parallel_size": 2, "micro_batch_size": 1}))
+
+
+# -- the engine that the training loop sees -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def engine_of(config: Config, ranks: int = 0) -> Iterator[tuple[TrainEngine, VLAPolicy]]:
+    """Bring up an engine of so many processes, 0 for this one, and its policy."""
+    configure_torch(config)
+    policy = build_policy(config)
+    if not ranks:
+        yield make_train_engine(config, policy), policy
+        return
+    engine = GroupTrainEngine(config, policy, places=tuple(ProcessPlace("actor", rank) for rank in range(ranks)))
+    try:
+        yield engine, policy
+    finally:
+        engine.close()
+
+
+def copied(state: EngineState) -> EngineState:
+    tensors = {section: {name: t.clone() for name, t in parts.items()} for section, parts in state.tensors.items()}
+    return EngineState(tensors, dict(state.state))
+
+
+def test_a_group_trains_its_driver_and_saves_and_loads() -> None:
+    config = fsdp_config()
+    native = training_config(algorithm=ALGORITHM)
+    with engine_of(native) as (engine, policy):
+        expected = train(engine, "openvla", policy, native, range(2))
+        saved = copied(engine.state_dict())
+        expected += train(engine, "openvla", policy, native, range(2, 3))
+    with engine_of(config, 1) as (engine, policy):
+        found = train(engine, "openvla", policy, config, range(2))
+        mine = copied(engine.state_dict())
+        assert mine.state == saved.state and mine.tensors.keys() == saved.tensors.keys()
+        assert largest_difference(mine.tensors["optimizer"], saved.tensors["optimizer"]) < EQUAL
+        assert largest_difference(dict(engine.weights()), mine.tensors["policy"]) == 0
+        other = copied(mine)
+        del other.tensors["policy"]["model.projector.fc1.weight"]
+        with pytest.raises(CheckpointError, match=r"'model\.projector\.fc1\.weight' is missing"):
+            engine.load_state_dict(other)
+        engine.load_state_dict(copied(saved))
+        loaded = engine.state_dict()
+        assert all(largest_difference(loaded.tensors[s], saved.tensors[s]) == 0 for s in saved.tensors)
+        found += train(engine, "openvla", policy, config, range(2, 3))
+    for one, theirs in zip(found, expected, strict=True):
+        assert one == pytest.approx(theirs, rel=EQUAL, abs=EQUAL)
+
+
+def test_a_native_engine_in_its_own_process_is_the_same_to_the_bit() -> None:
+    results: list[Any] = []
+    for config, ranks in ((training_config(), 0), (training_config(actor={"own_process": True}), 1)):
+        with engine_of(config, ranks) as (engine, policy):
+            metrics = train(engine, "openvla", policy, config)
+            results.append((metrics, copied(engine.state_dict()).tensors))
+            if ranks:
+                batch = tiny_rollout("openvla", policy, config, 0)
+                with pytest.raises(WorkerRaised, match="keeps no reference policy"):
+                    engine.reference_logprobs(batch, config.algorithm)
+    assert results[0][0] == results[1][0]
+    for section, tensors in results[0][1].items():
+        assert largest_difference(tensors, results[1][1][section]) == 0
+
+
+def test_heads_that_can_not_be_shared_out_are_refused() -> None:
+    config = fsdp_config(actor={"tensor_parallel_size": 3})
+    with pytest.raises(WorkerRaised, match="4 heads for 3 processes: 4 / 3 leaves 1"), engine_of(config, 3):
+        pass

@@ -1,0 +1,88 @@
+"""Whole runs of the command line with training in two processes: the losses of one, death, and resuming."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import TINY, Outcome, embodrl, is_running, metrics
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+TWO = (
+    "actor.training_backend=fsdp",
+    "cluster.device=cpu",
+    "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}",
+)
+FLOAT32 = ("actor.precision=fp32", "rollout.precision=fp32")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def train(config: Path, run_dir: Path, *arguments: str, stop_at: str = "") -> Outcome:
+    return embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *FLOAT32, *arguments, stop_at=stop_at)
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    outcome = train(config, run_dir, *TWO)
+    assert outcome.code == 0, outcome.stderr
+    return run_dir
+
+
+def test_the_first_iterations_have_the_losses_of_one_process(config: Path, whole: Path, tmp_path: Path) -> None:
+    outcome = train(config, tmp_path / "native", "actor.training_backend=native")
+    assert outcome.code == 0, outcome.stderr
+    pairs = list(zip(metrics(whole), metrics(tmp_path / "native"), strict=True))
+    assert len(pairs) == 5
+    for mine, theirs in pairs[1:3]:  # later ones may draw another action
+        for name in ("train/policy_loss", "train/value_loss", "train/entropy", "train/grad_norm"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5)
+
+
+def test_native_in_its_own_process_is_the_same_run(config: Path, tmp_path: Path) -> None:
+    for name, own in (("inside", "false"), ("apart", "true")):
+        outcome = train(config, tmp_path / name, f"actor.own_process={own}")
+        assert outcome.code == 0, outcome.stderr
+    assert metrics(tmp_path / "inside") == metrics(tmp_path / "apart")
+    left, right = (load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("inside", "apart"))
+    assert all(left[name].equal(right[name]) for name in left | right)
+
+
+def test_a_killed_training_process_stops_the_run_which_resumes_to_the_same_numbers(
+    config: Path, whole: Path, tmp_path: Path
+) -> None:
+    before = set(psutil.pids())
+    outcome = train(config, tmp_path / "run", *TWO, stop_at="fsdp_step:10:SIGKILL:rank_1")  # in iteration 3
+    assert outcome.code == 1
+    assert "actor[1] was killed by SIGKILL" in outcome.stderr
+    assert "embodrl resume" in outcome.stderr and "step_2" in outcome.stderr
+    mine = {pid for pid in set(psutil.pids()) - before if is_running(pid) and str(tmp_path) in _command(pid)}
+    assert not mine
+    resumed = embodrl("resume", tmp_path / "run")
+    assert resumed.code == 0, resumed.stderr
+    assert metrics(tmp_path / "run") == metrics(whole)
+    left, right = (load_file(path / "policy" / "model.safetensors") for path in (tmp_path / "run", whole))
+    assert all(left[name].equal(right[name]) for name in left | right)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(config: Path, tmp_path: Path) -> None:
+    outcome = train(config, tmp_path / "run", *TWO, "runner.max_iterations=2")
+    assert outcome.code == 0, outcome.stderr
+    fewer = ("actor.training_backend=native", "cluster.component_placement={actor:0,rollout:0,env:0}")
+    resumed = embodrl("resume", tmp_path / "run", "runner.max_iterations=4", *fewer)
+    assert resumed.code == 0, resumed.stderr
+    assert [row["iteration"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+def _command(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""

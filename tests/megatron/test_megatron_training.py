@@ -1,0 +1,145 @@
+"""Updates by megatron-core against updates in one process, and its checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import cuda_names
+import pytest
+from forked import on_ranks
+from parallel import config_of, copied, different_copies, megatron_engine, native_engine, updates, whole_policy
+from tiny_training import largest_difference
+
+from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.megatron.checkpoint import load_sharded, save_sharded
+from embodrl.hybrid_engines.megatron.core import stop
+from embodrl.scheduler.placement import ProcessPlace
+from embodrl.workers.actor import GroupTrainEngine
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test-megatron"),
+]
+
+CONFIG = config_of()
+EQUAL = 1e-5
+Result = tuple[list[dict[str, float]], EngineState]
+
+
+def train_natively() -> tuple[Result, Result]:
+    """Return metrics and state after three updates, the first of the critic alone, and after a fourth."""
+    engine = native_engine(CONFIG)
+    first = updates(engine, CONFIG, range(3)), copied(engine)
+    return first, (updates(engine, CONFIG, range(3, 4)), copied(engine))
+
+
+@pytest.fixture(scope="module")
+def native() -> tuple[Result, Result]:
+    return on_ranks(1, train_natively)[0]
+
+
+def assert_same(found: Result, expected: Result) -> None:
+    """Compare; of a gradient that is 0 but for rounding, AdamW takes the sign, so that weights differ by more."""
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=EQUAL, abs=EQUAL)
+    assert found[1].state == expected[1].state
+    assert found[1].tensors.keys() == expected[1].tensors.keys() == {"policy", "optimizer", "reference"}
+    for section in ("optimizer", "reference"):
+        assert largest_difference(found[1].tensors[section], expected[1].tensors[section]) < EQUAL
+    assert largest_difference(found[1].tensors["policy"], expected[1].tensors["policy"]) < 2e-3
+
+
+def equal(a: EngineState, b: EngineState) -> bool:
+    sections = a.tensors.keys() == b.tensors.keys() and a.state == b.state
+    return sections and all(largest_difference(a.tensors[s], b.tensors[s]) == 0 for s in a.tensors)
+
+
+def train(size: int, distributed: bool, saved: EngineState) -> dict[str, Any]:
+    """Train as ``train_natively``, then go on from a native state."""
+    if distributed:
+        cuda_names.install()
+    engine = megatron_engine(CONFIG, size, distributed)
+    found: dict[str, Any] = {"first": (updates(engine, CONFIG, range(3)), copied(engine))}
+    found["differ"] = different_copies(engine)
+    engine.load_state_dict(saved)
+    found["same"] = equal(copied(engine), saved)
+    found["next"] = (updates(engine, CONFIG, range(3, 4)), copied(engine))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "distributed"),
+    [(2, 2, False), (2, 1, False), (4, 2, False), (2, 2, True), (2, 1, True)],
+    ids=["two parts", "two shares", "two by two", "two parts, distributed optimizer", "two shares, distributed"],
+)
+def test_updates_and_resumed_ones_are_those_of_one_process(
+    native: tuple[Result, Result], ranks: int, size: int, distributed: bool
+) -> None:
+    for found in on_ranks(ranks, train, size, distributed, native[0][1]):
+        assert_same(found["first"], native[0])
+        assert found["differ"] == []
+        assert found["same"], "a native checkpoint is taken over to the bit"
+        assert_same(found["next"], native[1])
+
+
+def go_on_natively(saved: EngineState) -> Result:
+    engine = native_engine(CONFIG)
+    engine.load_state_dict(saved)
+    assert equal(copied(engine), saved)
+    return updates(engine, CONFIG, range(3, 4)), copied(engine)
+
+
+def test_a_native_run_goes_on_from_its_state(native: tuple[Result, Result]) -> None:
+    saved = on_ranks(2, train, 2, False, native[0][1])[0]["first"][1]
+    assert_same(on_ranks(1, go_on_natively, saved)[0], native[1])
+
+
+def reshard(directory: Path) -> EngineState:
+    """Save with layers shared by two, load and save with two shares, load with layers shared again."""
+    cuda_names.install()
+    engine = megatron_engine(CONFIG, 2)
+    updates(engine, CONFIG, range(2))
+    saved = copied(engine)
+    save_sharded(engine, directory / "two")
+    for size, source, target in ((1, "two", "one"), (2, "one", "again")):
+        stop()
+        engine = megatron_engine(CONFIG, size)
+        load_sharded(engine, directory / source)
+        assert equal(copied(engine), saved)
+        save_sharded(engine, directory / target)
+    with pytest.raises(CheckpointError, match="exists"):
+        save_sharded(engine, directory / "again")
+    with pytest.raises(CheckpointError, match="save_sharded wrote"):
+        load_sharded(engine, directory / "nothing")
+    return saved
+
+
+def test_checkpoints_of_parts_are_read_with_layers_cut_otherwise(tmp_path: Path) -> None:
+    for saved in on_ranks(2, reshard, tmp_path):
+        assert any(name.startswith("exp_avg.") for name in saved.tensors["optimizer"])
+
+
+def train_in_bf16(size: int) -> list[dict[str, float]]:
+    config = config_of(precision="bf16", gradient_checkpointing=True)
+    return updates(megatron_engine(config, size) if size else native_engine(config), config, range(2))
+
+
+def test_autocast_and_recomputation_stay_near() -> None:
+    expected = on_ranks(1, train_in_bf16, 0)[0]
+    for metrics in on_ranks(2, train_in_bf16, 2):
+        for name in ("train/value_loss", "train/entropy", "train/grad_norm"):
+            assert metrics[1][name] == pytest.approx(expected[1][name], rel=0.1)
+
+
+def test_processes_of_a_run_train_as_one(native: tuple[Result, Result]) -> None:
+    config = config_of(training_backend="megatron", tensor_parallel_size=2)
+    policy = whole_policy(config)
+    places = tuple(ProcessPlace("actor", rank) for rank in range(2))
+    engine = GroupTrainEngine(config, policy, places=places)
+    try:
+        assert_same((updates(engine, config, range(3)), copied(engine)), native[0])
+    finally:
+        engine.close()

@@ -1,0 +1,134 @@
+"""A worker that trains a tiny policy as a whole and cut up, in one process group, and tells the differences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_training import largest_difference, tiny_rollout
+from torch.distributed.device_mesh import init_device_mesh
+
+from embodrl.algorithms.advantages import compute_advantages
+from embodrl.config.schema import Config
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
+from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
+from embodrl.scheduler.worker import Worker, dispatch
+from embodrl.workers.policy import build_policy, configure_torch
+
+Metrics = dict[str, float]
+
+
+class Comparer(Worker):
+    """A process of a group of gloo; every method returns the same in all of them."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo", init_method=self.context.rendezvous, rank=self.rank, world_size=self.world_size)
+
+    @dispatch("one_to_all")
+    def compare(self, family: str, config: Config, num_updates: int = 3) -> dict[str, float]:
+        """Return the largest differences from one process by kind, and how many metrics there were."""
+        native, batches = self._native(family, config, num_updates)
+        whole = update_all(native, batches, config)
+        engine = self._cut(config)
+        cut = update_all(engine, batches, config)
+        mine, theirs = engine.state_dict().tensors, native.state_dict().tensors
+        assert mine.keys() == theirs.keys()
+        found = {section: largest_difference(mine[section], theirs[section]) for section in theirs}
+        return found | {"metrics": difference(cut, whole), "counted": float(sum(map(len, whole)))}
+
+    @dispatch("one_to_all")
+    def decide(self, config: Config) -> tuple[list[Metrics], list[Metrics]]:
+        """Return the metrics, cut up and whole, of an update that stops early and one with a NaN in one chunk."""
+        native, batches = self._native("openvla", config, 1)
+        results: list[list[Metrics]] = []
+        for engine in (self._cut(config), native):
+            engine.version = 1  # the policy trains
+            batch, algorithm = batches[0], config.algorithm
+            advantages = compute_advantages(batch, algorithm)
+            early = engine.update(batch, advantages, algorithm, torch.Generator().manual_seed(0))
+            advantages.advantages[0, 1] = torch.nan
+            patient = algorithm.model_copy(update={"update_epoch": 1, "target_kl": None})
+            broken = engine.update(batch, advantages, patient, torch.Generator().manual_seed(0))
+            results.append([early, {n: value for n, value in broken.items() if not math.isnan(value)}])
+        return results[0], results[1]
+
+    @dispatch("one_to_all")
+    def go_on(self, config: Config, other: Config) -> dict[str, float]:
+        """Return how far apart runs end that go on from a state of ``config``: itself, ``other`` and one process."""
+        native, batches = self._native("openvla", config, 4)
+        engine = self._cut(config)
+        update_all(engine, batches[:2], config)
+        state = engine.state_dict()
+        tensors = {s: {name: t.clone() for name, t in parts.items()} for s, parts in state.tensors.items()}
+        saved = EngineState(tensors, dict(state.state))
+        straight = update_all(engine, batches[2:], config)
+        end = engine.state_dict().tensors
+        found: dict[str, float] = {}
+        for name, resumed in (("same", self._cut(config)), ("other", self._cut(other)), ("native", native)):
+            resumed.load_state_dict(saved)
+            loaded = resumed.state_dict().tensors
+            assert all(largest_difference(loaded[s], saved.tensors[s]) == 0 for s in saved.tensors)
+            found[name] = difference(update_all(resumed, batches[2:], config), straight)
+            if name == "same":
+                last = resumed.state_dict().tensors
+                found["weights"] = max(largest_difference(last[section], end[section]) for section in end)
+        return found
+
+    @dispatch("one_to_all")
+    def refuse(self, config: Config) -> str:
+        """Return what is said of a state with a weight that does not fit."""
+        engine = self._cut(config)
+        saved = engine.state_dict()
+        tensors = saved.tensors | {"policy": saved.tensors["policy"] | {"value_head.out.weight": torch.zeros(3)}}
+        try:
+            engine.load_state_dict(EngineState(tensors, saved.state))
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _cut(self, config: Config) -> FsdpTrainEngine:
+        configure_torch(config, acts=False)
+        size = config.actor.tensor_parallel_size
+        mesh = init_device_mesh("cpu", (self.world_size // size, size), mesh_dim_names=("dp", "tp"))
+        keep = config.algorithm.kl.coef > 0
+        return FsdpTrainEngine(build_policy(config), config.actor, 4, mesh, keep_reference=keep)
+
+    def _native(
+        self, family: str, config: Config, num_rollouts: int
+    ) -> tuple[NativeTrainEngine, list[TrajectoryBatch]]:
+        """Return an engine, and rollouts of its policy as it is."""
+        configure_torch(config, acts=False)
+        policy = build_policy(config)
+        batches = [tiny_rollout(family, policy, config, seed) for seed in range(num_rollouts)]
+        keep = config.algorithm.kl.coef > 0
+        return NativeTrainEngine(policy, config.actor, 4, "cpu", keep_reference=keep), batches
+
+
+def update_all(engine: PolicyTrainEngine, batches: list[TrajectoryBatch], config: Config) -> list[Metrics]:
+    """Return the metrics of an update for each rollout."""
+    found: list[Metrics] = []
+    for number, batch in enumerate(batches):
+        if config.algorithm.kl.coef > 0:
+            batch = batch.replace(ref_logprobs=engine.reference_logprobs(batch, config.algorithm))
+        advantages = compute_advantages(batch, config.algorithm)
+        generator = torch.Generator().manual_seed(number)
+        found.append(engine.update(batch, advantages, config.algorithm, generator))
+    return found
+
+
+def difference(mine: list[Metrics], theirs: list[Metrics]) -> float:
+    """Return the largest difference between metrics of the same names, relative to those above 1."""
+    pairs: list[tuple[Any, Any]] = []
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.keys() == other.keys()
+        pairs += [(one[name], other[name]) for name in one]
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)

@@ -1,0 +1,29 @@
+"""The backend megatron where its package is not installed."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from embodrl.config import load_config
+from embodrl.config.rules import actor
+from embodrl.errors import ConfigError, MissingDependencyError
+from embodrl.hybrid_engines.megatron.core import megatron
+
+ARGUMENTS = ("actor=megatron", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}", "cluster.device=cpu")
+
+
+def test_the_configuration_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "has_megatron", lambda: False)
+    with pytest.raises(ConfigError, match=r"pip install 'embodrl\[megatron\]'") as caught:
+        load_config(list(ARGUMENTS))
+    assert [problem.key for problem in caught.value.problems] == ["actor.training_backend"]
+    monkeypatch.setattr(actor, "has_megatron", lambda: True)
+    assert load_config(list(ARGUMENTS)).config.actor.tensor_parallel_size == 2
+
+
+def test_whoever_calls_it_directly_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(MissingDependencyError, match=r"embodrl\[megatron\]"):
+        megatron("parallel_state")
