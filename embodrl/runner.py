@@ -40,6 +40,7 @@ from embodrl.run_files import (
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
+from embodrl.workers.publish import WeightPublisher
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout import RolloutState
 from embodrl.workers.rollout_source import make_rollout_source
@@ -78,7 +79,7 @@ class Runner:
         console: Console,
         stop: StopSignal,
     ) -> None:
-        self.config, self.run_dir, self.pool = config, run_dir, pool
+        self.config, self.run_dir, self.pool, self.policy = config, run_dir, pool, policy
         self.metrics, self.console, self.stop = metrics, console, stop
         self.graph = build_graph(config)
         runner, cores = config.runner, num_threads(config)
@@ -97,6 +98,7 @@ class Runner:
         self.rollout = make_rollout_source(config, pool, acting, lambda: bool(stop), self.rewards.needs_frames)
         self.evaluator = Evaluator(config, pool, acting, should_stop=lambda: bool(stop))
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
+        self.publisher: WeightPublisher | None = None
         self.shuffle = torch.Generator().manual_seed(runner.seed)
         self.iteration = 0
         self.env_steps = 0
@@ -112,6 +114,9 @@ class Runner:
     def run(self) -> int:
         """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved."""
         self.stop.graceful = True
+        if self.config.rollout.publish_weights:
+            self.publisher = WeightPublisher(self.run_dir, self.policy, self.engine.version)
+        self._publish()
         try:
             if self.pending is not None:
                 self._complete()
@@ -149,6 +154,7 @@ class Runner:
         env_steps = int(steps)
         self.iteration += 1
         self.env_steps += env_steps
+        self._publish()
         self.saved = False
         faults = self.pool.faults
         seconds = time.perf_counter() - start
@@ -161,6 +167,10 @@ class Runner:
             "time/total_s": seconds,
             "time/env_steps_per_s": env_steps / seconds,
         }
+
+    def _publish(self) -> None:
+        if self.publisher is not None:
+            self.publisher.publish(self.engine.weights(), self.engine.version)
 
     def _complete(self) -> None:
         """Evaluate and save, where it is time for it, and log what is pending.

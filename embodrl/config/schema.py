@@ -250,6 +250,10 @@ class RolloutConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
     )
+    publish_weights: bool = Field(
+        default=False,
+        description="write every version of the weights to DIR/weights of the run, for rollouts outside of it",
+    )
     workflow: str | None = Field(
         default=None, description="module:Class of yours that plays an episode; null plays all of them in lockstep"
     )

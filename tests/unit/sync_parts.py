@@ -169,13 +169,13 @@ class Actor(Worker):
         self.receiver: Any = None
 
     @dispatch()
-    def connect(self, kind: str, meeting: str, other_model: int = -1) -> None:
+    def connect(self, kind: str, meeting: str, other_model: int = -1, stall_timeout_s: float = 60.0) -> None:
         """Begin anew; the rank ``other_model`` expects another model."""
         self.target = Target()
         layout = layout_of(Net(8) if self.rank == other_model else self.target.net)
         if kind == "memory":
             pipe = self.channel(f"weights_{self.rank}")
-            self.receiver = MemoryReceiver(self.target, pipe, layout, stall_timeout_s=60)
+            self.receiver = MemoryReceiver(self.target, pipe, layout, stall_timeout_s=stall_timeout_s)
         elif kind == "collective":
             group = SyncGroup(meeting, 1 + self.rank, 1 + self.receivers, timeout_s=60)
             self.receiver = CollectiveReceiver(self.target, group, layout)
