@@ -155,6 +155,7 @@ class Runner:
         self.iteration += 1
         self.env_steps += env_steps
         self._publish()
+        metrics |= self._offload()
         self.saved = False
         faults = self.pool.faults
         seconds = time.perf_counter() - start
@@ -167,6 +168,14 @@ class Runner:
             "time/total_s": seconds,
             "time/env_steps_per_s": env_steps / seconds,
         }
+
+    def _offload(self) -> Row:
+        """Free the device of what the next rollout does not need; return the memory before and after."""
+        report = self.engine.offload() if self.config.actor.enable_offload else None
+        if report is None:
+            return {}
+        logger.info("optimizer state offloaded: %s", report)
+        return {"memory/before_offload_mib": report.before / 2**20, "memory/after_offload_mib": report.after / 2**20}
 
     def _publish(self) -> None:
         if self.publisher is not None:
@@ -192,6 +201,7 @@ class Runner:
             self.console.phase("saving")
             self.rollout.forget_history()
             self._save()
+            self._offload()
 
     def _divides(self, interval: int) -> bool:
         return bool(interval) and self.iteration % interval == 0

@@ -235,6 +235,11 @@ class ActorConfig(Section):
         default="fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+    enable_offload: bool = Field(
+        default=False,
+        description="keep the optimizer state in main memory while rollouts are played; on a CPU it is moved as well,"
+        " which saves nothing",
+    )
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
 

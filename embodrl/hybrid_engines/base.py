@@ -15,6 +15,7 @@ from embodrl.algorithms.losses import LossOutput
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.offload import OffloadReport
 
 
 class NonFiniteError(EmbodrlError):
@@ -144,3 +145,11 @@ class TrainEngine(ABC):
     @abstractmethod
     def state_num_bytes(self) -> int:
         """Return about how many bytes ``state_dict`` takes once every weight has been trained."""
+
+    def offload(self) -> OffloadReport | None:
+        """Take off the device what only training needs; the next call that needs it brings it back.
+
+        Returns:
+            the memory before and after; None if nothing was moved.
+        """
+        return None

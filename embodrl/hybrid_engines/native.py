@@ -20,6 +20,7 @@ from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.objective import checked_loss, chunk_weights, flatten_chunks, is_largest, loss_settings
+from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
 from embodrl.hybrid_engines.parallel import add_gradients, on_threads
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
@@ -76,6 +77,8 @@ class NativeTrainEngine(TrainEngine):
         self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
         self.optimizer = self._build_optimizer()
+        # What acts shares the weights, so that they stay.
+        self._memory = Offload(lambda: optimizer_tensors(self.optimizer))
         self.reference = frozen_copy(self.policy, self.policy_parameters) if keep_reference else None
 
     def _build_optimizer(self) -> torch.optim.AdamW:
@@ -98,6 +101,7 @@ class NativeTrainEngine(TrainEngine):
         algorithm: AlgorithmConfig,
         generator: torch.Generator,
     ) -> dict[str, float]:
+        self._memory.onload()
         needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
         critic_warmup = self._critic_warmup(algorithm)
         rates = learning_rates(self.config.optim, self.version, self.total_iterations, critic_warmup)
@@ -284,7 +288,11 @@ class NativeTrainEngine(TrainEngine):
         trained = {id(p) for p in (*self.policy_parameters, *self.value_parameters)}
         return {name: p for name, p in self.policy.named_parameters() if id(p) in trained}
 
+    def offload(self) -> OffloadReport | None:
+        return self._memory.offload()
+
     def state_dict(self) -> EngineState:
+        self._memory.onload()
         moments = {
             f"{key}.{name}": self.optimizer.state[parameter][key]
             for name, parameter in self._trained_names().items()
@@ -308,6 +316,7 @@ class NativeTrainEngine(TrainEngine):
 
     def load_state_dict(self, saved: EngineState) -> None:
         remedy = "resume with the model settings that the checkpoint was made with"
+        self._memory.onload()
         try:
             self.policy.load_state_dict(saved.tensors["policy"], strict=True)
         except (KeyError, RuntimeError) as error:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from sync_parts import ADAPTERS, Net, PeakCounter, Target
 
 from embodrl.errors import (
+    ChannelTimeout,
     EmbodrlError,
     TornSyncError,
     WeightChecksumError,
@@ -296,6 +297,29 @@ def test_a_receiver_that_takes_nothing_is_named():
     pipes = [LocalChannel("weights_0", 64), LocalChannel("weights_1", 3)]
     with pytest.raises(TornSyncError, match=r"version 0 did not reach receiver 1: channel 'weights_1' \(3 places\)"):
         MemorySender(pipes, bucket_bytes=2048, stall_timeout_s=0.0).send(weights(0), 0)
+
+
+class SlowPipe:
+    """Has room only for those who wait."""
+
+    def __init__(self):
+        self.messages = []
+
+    def put(self, value, timeout_s=None):
+        if not timeout_s:
+            raise ChannelTimeout("full")
+        self.messages.append(value["sync"])
+
+
+def test_a_slow_receiver_is_told_that_the_sender_failed():
+    def stream():
+        yield from weights(0)[:5]
+        raise OSError("the disk is gone")
+
+    pipe = SlowPipe()
+    with pytest.raises(OSError, match="the disk is gone"):
+        MemorySender([pipe], bucket_bytes=2048, stall_timeout_s=5.0).send(stream(), 0)
+    assert pipe.messages == ["begin", "bucket", "abort"]
 
 
 def test_the_rest_is_gathered_when_sending_fails():

@@ -59,9 +59,11 @@ class MemorySender(WeightSender):
         try:
             self._send_all(header, stream)
         except Exception as error:
+            # A receiver that is only slow would else wait for buckets that do not come.
+            patience_s = 0.0 if isinstance(error, TornSyncError) else self.stall_timeout_s
             for pipe in self.pipes:
                 with contextlib.suppress(ChannelTimeout, ChannelClosed):
-                    pipe.put({"sync": "abort", "version": header.version, "reason": str(error)}, 0.0)
+                    pipe.put({"sync": "abort", "version": header.version, "reason": str(error)}, patience_s)
             raise
 
     def _send_all(self, header: Header, stream: Iterator[Named]) -> None:
