@@ -144,12 +144,6 @@ RULES = [
         "set it to 8 or 10",
         ("env.eval.total_num_envs=9",),
     ),
-    Wrong(
-        "offload beside rollouts",
-        "actor.enable_offload",
-        "rollouts are played while the policy trains",
-        ("actor.enable_offload=true", "runner.max_staleness=1"),
-    ),
     Wrong("workflow of no module", KEY, "no_such_module", (f"{KEY}='no_such_module:W'", *EPISODES)),
     Wrong("workflow that is none", KEY, "run_episode", (f"{KEY}='fractions:Fraction'", *EPISODES)),
     Wrong("workflow with auto-reset", "env.train.auto_reset", "begins episodes itself", (WORKFLOW,)),

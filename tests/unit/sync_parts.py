@@ -19,6 +19,7 @@ from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, Co
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver, DiskSender
 from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
+from embodrl.scheduler.channel import LocalChannel
 from embodrl.scheduler.worker import Worker, dispatch
 
 ADAPTERS = ("adapter.weight", "adapter.bias")
@@ -81,6 +82,26 @@ class PeakCounter:
 
     def _gone(self, size: int) -> None:
         self.alive -= size
+
+
+def weights(version, only=None):
+    return list(Net().become(version, only).state_dict().items())
+
+
+def same(target, version):
+    return target.version == version and target.net.sums() == Net().become(version).sums()
+
+
+def by_memory(trained=None, bucket_bytes=2048, verify=False):
+    pipe, target = LocalChannel("weights", 64), Target()
+    sender = MemorySender([pipe], trained, bucket_bytes, verify, stall_timeout_s=0.0)
+    return sender, MemoryReceiver(target, pipe, layout_of(target.net), stall_timeout_s=0.0), target
+
+
+def by_disk(tmp_path, trained=None, bucket_bytes=2048, keep=2, **of_target):
+    target = Target(**of_target)
+    sender = DiskSender(tmp_path, trained, bucket_bytes, keep)
+    return sender, DiskReceiver(target, tmp_path, layout_of(target.net)), target
 
 
 class Trainer(Worker):

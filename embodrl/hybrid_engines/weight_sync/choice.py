@@ -44,7 +44,7 @@ def choose_weight_sync(placement: Placed, same_process: bool, kind: str = "auto"
         if same_process:
             return "shared"
         return "collective" if _far(placement) else "memory"
-    found = next((known for known in KINDS if known == kind), None)
+    found: Kind | None = {str(known): known for known in KINDS}.get(kind)
     if found is None:
         hint = nearest(kind, list(KINDS))
         raise EmbodrlError(

@@ -54,13 +54,13 @@ class SyncGroup:
         timeout = timedelta(seconds=timeout_s)
         self.store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
         self.store.set_timeout(timeout)
-        control = dist.PrefixStore("weight_sync", self.store)
-        self._control = dist.ProcessGroupGloo(control, rank, world_size, timeout)
+        control = dist.PrefixStore("weight_sync", self.store)  # pyright: ignore[reportPrivateImportUsage]
+        self._control: Any = dist.ProcessGroupGloo(control, rank, world_size, timeout)
         self._data: Any = self._control
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout  # pyright: ignore  (its only setter)
-            data = dist.PrefixStore("weight_sync_data", self.store)
+            data = dist.PrefixStore("weight_sync_data", self.store)  # pyright: ignore[reportPrivateImportUsage]
             self._data = dist.ProcessGroupNCCL(data, rank, world_size, options)
 
     def announce(self, number: int) -> None:

@@ -131,7 +131,7 @@ class StoredVersion:
     def _read(self, name: str, facts: dict[str, Any]) -> Tensor:
         size, offset = int(facts["num_bytes"]), int(facts["offset"])
         raw = torch.empty(size, dtype=torch.uint8)
-        view, done = memoryview(raw.numpy()), 0
+        view, done = raw.numpy().data, 0
         while done < size:
             try:
                 count = os.preadv(self.files[facts["file"]], [view[done:]], offset + done)
