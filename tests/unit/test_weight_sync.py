@@ -14,7 +14,7 @@ from embodrl.errors import (
 )
 from embodrl.hybrid_engines.weight_sync.buckets import buckets, checksum, layout_of, num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
-from embodrl.hybrid_engines.weight_sync.collective import CollectiveSender
+from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
@@ -309,6 +309,72 @@ def test_the_rest_is_gathered_when_sending_fails():
     with pytest.raises(TornSyncError):
         MemorySender([LocalChannel("weights", 2)], bucket_bytes=2048, stall_timeout_s=0.0).send(stream(), 0)
     assert seen == [name for name, _ in weights(0)]
+
+
+# -- collective: what goes wrong on the way ---------------------------------------------------------------------------
+
+
+class Tape(NoGroup):
+    """Keeps what the sender says, for a receiver that comes later; all others agree with everything."""
+
+    def __init__(self):
+        self.said, self.votes = [], []
+
+    def broadcast(self, buffer):
+        self.said.append(buffer.clone())
+
+    def describe(self, value):
+        self.said.append(value)
+        return value
+
+
+class Playback(Tape):
+    def __init__(self, said):
+        super().__init__()
+        self.said = said
+
+    def announced(self, number, timeout_s):
+        return bool(self.said)
+
+    def broadcast(self, buffer):
+        buffer.copy_(self.said.pop(0))
+
+    def describe(self, value):
+        return self.said.pop(0)
+
+    def all_agree(self, agree):
+        self.votes.append(agree)
+        return agree
+
+
+def rename_dtype(said):
+    said[1]["entries"][0][1] = "load"
+
+
+def test_packed_buckets_bring_every_tensor():
+    tape, target = Tape(), Target()
+    CollectiveSender(tape, bucket_bytes=3000, verify=True).send(weights(1), 1)
+    assert CollectiveReceiver(target, Playback(tape.said), layout_of(target.net)).receive().version == 1
+    assert same(target, 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda said: said[2][-1:].add_(1), WeightChecksumError, "has the checksum"),
+        (rename_dtype, TornSyncError, "bytes are no tensor load"),
+        (lambda said: [said.pop(3), said.pop(3)], TornSyncError, "bucket 2 came where 1 was due"),
+        (lambda said: [said.pop(-2), said.pop(-2)], TornSyncError, "4 of 5 buckets with"),
+    ],
+)
+def test_a_torn_broadcast_is_voted_down(spoil, error, message):
+    tape, target = Tape(), Target()
+    CollectiveSender(tape, bucket_bytes=2048, verify=True).send(weights(1), 1)
+    spoil(tape.said)
+    group = Playback(tape.said)
+    with pytest.raises(error, match=message):
+        CollectiveReceiver(target, group, layout_of(target.net)).receive()
+    assert same(target, -1) and group.votes == [False] and not group.said
 
 
 # -- choice -----------------------------------------------------------------------------------------------------------

@@ -138,9 +138,10 @@ class CollectiveReceiver(WeightReceiver):
             failure = error
         # Whatever it thinks of them, it takes part to the end: the others wait for it.
         while "end" not in (part := self.group.describe(None)):
-            tensors, sums = self._bucket(part)
+            buffer = torch.empty(part["num_bytes"], dtype=torch.uint8, device=self.group.device)
+            self.group.broadcast(buffer)
             if failure is None:
-                failure = self._problem(staging, part["index"], tensors, sums)
+                failure = _problem_of(staging, part, buffer.cpu())
         failure = failure or self._unfinished(staging, part["end"])
         agreed = self.group.all_agree(failure is None)
         if failure is not None:
@@ -152,24 +153,6 @@ class CollectiveReceiver(WeightReceiver):
         return SyncReport(
             header.version, header.full, len(staging.tensors), staging.num_bytes, time.perf_counter() - clock
         )
-
-    def _bucket(self, part: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        buffer = torch.empty(part["num_bytes"], dtype=torch.uint8, device=self.group.device)
-        self.group.broadcast(buffer)
-        host = buffer.cpu()
-        tensors: dict[str, Tensor] = {}
-        for name, dtype, shape, start, size, _ in part["entries"]:
-            tensors[name] = as_tensor(host[start : start + size], dtype, shape)
-        return tensors, {entry[0]: entry[5] for entry in part["entries"] if entry[5] is not None}
-
-    def _problem(
-        self, staging: Staging, index: int, tensors: dict[str, Tensor], sums: dict[str, int]
-    ) -> WeightSyncError | None:
-        try:
-            staging.add(index, tensors, sums)
-        except WeightSyncError as error:
-            return error
-        return None
 
     def _unfinished(self, staging: Staging, end: dict[str, Any]) -> WeightSyncError | None:
         if "reason" in end:
@@ -184,3 +167,14 @@ class CollectiveReceiver(WeightReceiver):
         except WeightSyncError as error:
             return error
         return None
+
+
+def _problem_of(staging: Staging, part: dict[str, Any], bucket: Tensor) -> WeightSyncError | None:
+    """Keep the tensors of a bucket ``uint8[N]``; return what is wrong with them."""
+    try:
+        entries: list[Entry] = part["entries"]
+        tensors = {e[0]: as_tensor(bucket[e[3] : e[3] + e[4]], dtype=e[1], shape=e[2]) for e in entries}
+        staging.add(part["index"], tensors, {e[0]: e[5] for e in entries if e[5] is not None})
+    except WeightSyncError as error:
+        return error
+    return None
