@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
@@ -44,7 +44,7 @@ def choose_weight_sync(placement: Placed, same_process: bool, kind: str = "auto"
         if same_process:
             return "shared"
         return "collective" if _far(placement) else "memory"
-    found: Kind | None = {str(known): known for known in KINDS}.get(kind)
+    found = cast("Kind | None", kind if kind in KINDS else None)
     if found is None:
         hint = nearest(kind, list(KINDS))
         raise EmbodrlError(
