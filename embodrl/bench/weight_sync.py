@@ -178,8 +178,8 @@ def run(sizes_mb: Iterable[float] = SIZES_MB) -> dict[str, Any]:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="embodrl-bench-") as directory,
-            WorkerGroup(Sending).launch(1, launcher, channels) as sending,
-            WorkerGroup(Receiving).launch(1, launcher, channels) as receiving,
+            WorkerGroup(Sending).launch(1, launcher, channels, timeout_s=CALL_S) as sending,
+            WorkerGroup(Receiving).launch(1, launcher, channels, timeout_s=CALL_S) as receiving,
         ):
             for size_mb in sizes_mb:
                 copies = _memcpy(size_mb)
