@@ -11,21 +11,18 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from embodrl.data.files import safetensors_bytes, write_file
+from embodrl.data.files import sync_directory as _sync_directory
 from embodrl.errors import CheckpointError, OutputError
 
 logger = logging.getLogger(__name__)
@@ -37,19 +34,6 @@ _STAGING = ".staging_"
 _REPLACED = ".replaced_"
 _STEP_NAME = re.compile(r"step_(\d+)")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_BLOCK = 16 * 2**20
-_SAFETENSORS_DTYPE = {
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -263,35 +247,10 @@ def _parts(
     encoded_state = json.dumps(state).encode()
     parts: dict[str, Callable[[], Iterator[bytes | memoryview]]] = {STATE: lambda: iter([encoded_state])}
     for name, group in tensors.items():
-        parts[f"{name}.safetensors"] = lambda group=group: _safetensors_bytes(group)
+        parts[f"{name}.safetensors"] = lambda group=group: safetensors_bytes(group)
     for name, blob in blobs.items():
         parts[f"{name}.bin"] = lambda blob=blob: iter([blob])
     return parts
-
-
-def _safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file piece by piece (https://huggingface.co/docs/safetensors/index#format).
-
-    The library writes the file itself, without the hash, and refuses tensors that share memory.
-    """
-    # Wide types first, so that every tensor is aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
-    offset = 0
-    for name in names:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        dtype = _SAFETENSORS_DTYPE[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    yield struct.pack("<Q", len(encoded)) + encoded
-    for name in names:
-        flat = tensors[name].detach().to("cpu").contiguous().reshape(-1)
-        if flat.numel():
-            array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-            yield array.data
 
 
 def _manifest(step: int, files: Mapping[str, dict[str, Any]]) -> bytes:
@@ -332,27 +291,13 @@ def _open(path: Path) -> Checkpoint:
 def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:
     """Write and sync a file; return its size and SHA-256."""
     digest = hashlib.sha256()
-    num_bytes = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
+
+    def hashed() -> Iterator[bytes | memoryview]:
         for chunk in chunks:
-            view = memoryview(chunk)
-            digest.update(view)
-            num_bytes += len(view)
-            while view:
-                view = view[os.write(descriptor, view[:_BLOCK]) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return {"num_bytes": num_bytes, "sha256": digest.hexdigest()}
+            digest.update(chunk)
+            yield chunk
 
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return {"num_bytes": write_file(path, hashed()), "sha256": digest.hexdigest()}
 
 
 def _remove(path: Path, ignore_errors: bool = False) -> None:

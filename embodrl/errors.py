@@ -224,3 +224,23 @@ class ChannelClosed(ChannelError):
 
 class ChannelTimeout(ChannelError):
     """The channel stayed full, or empty, for too long."""
+
+
+class WeightSyncError(EmbodrlError):
+    """Weights did not reach a rollout; it keeps the version that it had."""
+
+
+class TornSyncError(WeightSyncError):
+    """A sync began and did not come to its end, or a part of it is missing."""
+
+
+class WeightChecksumError(WeightSyncError):
+    """A tensor arrived with other bytes than it was sent with."""
+
+
+class WeightVersionError(WeightSyncError):
+    """A version is not above the one before, or builds on one that is not there."""
+
+
+class WeightLayoutError(WeightSyncError):
+    """Names or shapes are not those of the policy that should take them."""

@@ -48,6 +48,7 @@ from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
+from embodrl.workers.publish import WeightPublisher
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout import RolloutState
 from embodrl.workers.rollout_source import make_rollout_source
@@ -88,7 +89,7 @@ class Runner:
         console: Console,
         stop: StopSignal,
     ) -> None:
-        self.config, self.run_dir, self.pool = config, run_dir, pool
+        self.config, self.run_dir, self.pool, self.policy = config, run_dir, pool, policy
         self.metrics, self.console, self.stop = metrics, console, stop
         self.graph = build_graph(config)
         runner, cores = config.runner, num_threads(config)
@@ -99,6 +100,7 @@ class Runner:
         self.rollout = make_rollout_source(config, pool, acting, self._should_stop, self.rewards.needs_frames)
         self.evaluator = Evaluator(config, pool, acting, should_stop=self._should_stop)
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
+        self.publisher: WeightPublisher | None = None
         self.shuffle = torch.Generator().manual_seed(runner.seed)
         self.iteration = 0
         self.env_steps = 0
@@ -119,6 +121,9 @@ class Runner:
     def run(self) -> int:
         """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved."""
         self.stop.graceful = True
+        if self.config.rollout.publish_weights:
+            self.publisher = WeightPublisher(self.run_dir, self.policy, self.engine.version)
+        self._publish()
         try:
             if self.pending is not None:
                 self._complete()
@@ -156,6 +161,8 @@ class Runner:
         env_steps = int(steps)
         self.iteration += 1
         self.env_steps += env_steps
+        self._publish()
+        metrics |= self._offload()
         self.saved = False
         faults = self.pool.faults
         seconds = time.perf_counter() - start
@@ -168,6 +175,18 @@ class Runner:
             "time/total_s": seconds,
             "time/env_steps_per_s": env_steps / seconds,
         }
+
+    def _offload(self) -> Row:
+        """Free the device of what the next rollout does not need; return the memory before and after."""
+        report = self.engine.offload() if self.config.actor.enable_offload else None
+        if report is None:
+            return {}
+        logger.info("optimizer state offloaded: %s", report)
+        return {"memory/before_offload_mib": report.before / 2**20, "memory/after_offload_mib": report.after / 2**20}
+
+    def _publish(self) -> None:
+        if self.publisher is not None:
+            self.publisher.publish(self.engine.weights(), self.engine.version)
 
     def _complete(self) -> None:
         """Evaluate and save, where it is time for it, and log what is pending.
@@ -189,6 +208,7 @@ class Runner:
             self.console.phase("saving")
             self.rollout.forget_history()
             self._save()
+            self._offload()
 
     def _divides(self, interval: int) -> bool:
         return bool(interval) and self.iteration % interval == 0

@@ -128,7 +128,7 @@ def main(json_path: Path | None = None) -> int:
     result = run()
     hardware = result["hardware"]
     title = f"{result['observation_mb']} MB round trip, {hardware['cores']} cores of {hardware['cpu']}"
-    table = Table("transport", "median us", "p95 us", "samples", title=title)
+    table = Table("transport", "median us", "p95 us", "samples", "queue / this", title=title)
     rows = {
         "memcpy alone": "memcpy",
         "torch.multiprocessing.Queue, pickled array": "baseline",
@@ -137,7 +137,10 @@ def main(json_path: Path | None = None) -> int:
     }
     for label, key in rows.items():
         figures = result[key]
-        table.add_row(label, f"{figures['median_us']:.0f}", f"{figures['p95_us']:.0f}", str(figures["samples"]))
+        ratio = result["baseline"]["median_us"] / figures["median_us"]
+        table.add_row(
+            label, f"{figures['median_us']:.0f}", f"{figures['p95_us']:.0f}", str(figures["samples"]), f"{ratio:.1f}"
+        )
     console = Console()
     console.print(table)
     console.print(f"ratio of the medians, queue / EnvManager: {result['ratio']}")

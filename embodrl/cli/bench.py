@@ -21,6 +21,7 @@ class Benchmark(StrEnum):
     asynchrony = "async"
     tasks = "tasks"
     libero = "libero"
+    weight_sync = "weight-sync"
 
 
 def bench(
@@ -38,6 +39,7 @@ def bench(
     async      rollouts beside training, against taking turns, and the ideal of both
     tasks      coroutines a second of the asynchronous task runner, against asyncio.gather
     libero     LIBERO's steps a second on one core, against its own SubprocVectorEnv
+    weight-sync  weights from a trainer to a rollout by every kind of sync, against memcpy
 
     \b
     Examples:

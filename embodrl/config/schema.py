@@ -266,6 +266,11 @@ class ActorConfig(Section):
         default="fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+    enable_offload: bool = Field(
+        default=False,
+        description="keep the optimizer state in main memory while rollouts are played; on a CPU it is moved as well,"
+        " which saves nothing",
+    )
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
 
@@ -280,6 +285,10 @@ class RolloutConfig(Section):
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
+    )
+    publish_weights: bool = Field(
+        default=False,
+        description="write every version of the weights to DIR/weights of the run, for rollouts outside of it",
     )
     workflow: str | None = Field(
         default=None, description="module:Class of yours that plays an episode; null plays all of them in lockstep"

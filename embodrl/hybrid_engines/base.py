@@ -14,6 +14,7 @@ from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.offload import OffloadReport
 
 
 class NonFiniteError(EmbodrlError):
@@ -128,3 +129,11 @@ class TrainEngine(ABC):
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """End the processes that the engine started."""
+
+    def offload(self) -> OffloadReport | None:
+        """Take off the device what only training needs; the next call that needs it brings it back.
+
+        Returns:
+            the memory before and after; None if nothing was moved.
+        """
+        return None

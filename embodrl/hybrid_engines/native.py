@@ -23,7 +23,7 @@ NICENESS_BESIDE_ROLLOUTS = 10
 
 
 class NativeTrainEngine(PolicyTrainEngine):
-    """AdamW on the policy's own weights; the rollout uses the same tensors.
+    """AdamW on the policy's own weights, which the rollout may use as well.
 
     Args:
         policy: its ``trainable_groups`` train, the rest stays as it is; moved to the device.
@@ -35,6 +35,7 @@ class NativeTrainEngine(PolicyTrainEngine):
             so that it costs as much memory again as the trained weights.
         may_be_stale: rollouts may come from older policies; every update then tells how old they are. Since they are
             played at the same time, on a CPU inference and simulators then go before training.
+        shares_weights: the rollout uses the same tensors; False for a process that only trains.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class NativeTrainEngine(PolicyTrainEngine):
         num_threads: int = 1,
         keep_reference: bool = False,
         may_be_stale: bool = False,
+        shares_weights: bool = True,
     ) -> None:
         super().__init__(policy.to(device), config, total_iterations, device, may_be_stale)
+        self.shares_weights = shares_weights
         self.num_threads = num_threads if self.device.type == "cpu" else 1
         self.niceness = NICENESS_BESIDE_ROLLOUTS if may_be_stale and self.device.type == "cpu" else 0
         self.reference = frozen_copy(self.policy, self.policy_parameters) if keep_reference else None

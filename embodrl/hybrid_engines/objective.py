@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embodrl.algorithms.advantages import Advantages
-from embodrl.algorithms.decoupled import COLUMNS
+from embodrl.algorithms.decoupled import COLUMNS, proximal_terms
 from embodrl.algorithms.episodes import element_weights, split_episodes
-from embodrl.algorithms.losses import LossOutput, element_counts
+from embodrl.algorithms.losses import LossCounts, LossOutput, element_counts
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
+from embodrl.names import call_named
+from embodrl.registry import LOSSES
+from embodrl.types import EvalOutput, SamplingParams
 
 
 def is_largest(name: str) -> bool:
@@ -82,3 +86,50 @@ def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tens
     chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
     flat = rows.fold()
     return flat if len(chosen) == len(flat) else flat[chosen]
+
+
+def make_loss(
+    evaluate: Callable[..., EvalOutput], algorithm: AlgorithmConfig, needs_values: bool
+) -> Callable[[TrajectoryBatch, LossCounts], LossOutput]:
+    """Return the loss of a micro-batch, given the counts of its minibatch.
+
+    Args:
+        evaluate: as ``VLAPolicy.evaluate_actions``.
+        algorithm: the loss and its settings.
+        needs_values: the loss has a critic.
+
+    Raises:
+        EmbodrlError: when called: the loss needs values and the policy gives none, or it is no ``LossOutput``.
+    """
+    sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
+    loss_fn = LOSSES.get(algorithm.loss_type)
+    settings = loss_settings(algorithm, needs_values)
+
+    def compute(micro: TrajectoryBatch, counts: LossCounts) -> LossOutput:
+        output = evaluate(micro.forward_inputs, sampling, compute_values=needs_values)
+        critic: dict[str, Any] = {}
+        if needs_values:
+            if output.values is None:
+                raise EmbodrlError(
+                    f"loss {algorithm.loss_type} needs values, which the policy does not give",
+                    "set model.add_value_head to true",
+                )
+            critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
+        logprobs = output.logprobs.float()
+        proximal = proximal_terms(micro, logprobs.detach(), algorithm, counts)
+        arguments: dict[str, Any] = {
+            "logprobs": logprobs,
+            "old_logprobs": micro.logprobs,
+            "ref_logprobs": micro.ref_logprobs,
+            "prox_logprobs": proximal.logprobs if proximal else None,
+            "behavior_weights": proximal.weights if proximal else None,
+            "advantages": micro["advantages"],
+            "valid": micro.valid,
+            "entropy": None if output.entropy is None else output.entropy.float(),
+            "weights": micro.get("weights"),
+            "counts": counts,
+        }
+        loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
+        return LossOutput(loss.loss, loss.metrics | proximal.metrics) if proximal else loss
+
+    return compute

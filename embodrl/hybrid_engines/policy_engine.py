@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.algorithms.advantages import Advantages, explained_variance
-from embodrl.algorithms.decoupled import proximal_columns, proximal_terms, staleness_metrics, staleness_of
+from embodrl.algorithms.decoupled import proximal_columns, staleness_metrics, staleness_of
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.engine_state import ADAM_STATE, StateShapes, check_fit
-from embodrl.hybrid_engines.objective import checked_loss, chunk_weights, flatten_chunks, is_largest, loss_settings
+from embodrl.hybrid_engines.objective import chunk_weights, flatten_chunks, is_largest, make_loss
+from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
 from embodrl.hybrid_engines.sharding import whole
 from embodrl.models.base import VLAPolicy
-from embodrl.names import call_named
 from embodrl.registry import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
 
@@ -48,7 +48,12 @@ class PolicyTrainEngine(TrainEngine):
         total_iterations: length of the run, for the learning-rate schedule.
         device: where the policy trains.
         may_be_stale: rollouts may come from older policies; every update then tells how old they are.
+
+    Attributes:
+        shares_weights: what acts uses the weights themselves, so that they stay on the device.
     """
+
+    shares_weights = False
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class PolicyTrainEngine(TrainEngine):
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
         self.leaves = self._make_leaves()
         self.optimizer = self._build_optimizer()
+        self._memory = Offload(self.offloadable)
 
     # -- what a backend defines ---------------------------------------------------------------------------------------
 
@@ -126,11 +132,12 @@ class PolicyTrainEngine(TrainEngine):
         algorithm: AlgorithmConfig,
         generator: torch.Generator,
     ) -> dict[str, float]:
+        self.onload()
         needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
         critic_warmup = self._critic_warmup(algorithm)
         rates = learning_rates(self.config.optim, self.version, self.total_iterations, critic_warmup)
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
-        loss_fn = self._make_loss(algorithm, needs_values)
+        loss_fn = make_loss(self.evaluate, algorithm, needs_values)
         staleness = staleness_of(batch.policy_version, batch.valid, self.version)
         proximal = proximal_columns(batch, algorithm, self._policy_staleness(batch, algorithm))
         chunks = flatten_chunks(batch.replace(**proximal), advantages, chunk_weights(batch, algorithm))
@@ -199,42 +206,6 @@ class PolicyTrainEngine(TrainEngine):
             num_values=minibatch["advantages"].shape[-1],
         )
 
-    def _make_loss(
-        self, algorithm: AlgorithmConfig, needs_values: bool
-    ) -> Callable[[TrajectoryBatch, LossCounts], LossOutput]:
-        sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
-        loss_fn = LOSSES.get(algorithm.loss_type)
-        settings = loss_settings(algorithm, needs_values)
-
-        def compute(micro: TrajectoryBatch, counts: LossCounts) -> LossOutput:
-            output = self.evaluate(micro.forward_inputs, sampling, compute_values=needs_values)
-            critic: dict[str, Any] = {}
-            if needs_values:
-                if output.values is None:
-                    raise EmbodrlError(
-                        f"loss {algorithm.loss_type} needs values, which the policy does not give",
-                        "set model.add_value_head to true",
-                    )
-                critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
-            logprobs = output.logprobs.float()
-            proximal = proximal_terms(micro, logprobs.detach(), algorithm, counts)
-            arguments: dict[str, Any] = {
-                "logprobs": logprobs,
-                "old_logprobs": micro.logprobs,
-                "ref_logprobs": micro.ref_logprobs,
-                "prox_logprobs": proximal.logprobs if proximal else None,
-                "behavior_weights": proximal.weights if proximal else None,
-                "advantages": micro["advantages"],
-                "valid": micro.valid,
-                "entropy": None if output.entropy is None else output.entropy.float(),
-                "weights": micro.get("weights"),
-                "counts": counts,
-            }
-            loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
-            return LossOutput(loss.loss, loss.metrics | proximal.metrics) if proximal else loss
-
-        return compute
-
     def optimizer_step(self, loss: Tensor) -> StepResult:
         """Clip the gradients, update the weights unless something is not finite, and clear the gradients.
 
@@ -264,6 +235,22 @@ class PolicyTrainEngine(TrainEngine):
 
     def _clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def offloadable(self) -> Iterator[Tensor]:
+        """Yield what only training needs: moments, gradients and, unless what acts uses them, weights."""
+        yield from optimizer_tensors(self.optimizer)
+        if not self.shares_weights:
+            yield from self.policy.parameters()
+            yield from self.reference_weights().values()
+
+    def offload(self) -> OffloadReport | None:
+        return self._memory.offload()
+
+    def onload(self) -> None:
+        """Bring back what ``offload`` took off the device."""
+        self._memory.onload()
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
@@ -338,6 +325,7 @@ class PolicyTrainEngine(TrainEngine):
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of the state as they are held, without copies."""
+        self.onload()
         moments = {
             f"{key}.{name}": self._moment(parameter, key)
             for name, parameter in self.trained().items()
@@ -380,6 +368,7 @@ class PolicyTrainEngine(TrainEngine):
 
     def begin_load(self) -> None:
         """Forget the moments."""
+        self.onload()
         self.optimizer.state.clear()
 
     @torch.no_grad()

@@ -26,6 +26,7 @@ from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.megatron.core import start
 from embodrl.hybrid_engines.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.policy_engine import VALUE_GROUP, PolicyTrainEngine
 from embodrl.hybrid_engines.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
@@ -56,10 +57,10 @@ def make_train_engine(config: Config, policy: VLAPolicy, log_dir: Path | None = 
     """
     if has_own_process(config):
         return GroupTrainEngine(config, policy, log_dir)
-    return _native_engine(config, policy, num_threads(config))
+    return _native_engine(config, policy, num_threads(config), shares_weights=True)
 
 
-def _native_engine(config: Config, policy: VLAPolicy, cores: int) -> NativeTrainEngine:
+def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights: bool) -> NativeTrainEngine:
     return NativeTrainEngine(
         policy,
         config.actor,
@@ -68,6 +69,7 @@ def _native_engine(config: Config, policy: VLAPolicy, cores: int) -> NativeTrain
         cores,
         keep_reference=config.algorithm.kl.coef > 0,
         may_be_stale=config.runner.max_staleness > 0,
+        shares_weights=shares_weights,
     )
 
 
@@ -100,7 +102,7 @@ class ActorWorker(Worker):
         cores = max(1, num_threads(config) // self.world_size)
         policy = build_policy(config)
         if config.actor.training_backend == "native":
-            self.engine: PolicyTrainEngine = _native_engine(config, policy, cores)
+            self._engine: PolicyTrainEngine = _native_engine(config, policy, cores, shares_weights=False)
             return
         torch.set_num_threads(cores)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -109,7 +111,19 @@ class ActorWorker(Worker):
         )
         size = config.actor.tensor_parallel_size
         mesh = init_device_mesh(device.type, (self.world_size // size, size), mesh_dim_names=(DP, TP))
-        self.engine = _engine_of_group(config, policy, mesh)
+        self._engine = _engine_of_group(config, policy, mesh)
+
+    @property
+    def engine(self) -> PolicyTrainEngine:
+        """The engine, with all that it needs on its device."""
+        self._engine.onload()
+        return self._engine
+
+    @dispatch("one_to_all")
+    def offload(self) -> tuple[str, int, int] | None:
+        """Take what trains off the device; return the device, and the bytes there before and after."""
+        report = self._engine.offload()
+        return None if report is None else (str(report.device), report.before, report.after)
 
     @dispatch("one_to_all")
     def update(
@@ -251,6 +265,13 @@ class GroupTrainEngine(TrainEngine):
 
     def state_num_bytes(self) -> int:
         return self._shapes.num_bytes
+
+    def offload(self) -> OffloadReport | None:
+        """See ``TrainEngine``; bytes are those of all processes. Weights leave as well: the policy that acts has its own."""
+        reports = [report for report in self._call("offload") if report is not None]
+        if not reports:
+            return None
+        return OffloadReport(torch.device(reports[0][0]), sum(r[1] for r in reports), sum(r[2] for r in reports))
 
     def check(self) -> None:
         self.group.check()

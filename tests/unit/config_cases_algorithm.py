@@ -127,4 +127,10 @@ ALGORITHMS = [
         ("pipeline.name=ppo", "algorithm.filter.enabled=true", "algorithm.group_size=8"),
     ),
     Wrong("function among the presets", "pipeline", "pipeline.fn=my.module:build", ("pipeline='my.module:build'",)),
+    Wrong(
+        "offload beside rollouts",
+        "actor.enable_offload",
+        "rollouts are played while the policy trains",
+        ("actor.enable_offload=true", "runner.max_staleness=1"),
+    ),
 ]

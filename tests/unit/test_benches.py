@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embodrl.bench import asynchrony, e2e, tasks, transport
+from embodrl.bench import asynchrony, e2e, tasks, transport, weight_sync
 
 
 def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,3 +63,18 @@ def test_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         result["no_op_per_s"] / result["gather_no_op_per_s"], rel=0.05, abs=0.01
     )
     assert result["sleep_s"] >= 0.01 and result["gather_sleep_s"] >= 0.01
+
+
+@pytest.mark.slow
+def test_weight_sync(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(weight_sync, "ROUNDS", 2)
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 300_000)
+    monkeypatch.setattr(weight_sync, "TENSOR_BYTES", 80_000)
+    path = tmp_path / "weight_sync.json"
+    assert weight_sync.main(path, (0.5, 1)) == 0
+    rows = json.loads(path.read_text())["rows"]
+    kinds = ["memcpy", "shared", "memory", "collective", "disk"]
+    assert [(row["size_mb"], row["kind"]) for row in rows] == [(size, kind) for size in (0.5, 1) for kind in kinds]
+    for row in rows:
+        assert 0 < row["median_ms"] <= row["largest_ms"]
+        assert row["of_memcpy"] == 1 or row["kind"] != "memcpy"

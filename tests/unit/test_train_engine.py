@@ -268,6 +268,23 @@ def test_a_restored_engine_goes_on_bit_for_bit() -> None:
     )
 
 
+def test_offload_between_updates_changes_no_bit() -> None:
+    straight, offloaded = make_engine(), make_engine()
+    assert offloaded.offload() is None  # nothing to move before the first update
+    for seed in range(3):
+        assert train(straight, seed=seed) == train(offloaded, seed=seed)
+        report = offloaded.offload()
+        moments = 2 * sum(p.numel() for p in offloaded.policy.parameters()) * 4
+        assert report is not None and report.before >= moments and report.after == 0
+        assert all(t.untyped_storage().nbytes() == 0 for s in offloaded.optimizer.state.values() for t in s.values())
+        assert largest_change(weights_of(straight), weights_of(offloaded)) == 0  # what acts is still there
+    saved, wanted = offloaded.state_dict().tensors["optimizer"], straight.state_dict().tensors["optimizer"]
+    assert saved.keys() == wanted.keys() and all(torch.equal(saved[name], wanted[name]) for name in wanted)
+    offloaded.offload()
+    offloaded.load_state_dict(straight.state_dict())
+    assert train(straight, seed=3) == train(offloaded, seed=3)
+
+
 def test_a_restored_engine_in_critic_warmup_has_no_policy_moments() -> None:
     engine = make_engine(optim={"critic_warmup_iterations": 2})
     train(engine)

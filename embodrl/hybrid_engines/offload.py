@@ -1,0 +1,108 @@
+"""Tensors of an engine that leave the device between phases, and come back to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What became of the memory.
+
+    Attributes:
+        device: where the tensors live.
+        before: bytes that PyTorch had allocated there; on a CPU those of the tensors concerned.
+        after: the same, afterwards.
+    """
+
+    device: torch.device
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        return f"{self.before / 2**20:.1f} -> {self.after / 2**20:.1f} MiB on {self.device}"
+
+
+class Offload:
+    """Takes the memory of tensors to the host and gives it back, in place.
+
+    It is the storages that move: every tensor, view and optimizer state keeps its identity; of a ``DTensor``, this
+    rank's part. While they are away, the tensors must not be used. On a CPU the host's copy is other memory of the same
+    kind, which saves nothing and shows that nothing else changes.
+
+    Args:
+        tensors: of the engine, asked for each time: gradients and optimizer state come and go.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self._tensors = tensors
+        self._away: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    @property
+    def is_offloaded(self) -> bool:
+        """The tensors are away."""
+        return bool(self._away)
+
+    def offload(self) -> OffloadReport | None:
+        """Take the tensors off their device; None if they are away already, or there are none.
+
+        Memory that can't be given up (mapped files, shared memory) stays.
+        """
+        storages = {} if self._away else _storages(self._tensors())
+        if not storages:
+            return None
+        device = next(iter(storages.values())).device
+        before = _allocated(device, storages.values())
+        for storage in storages.values():
+            host = torch.UntypedStorage(storage.nbytes(), device="cpu")
+            if storage.device.type == "cuda":
+                host = host.pin_memory()
+            host.copy_(storage)
+            self._away.append((storage, host))
+            storage.resize_(0)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return OffloadReport(device, before, _allocated(device, storages.values()))
+
+    def onload(self) -> OffloadReport | None:
+        """Bring the tensors back; None if they are not away."""
+        if not self._away:
+            return None
+        device = self._away[0][0].device
+        before = _allocated(device, [storage for storage, _ in self._away])
+        for storage, host in self._away:
+            storage.resize_(host.nbytes())
+            storage.copy_(host)
+        after = _allocated(device, [storage for storage, _ in self._away])
+        self._away.clear()
+        return OffloadReport(device, before, after)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the state of an optimizer and the gradients of what it trains."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+    for group in optimizer.param_groups:
+        yield from (p.grad for p in group["params"] if p.grad is not None)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the memory of tensors, each once, by its address."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        local: Tensor = getattr(tensor, "_local_tensor", tensor)
+        storage = local.untyped_storage()
+        mapped = storage.device.type == "cpu" and storage.is_shared()
+        if storage.nbytes() and storage.resizable() and not mapped:
+            found[storage.data_ptr()] = storage
+    return found
+
+
+def _allocated(device: torch.device, storages: Iterable[torch.UntypedStorage]) -> int:
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return sum(storage.nbytes() for storage in storages)

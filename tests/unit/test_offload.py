@@ -1,0 +1,56 @@
+"""Tensors that leave the device come back to the bit, as the same tensors."""
+
+import pytest
+import torch
+
+from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_come_back_to_the_bit_and_are_the_same(device):
+    source = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(device)
+    kept, view = source.clone(), source[100:200]
+    pointless = torch.zeros(0, device=device)
+    offload = Offload(lambda: [source, view, pointless])
+    report = offload.offload()
+    assert offload.is_offloaded and source.untyped_storage().nbytes() == 0
+    assert report.before - report.after >= 4000 and report.device.type == device
+    assert offload.offload() is None
+    back = offload.onload()
+    assert not offload.is_offloaded and back.after - back.before >= 4000
+    assert torch.equal(source, kept) and torch.equal(view, kept[100:200])
+    view.zero_()  # still the same memory
+    assert not source[100:200].any()
+    assert offload.onload() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_goes_on_as_if_nothing_had_been(device):
+    def train(with_offload):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(20, 20).to(device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+        offload = Offload(lambda: [*net.parameters(), *optimizer_tensors(optimizer)])
+        for _ in range(3):
+            offload.onload()
+            net(torch.ones(2, 20, device=device)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if with_offload:
+                assert offload.offload() is not None
+        offload.onload()
+        return [p.detach().clone() for p in net.parameters()]
+
+    for with_it, without in zip(train(True), train(False), strict=True):
+        assert torch.equal(with_it, without)
+
+
+def test_memory_of_others_stays(tmp_path):
+    shared = torch.ones(100).share_memory_()
+    offload = Offload(lambda: [shared])
+    assert offload.offload() is None
+    assert shared.sum() == 100

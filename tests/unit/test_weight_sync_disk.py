@@ -1,0 +1,164 @@
+"""Weight sync by disk: what a version looks like, what is damaged, and what stays."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sync_parts import ADAPTERS, Net, Target, by_disk, same, weights
+
+from embodrl.errors import TornSyncError, WeightChecksumError, WeightSyncError, WeightVersionError
+from embodrl.hybrid_engines.weight_sync.buckets import checksum
+from embodrl.hybrid_engines.weight_sync.disk import DiskSender
+
+
+def version_dir(tmp_path, version):
+    return tmp_path / f"v{version:06d}"
+
+
+def flip(path, at=-1):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def test_a_version_is_safetensors_with_a_manifest(tmp_path):
+    sender, _, _ = by_disk(tmp_path)
+    sender.send(weights(12), 12)
+    path = tmp_path / "v000012"
+    manifest = json.loads((path / "manifest.json").read_text())
+    stored = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+    wanted = dict(weights(12))
+    assert stored.keys() == manifest["tensors"].keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(stored[name], tensor) and stored[name].dtype == tensor.dtype
+        assert manifest["tensors"][name]["crc32"] == checksum(tensor)
+        assert manifest["tensors"][name]["shape"] == list(tensor.shape)
+    assert (path / "STABLE").is_file() and len(list(path.glob("*.safetensors"))) == 5
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (lambda p: truncate(p / "bucket_00001.safetensors"), TornSyncError, r"bucket_00001\.safetensors has \d+ bytes"),
+        (lambda p: (p / "bucket_00002.safetensors").unlink(), TornSyncError, "bucket_00002.safetensors is missing"),
+        (lambda p: flip(p / "bucket_00001.safetensors"), WeightChecksumError, r"'layers\.1\.weight' has the checksum"),
+        (lambda p: flip(p / "manifest.json", 40), TornSyncError, "manifest.json is not the one that STABLE"),
+        (lambda p: (p / "manifest.json").unlink(), TornSyncError, "manifest.json is missing"),
+        (lambda p: truncate(p / "STABLE"), TornSyncError, "can't be read"),
+    ],
+)
+def test_a_damaged_version_leaves_the_old_one(tmp_path, spoil, error, message):
+    sender, receiver, target = by_disk(tmp_path)
+    sender.send(weights(0), 0)
+    receiver.receive()
+    sender.send(weights(1), 1)
+    spoil(version_dir(tmp_path, 1))
+    for _ in range(2):  # as often as one asks
+        with pytest.raises(error, match=message):
+            receiver.receive()
+    assert same(target, 0)
+    sender.send(weights(2), 2)
+    assert receiver.receive().version == 2 and same(target, 2)
+
+
+def test_what_is_not_marked_stable_is_not_there(tmp_path):
+    sender, receiver, target = by_disk(tmp_path)
+    sender.send(weights(0), 0)
+    receiver.receive()
+    sender.send(weights(1), 1)
+    (version_dir(tmp_path, 1) / "STABLE").unlink()
+    assert receiver.receive() is None and same(target, 0)
+    again = DiskSender(tmp_path)  # a trainer that was killed before it could mark it
+    again.send(weights(1), 1)
+    assert receiver.receive().version == 1 and same(target, 1)
+
+
+def test_a_reader_skips_versions_that_it_was_too_slow_for(tmp_path):
+    sender, receiver, target = by_disk(tmp_path)
+    for version in range(4):
+        sender.send(weights(version), version)
+    assert receiver.receive().version == 3 and same(target, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000002", "v000003"]
+
+
+def test_a_full_version_stays_while_others_build_on_it(tmp_path):
+    sender, receiver, target = by_disk(tmp_path, ADAPTERS)
+    for version in range(5):
+        sender.send(weights(version), version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000000", "v000003", "v000004"]
+    report = receiver.receive()  # a late one takes both over at once
+    assert (report.version, report.num_tensors) == (4, len(weights(0)) + 2)
+    assert target.net.sums() == Net().become(0).become(4, ADAPTERS).sums()
+    sender.send(weights(5), 5, full=True)
+    sender.send(weights(6), 6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000005", "v000006"]
+    assert receiver.receive().version == 6
+    assert target.net.sums() == Net().become(5).become(6, ADAPTERS).sums()
+
+
+def test_a_version_whose_base_is_gone_is_refused(tmp_path):
+    sender, receiver, target = by_disk(tmp_path, ADAPTERS)
+    sender.send(weights(0), 0)
+    sender.send(weights(1), 1)
+    (version_dir(tmp_path, 0) / "STABLE").unlink()
+    with pytest.raises(WeightVersionError, match="version 1 holds only what trains and builds on version 0"):
+        receiver.receive()
+    assert same(target, -1)
+
+
+@pytest.mark.parametrize("fail_after", [0, 7])
+def test_storage_that_fails_while_the_policy_is_written_brings_the_old_version_back(tmp_path, fail_after):
+    sender, receiver, target = by_disk(tmp_path)
+    sender.send(weights(0), 0)
+    receiver.receive()
+    sender.send(weights(1), 1)
+    whole = target.update_weights
+
+    def fail_once(stream, version):
+        target.update_weights = whole
+        Target(target.net, fail_after).update_weights(stream, version)
+
+    target.update_weights = fail_once
+    with pytest.raises(OSError, match="storage is gone"):
+        receiver.receive()
+    assert same(target, 0) and receiver.intact
+    assert receiver.receive().version == 1 and same(target, 1)
+
+
+def test_a_first_version_that_fails_midway_is_told_as_such(tmp_path):
+    sender, receiver, target = by_disk(tmp_path, fail_after=7)
+    sender.send(weights(0), 0)
+    with pytest.raises(OSError) as caught:
+        receiver.receive()
+    assert not receiver.intact and "must not act" in caught.value.__notes__[0]
+    target.fail_after = None
+    receiver.receive()
+    assert receiver.intact and same(target, 0)
+
+
+def test_versions_after_the_checkpoint_that_a_run_continues_from_go(tmp_path):
+    sender, receiver, target = by_disk(tmp_path, keep=3)
+    for version in (1, 2, 3):
+        sender.send(weights(version), version)
+    receiver.receive()
+    again = DiskSender(tmp_path)
+    with pytest.raises(WeightVersionError, match="version 2 can't follow version 3"):
+        again.send(weights(2), 2)
+    again.drop_newer(1)
+    again.send(weights(2), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v000001", "v000002"]
+    with pytest.raises(WeightVersionError, match="version 2 came after version 3"):
+        receiver.receive()
+    assert same(target, 3)
+
+
+def test_a_directory_that_can_not_be_written_is_told(tmp_path):
+    (tmp_path / "weights").write_text("a file")
+    with pytest.raises(WeightSyncError, match="weights of version 0 could not be written to"):
+        DiskSender(tmp_path / "weights").send(weights(0), 0)
