@@ -17,7 +17,7 @@ from embodrl.envs.pool import EnvPool
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EnvError, OutputError, PipelineError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.metrics.console import Console
 from embodrl.metrics.log import RunLog
 from embodrl.metrics.report import write_report
@@ -92,7 +92,7 @@ class Runner:
             keep_reference=self.needs_reference,
             may_be_stale=runner.max_staleness > 0,
         )
-        acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
+        acting = make_rollout_engine(config, policy, cores)
         self.rewards = RewardWorker(config, pool.spec.tasks)
         self.rollout = make_rollout_source(config, pool, acting, lambda: bool(stop), self.rewards.needs_frames)
         self.evaluator = Evaluator(config, pool, acting, should_stop=lambda: bool(stop))
