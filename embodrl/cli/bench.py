@@ -21,6 +21,7 @@ class Benchmark(StrEnum):
     asynchrony = "async"
     tasks = "tasks"
     libero = "libero"
+    rollout_backends = "rollout"
 
 
 def bench(
@@ -38,6 +39,7 @@ def bench(
     async      rollouts beside training, against taking turns, and the ideal of both
     tasks      coroutines a second of the asynchronous task runner, against asyncio.gather
     libero     LIBERO's steps a second on one core, against its own SubprocVectorEnv
+    rollout    actions a second of the rollout backends native and vLLM, beside transformers' generate
 
     \b
     Examples:

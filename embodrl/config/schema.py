@@ -243,7 +243,7 @@ class VllmConfig(Section):
 
     max_num_seqs: PositiveInt | None = Field(
         default=None,
-        description="rows decoded at once, for which the KV cache has room; null takes the largest batch of environments",
+        description="rows decoded at once, for which the KV cache has room; null: the largest batch of environments",
     )
     sleep: bool = Field(
         default=False,

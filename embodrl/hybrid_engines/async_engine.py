@@ -36,9 +36,7 @@ class AsyncEngine:
         seed: of the actions that are drawn.
     """
 
-    def __init__(
-        self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)) -> None:
         self.engine, self.compute_values, self.max_batch = engine, compute_values, max_batch
         self.requests = self.calls = 0
         self.busy_s = 0.0

@@ -93,7 +93,7 @@ class VllmDecoder:
 
     Raises:
         MissingDependencyError: vLLM is not installed, or not the build for this device.
-        EmbodrlError: the device can't sleep.
+        EmbodrlError: the device can't sleep, or vLLM can't start, e.g. for lack of memory.
     """
 
     def __init__(
@@ -115,31 +115,41 @@ class VllmDecoder:
         self._step = _Step(model.config.first_action_id)
         self._directory = tempfile.TemporaryDirectory(prefix="embodrl-vllm-")
         _write_config(model, Path(self._directory.name), dtype)
-        with _side_effects_undone():
-            self.llm: Any = vllm.LLM(
-                model=self._directory.name,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                enable_prompt_embeds=True,
-                # Embeddings differ from call to call, and weights change: nothing can be used again.
-                enable_prefix_caching=False,
-                dtype=str(dtype).removeprefix("torch."),
-                max_model_len=max_length,
-                max_num_seqs=max_num_seqs,
-                # Every prompt goes through in one piece.
-                max_num_batched_tokens=max_num_seqs * max_length,
-                kv_cache_memory_bytes=kv_cache_bytes(model, dtype, max_length, max_num_seqs),
-                # On a CPU compiling would need a C++ compiler.
-                enforce_eager=self.device.type == "cpu",
-                logits_processors=[_processor_class(self._step)],
-                async_scheduling=False,
-                disable_log_stats=True,
-                enable_sleep_mode=can_sleep,
-            )
+        try:
+            with _side_effects_undone():
+                self.llm: Any = self._start(vllm, model, max_length, max_num_seqs, can_sleep)
+        except (RuntimeError, ValueError) as error:
+            raise EmbodrlError(
+                f"vLLM did not start: {error}", "lower rollout.vllm.max_num_seqs, or set rollout.backend=huggingface"
+            ) from error
         self._runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         network: nn.Module = self._runner.get_model()
         output_layer: Any = network.logits_processor
         output_layer.register_forward_pre_hook(self._keep_hidden)
+
+    def _start(
+        self, vllm: ModuleType, model: OpenVLAModel, max_length: int, max_num_seqs: int, can_sleep: bool
+    ) -> object:
+        return vllm.LLM(
+            model=self._directory.name,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_prompt_embeds=True,
+            # Embeddings differ from call to call, and weights change: nothing can be used again.
+            enable_prefix_caching=False,
+            dtype=str(self.dtype).removeprefix("torch."),
+            max_model_len=max_length,
+            max_num_seqs=max_num_seqs,
+            # Every prompt goes through in one piece.
+            max_num_batched_tokens=max_num_seqs * max_length,
+            kv_cache_memory_bytes=kv_cache_bytes(model, self.dtype, max_length, max_num_seqs),
+            # On a CPU compiling would need a C++ compiler.
+            enforce_eager=self.device.type == "cpu",
+            logits_processors=[_processor_class(self._step)],
+            async_scheduling=False,
+            disable_log_stats=True,
+            enable_sleep_mode=can_sleep,
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite all weights in place.
