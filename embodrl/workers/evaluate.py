@@ -113,6 +113,7 @@ class Evaluator:
                 self.progress(done, f"success {_mean(outcome[:done, 0]):.0%}")
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
         self.pool.call("rebuild", restart=True)
+        self.engine.offload()
         return self._result(outcome, episodes % num_tasks)
 
     def _result(self, outcome: np.ndarray, task_of: np.ndarray) -> EvalResult:

@@ -205,6 +205,7 @@ class RolloutWorker:
 
     def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
         parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
+        self.engine.offload()
         batch = TrajectoryBatch.concat(parts)
         batch.meta["env_steps"] = int(batch.valid.sum())
         times: Metrics = {"time/env_s": self.seconds.env, "time/policy_s": self.seconds.policy}
