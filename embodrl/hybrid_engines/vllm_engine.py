@@ -55,8 +55,6 @@ class VllmRolloutEngine(RolloutEngine):
         MissingDependencyError: see VllmDecoder.
     """
 
-    policy: OpenVLAPolicy
-
     def __init__(
         self,
         policy: VLAPolicy,
@@ -72,7 +70,7 @@ class VllmRolloutEngine(RolloutEngine):
                 f"vLLM decodes one token after the other, and {type(policy).__name__} does not",
                 "set rollout.backend=huggingface, or model=openvla",
             )
-        self.policy = policy
+        self._served = policy
         self._asleep = self._stale = False
         self._sleeps = config.vllm.sleep
         self._num_tokens = policy.num_action_chunks * policy.action_dim
@@ -117,7 +115,7 @@ class VllmRolloutEngine(RolloutEngine):
         """Give vLLM the policy's weights, or make a note of it while it sleeps."""
         self._stale = self._asleep
         if not self._stale:
-            self.decoder.load_weights(language_weights(self.policy))
+            self.decoder.load_weights(language_weights(self._served))
 
     def _predict(
         self,
@@ -145,24 +143,24 @@ class VllmRolloutEngine(RolloutEngine):
             version = self.version
         inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
         values = self._values(observation, hidden) if compute_values else None
-        output = self.policy.make_output(inputs, tokens, logits, values, self.sampling)
+        output = self._served.make_output(inputs, tokens, logits, values, self.sampling)
         output.version = version
         return output
 
     def _prompts(self, part: Observation, generator: RandomSource | None) -> _Prompts:
-        inputs = self.policy.preprocess(part)
-        embeddings, mask = self.policy.prompt_embeddings(inputs)
+        inputs = self._served.preprocess(part)
+        embeddings, mask = self._served.prompt_embeddings(inputs)
         # Positions count what is no padding, so that leaving it out changes nothing.
         rows = list(embeddings) if mask is None else [e[m.bool()] for e, m in zip(embeddings, mask, strict=True)]
-        shape = (len(embeddings), self._num_tokens, self.policy.bins.num_bins)
+        shape = (len(embeddings), self._num_tokens, self._served.bins.num_bins)
         return _Prompts(inputs, rows, None if generator is None else exponential_noise(shape, generator, self.device))
 
     def _values(self, observation: Observation, hidden: Tensor) -> Tensor:
         """Return values from the hidden states ``[B,D]`` at the end of the prompts, or from a pass of our own."""
-        if self.policy.value_input != "prompt_end":
+        if self._served.value_input != "prompt_end":
             return self.values(observation).to(self.device)
         with torch.no_grad():
-            return self.policy.values_from(hidden)
+            return self._served.values_from(hidden)
 
 
 def language_weights(policy: OpenVLAPolicy) -> Iterator[tuple[str, Tensor]]:
