@@ -24,7 +24,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(config: Path, run_dir: Path, *args: str) -> list[dict[str, object]]:
-    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *SETTINGS, *args)
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *SETTINGS, *args, timeout_s=1500)
     assert outcome.code == 0, outcome.stderr
     return metrics(run_dir)
 
@@ -52,7 +52,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(served: Path, tmp_pat
     copy = tmp_path / "run"
     shutil.copytree(served, copy)
     shutil.rmtree(copy / "checkpoints" / "step_4")
-    outcome = embodrl("resume", copy)
+    outcome = embodrl("resume", copy, timeout_s=1500)
     assert outcome.code == 0, outcome.stderr
     assert metrics(copy) == metrics(served)
 
