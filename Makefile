@@ -9,7 +9,7 @@ ARGS ?=
 PYTEST_WORKERS ?= 2
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-megatron lint format warm-start clean
+.PHONY: help setup train test test-megatron test-vllm lint format warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -28,6 +28,11 @@ test-megatron: setup ## install megatron-core, too, and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/megatron $(ARGS)
 
+# Not beside the other tests: vLLM is a large dependency with pins of its own, and has an environment of its own.
+test-vllm: ## make .venv-vllm with vLLM for CPUs and run its tests there
+	@scripts/setup_vllm.sh
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 0 tests/vllm $(ARGS)
+
 lint: setup ## style, types, layers, sizes
 	@scripts/lint.sh
 
@@ -39,4 +44,4 @@ warm-start: setup ## make the checkpoint that the package ships anew
 	@scripts/make_warm_start.sh
 
 clean: ## remove what was built; outputs/ and data/ stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -141,6 +141,7 @@ MODELS.register(
     "embodrl.models.openvla.build:build_openvla",
     "OpenVLA: DINOv2 + SigLIP vision, Llama, 256-bin action tokens",
     **_TOKEN_FACTS,
+    autoregressive=True,
     uses_state=False,
     max_cameras=1,
     dimensions="architecture",

@@ -24,7 +24,7 @@ from embodrl.errors import (
     WorkerError,
 )
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.metrics.console import Console
 from embodrl.metrics.log import RunLog
 from embodrl.metrics.report import write_report
@@ -95,7 +95,7 @@ class Runner:
         runner, cores = config.runner, num_threads(config)
         self.needs_reference = config.algorithm.kl.coef > 0
         self.engine = engine
-        acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, runner.seed, cores)
+        acting = make_rollout_engine(config, policy, cores)
         self.rewards = RewardWorker(config, pool.spec.tasks)
         self.rollout = make_rollout_source(config, pool, acting, self._should_stop, self.rewards.needs_frames)
         self.evaluator = Evaluator(config, pool, acting, should_stop=self._should_stop)

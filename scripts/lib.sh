@@ -60,3 +60,18 @@ setup_key() {
     { "$1" -c 'import sys; print(sys.version, sys.base_prefix)'; printf '%s\n' "$2" "$PWD"
       cat pyproject.toml constraints.txt scripts/setup.sh; } | sha256sum | cut -d' ' -f1
 }
+
+# Install the CPU build of torch into the virtual environment $1, in the version that constraints.txt names.
+install_cpu_torch() {
+    # pip alone would fetch several gigabytes of CUDA libraries, so only a build that is marked as CPU will do.
+    local venv_python=$1/bin/python log=$1/pip-torch.log torch_version
+    torch_version=$(sed -n 's/^torch==//p' constraints.txt)
+    if $venv_python -m pip install -q "torch==$torch_version+cpu" 2>"$log"; then return; fi
+    say "the configured package indexes have no CPU build of torch $torch_version; trying uv, which knows PyTorch's own"
+    $venv_python -m pip install -q -c constraints.txt uv &&
+        $venv_python -m uv pip install --python $venv_python --torch-backend=cpu "torch==$torch_version" && return
+    printf '\n' >&2
+    tail -n 3 "$log" >&2
+    die "there is no CPU build of torch $torch_version for $($venv_python --version) to be had" \
+        "let this machine reach PyTorch's CPU package index, or put the wheel into a directory and set PIP_FIND_LINKS to it; EMBODRL_TORCH=cuda takes the much larger CUDA build instead"
+}

@@ -19,19 +19,6 @@ venv_is_usable() {
         $venv_python -c 'import pip' 2>/dev/null && grep -qF "$PWD/.venv" .venv/bin/activate
 }
 
-install_cpu_torch() {
-    # pip alone would fetch several gigabytes of CUDA libraries, so only a build that is marked as CPU will do.
-    local log=.venv/pip-torch.log
-    if $venv_python -m pip install -q "torch==$torch_version+cpu" 2>"$log"; then return; fi
-    say "the configured package indexes have no CPU build of torch $torch_version; trying uv, which knows PyTorch's own"
-    $venv_python -m pip install -q -c constraints.txt uv &&
-        $venv_python -m uv pip install --python $venv_python --torch-backend=cpu "torch==$torch_version" && return
-    printf '\n' >&2
-    tail -n 3 "$log" >&2
-    die "there is no CPU build of torch $torch_version for $($venv_python --version) to be had" \
-        "let this machine reach PyTorch's CPU package index, or put the wheel into a directory and set PIP_FIND_LINKS to it; EMBODRL_TORCH=cuda takes the much larger CUDA build instead"
-}
-
 install_cuda_torch() {
     # Three equal signs: the version as it is written, so that a CPU build (2.x.y+cpu) at hand is not taken.
     $venv_python -m pip install "torch===$torch_version" ||
@@ -53,7 +40,7 @@ main() {
     if ! venv_is_usable "$python"; then
         "$python" -m venv --clear .venv
     fi
-    "install_${kind}_torch"
+    "install_${kind}_torch" .venv
     say "installing embodrl and its dependencies"
     $venv_python -m pip install -q -c constraints.txt -e '.[maniskill,wandb,lora,dev]'
     $venv_python scripts/check_install.py "$kind"

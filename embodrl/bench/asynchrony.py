@@ -24,7 +24,7 @@ from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
 from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.metrics.json_file import write_json_file
 from embodrl.models.base import VLAPolicy
 from embodrl.workers.async_rollout import AsyncRolloutWorker
@@ -72,7 +72,7 @@ def build(config: Config, pool: EnvPool) -> Sides:
     policy, cores = build_policy(config), num_threads(config)
     ahead = config.runner.max_staleness > 0
     engine = NativeTrainEngine(policy, config.actor, 1000, policy.device, cores, may_be_stale=ahead)
-    acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, config.runner.seed, cores)
+    acting = make_rollout_engine(config, policy, cores)
     source = make_rollout_source(config, pool, acting, lambda: False, False)
     return Sides(config, policy, engine, source, torch.Generator().manual_seed(config.runner.seed))
 

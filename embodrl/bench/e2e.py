@@ -24,7 +24,7 @@ from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
 from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.metrics.json_file import write_json_file
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
@@ -75,7 +75,7 @@ def _iterations(
     cores = len(os.sched_getaffinity(0))
     threads = num_threads(config)
     engine = NativeTrainEngine(policy, config.actor, warm_up + iterations, device, threads)
-    acting = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, config.runner.seed, threads)
+    acting = make_rollout_engine(config, policy, threads)
     worker = RolloutWorker(config, pool, acting, lambda: False)
     shuffle = torch.Generator().manual_seed(config.runner.seed)
     clock = Clock([manager.pid for manager in pool.managers if manager.pid is not None])

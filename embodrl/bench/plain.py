@@ -51,7 +51,7 @@ def stock_llama(policy: TokenPolicy) -> LlamaForCausalLM:
 @torch.no_grad()
 def _one_after_the_other(policy: TokenPolicy, llama: LlamaForCausalLM, observation: Observation) -> NDArray[np.float32]:
     """Greedy decoding with transformers' cache, as ``generate`` does it: logits of all ids, at every position fed."""
-    embeddings, _ = policy._prefix(policy.preprocess(observation))
+    embeddings, _ = policy.prompt_embeddings(policy.preprocess(observation))
     cache, bins = DynamicCache(config=llama.config), []
     for _ in range(policy.num_action_chunks * policy.action_dim):
         output = llama(inputs_embeds=embeddings, past_key_values=cache, use_cache=True)
@@ -63,7 +63,7 @@ def _one_after_the_other(policy: TokenPolicy, llama: LlamaForCausalLM, observati
 @torch.no_grad()
 def _all_at_once(policy: TokenPolicy, llama: LlamaForCausalLM, observation: Observation) -> NDArray[np.float32]:
     """One bidirectional pass over the prompt, empty places for the actions, and the stop token; logits of all ids."""
-    prefix, _ = policy._prefix(policy.preprocess(observation))
+    prefix, _ = policy.prompt_embeddings(policy.preprocess(observation))
     batch, length, width = prefix.shape
     num_tokens = policy.num_action_chunks * policy.action_dim
     empty = prefix.new_zeros(batch, num_tokens, width)
@@ -95,4 +95,4 @@ def _most_probable(policy: TokenPolicy, logits: Tensor) -> Tensor:
 
 def _actions(policy: TokenPolicy, bins: Tensor) -> NDArray[np.float32]:
     logits = torch.zeros(*bins.shape, policy.bins.num_bins, device=bins.device)
-    return policy._output({}, bins, logits, None, SamplingParams()).actions
+    return policy.make_output({}, bins, logits, None, SamplingParams()).actions

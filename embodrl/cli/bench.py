@@ -22,6 +22,7 @@ class Benchmark(StrEnum):
     tasks = "tasks"
     libero = "libero"
     weight_sync = "weight-sync"
+    rollout_backends = "rollout"
 
 
 def bench(
@@ -40,6 +41,7 @@ def bench(
     tasks      coroutines a second of the asynchronous task runner, against asyncio.gather
     libero     LIBERO's steps a second on one core, against its own SubprocVectorEnv
     weight-sync  weights from a trainer to a rollout by every kind of sync, against memcpy
+    rollout    actions a second of the rollout backends native and vLLM, beside transformers' generate
 
     \b
     Examples:

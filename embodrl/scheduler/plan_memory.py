@@ -38,7 +38,8 @@ ESTIMATED_BY = {
     "optimizer": "counted: AdamW's two moments of every trained parameter",
     "reference": "counted: a copy of the trained parameters where algorithm.kl.coef is above 0",
     "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
-    "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's",
+    "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's, unless vLLM copies"
+    " them",
     "KV cache": "counted: 2 x layers x rows decided at once x key-value heads x positions x head width x bytes",
     "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration",
     "simulator": "measured once with ManiSkill on a CPU: 600 MiB a process and 5 MiB an environment; other simulators"
@@ -222,7 +223,8 @@ def _add_model(
                 add(where, component, num_bytes // len(_memories(place)))
     record = figures.recorded * chunks_of(config) // len(rollouts)
     for place in rollouts:
-        weights = 0 if _shared(config, actors, place) else figures.plain
+        own = config.rollout.backend == "vllm" or not _shared(config, actors, place)
+        weights = figures.plain if own else 0
         for where in _memories(place):
             add(where, "rollout weights", weights // len(_memories(place)))
             add(where, "KV cache", figures.kv_cache // len(_memories(place)))

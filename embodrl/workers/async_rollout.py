@@ -23,7 +23,7 @@ from embodrl.data.batch_io import batch_from_tensors, batch_to_tensors
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.scheduler.staleness import StalenessGate
 from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutState, make_stages
 from embodrl.workers.stage import EpisodeStats, Seconds, Shard, combine_extras
@@ -71,7 +71,7 @@ class AsyncRolloutWorker:
         self,
         config: Config,
         pool: EnvPool,
-        engine: NativeRolloutEngine,
+        engine: RolloutEngine,
         should_stop: Callable[[], bool],
         keep_frames: bool = False,
     ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.metrics.json_file import check_json_file, write_json_file
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Evaluator:
         self,
         config: Config,
         pool: EnvPool,
-        engine: NativeRolloutEngine,
+        engine: RolloutEngine,
         progress: Callable[[int, str], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -113,6 +113,7 @@ class Evaluator:
                 self.progress(done, f"success {_mean(outcome[:done, 0]):.0%}")
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
         self.pool.call("rebuild", restart=True)
+        self.engine.offload()
         return self._result(outcome, episodes % num_tasks)
 
     def _result(self, outcome: np.ndarray, task_of: np.ndarray) -> EvalResult:
@@ -200,6 +201,7 @@ def evaluate(config: Config, json_path: Path | None = None) -> int:
     """
     if json_path is not None:
         check_json_file(json_path)
+    from embodrl.hybrid_engines.rollout import make_rollout_engine
     from embodrl.metrics.progress import Progress
     from embodrl.workers.env import check_simulator, make_pool
     from embodrl.workers.policy import build_policy, configure_torch, num_threads
@@ -209,9 +211,7 @@ def evaluate(config: Config, json_path: Path | None = None) -> int:
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
         policy = build_policy(config)
-        engine = NativeRolloutEngine(
-            policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads(config)
-        )
+        engine = make_rollout_engine(config, policy, num_threads(config))
         video_dir = None
         if config.runner.output_dir != "auto" and config.env.video.enabled:
             video_dir = Path(config.runner.output_dir) / "videos" / "eval"

@@ -20,7 +20,7 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.workers.stage import EpisodeStats, Seconds, Stage
 
 Metrics = dict[str, float | None]
@@ -122,7 +122,7 @@ class RolloutWorker:
         self,
         config: Config,
         pool: EnvPool,
-        engine: NativeRolloutEngine,
+        engine: RolloutEngine,
         should_stop: Callable[[], bool],
         keep_frames: bool = False,
     ) -> None:
@@ -205,6 +205,7 @@ class RolloutWorker:
 
     def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
         parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
+        self.engine.offload()
         batch = TrajectoryBatch.concat(parts)
         batch.meta["env_steps"] = int(batch.valid.sum())
         times: Metrics = {"time/env_s": self.seconds.env, "time/policy_s": self.seconds.policy}
@@ -267,7 +268,7 @@ class EpisodeSchedule:
         return epoch * (self.num_envs // size) + torch.arange(self.num_envs) // size
 
 
-def make_stages(config: Config, pool: EnvPool, engine: NativeRolloutEngine, keep_frames: bool) -> list[Stage]:
+def make_stages(config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool) -> list[Stage]:
     """Return ``rollout.pipeline_stages`` stages of equal size."""
     pools = pool.split(config.rollout.pipeline_stages)
     size = pool.spec.num_envs // len(pools)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
+from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.hybrid_engines.copies import frozen_copy
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.workers.async_rollout import AsyncRolloutWorker
 from embodrl.workers.rollout import RolloutSource, RolloutWorker
 from embodrl.workers.workflow_rollout import WorkflowRollout
@@ -16,7 +17,7 @@ from embodrl.workers.workflow_rollout import WorkflowRollout
 def make_rollout_source(
     config: Config,
     pool: EnvPool,
-    engine: NativeRolloutEngine,
+    engine: RolloutEngine,
     should_stop: Callable[[], bool],
     keep_frames: bool,
 ) -> RolloutSource:
@@ -33,11 +34,5 @@ def make_rollout_source(
         worker = RolloutWorker if config.rollout.workflow is None else WorkflowRollout
         return worker(config, pool, engine, should_stop, keep_frames)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
-    apart = NativeRolloutEngine(
-        frozen_copy(engine.policy, trained),
-        config.rollout,
-        config.algorithm.sampling,
-        config.runner.seed,
-        engine.num_threads,
-    )
+    apart = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
     return AsyncRolloutWorker(config, pool, apart, should_stop, keep_frames)

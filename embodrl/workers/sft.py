@@ -21,7 +21,7 @@ from embodrl.data.demos import Demos, load_demos
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.hybrid_engines.parallel import add_gradients
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.metrics.progress import Progress
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation
@@ -213,9 +213,7 @@ def _success_rate(config: Config, policy: VLAPolicy, stop: StopSignal) -> float:
     from embodrl.workers.env import make_pool
     from embodrl.workers.evaluate import Evaluator
 
-    engine = NativeRolloutEngine(
-        policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads(config)
-    )
+    engine = make_rollout_engine(config, policy, num_threads(config))
     with make_pool(config, config.env.eval.total_num_envs) as pool:
         return Evaluator(config, pool, engine, should_stop=lambda: bool(stop)).run().success_rate
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.registry import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
@@ -128,9 +128,7 @@ class Stage:
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
     """
 
-    def __init__(
-        self, config: Config, pool: EnvPool, engine: NativeRolloutEngine, rows: slice, keep_frames: bool
-    ) -> None:
+    def __init__(self, config: Config, pool: EnvPool, engine: RolloutEngine, rows: slice, keep_frames: bool) -> None:
         self.config, self.pool, self.engine, self.rows = config, pool, engine, rows
         self.keep_frames = keep_frames
         self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks

@@ -21,7 +21,7 @@ from embodrl.envs.environment import Environment
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.async_engine import AsyncEngine, EpisodeEngine
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.names import import_workflow
 from embodrl.registry import LOSSES
 from embodrl.scheduler.task_runner import AsyncTaskRunner, TaskResult
@@ -75,7 +75,7 @@ class WorkflowPlayer:
         self,
         config: Config,
         pool: EnvPool,
-        engine: NativeRolloutEngine,
+        engine: RolloutEngine,
         keep_frames: bool,
         workflow: RolloutWorkflow | None = None,
     ) -> None:
@@ -239,7 +239,7 @@ class WorkflowRollout(RolloutWorker):
         self,
         config: Config,
         pool: EnvPool,
-        engine: NativeRolloutEngine,
+        engine: RolloutEngine,
         should_stop: Callable[[], bool],
         keep_frames: bool = False,
         workflow: RolloutWorkflow | None = None,

@@ -64,11 +64,17 @@ class Outcome:
     stderr: str
 
 
-def embodrl(*args: object, stop_at: str = "", children: Path | None = None, search_path: Path | None = None) -> Outcome:
+def embodrl(
+    *args: object,
+    stop_at: str = "",
+    children: Path | None = None,
+    search_path: Path | None = None,
+    timeout_s: float = 480.0,
+) -> Outcome:
     """Run the command line to its end; ``children`` gets the process ids that live when the signal is sent."""
     process = start(*args, stop_at=stop_at, children=children, search_path=search_path)
     try:
-        stdout, stderr = process.communicate(timeout=480)
+        stdout, stderr = process.communicate(timeout=timeout_s)
     finally:
         process.kill()
     return Outcome(process.returncode, stdout, stderr)

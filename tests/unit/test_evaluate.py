@@ -50,7 +50,10 @@ class Expert:
     """Solves the red task only, and looks no further than to the rows that it is asked about."""
 
     def __init__(self, env):
-        self.env = env
+        self.env, self.offloads = env, 0
+
+    def offload(self):
+        self.offloads += 1
 
     def act_greedily(self, observation):
         rows = [int(np.flatnonzero((self.env.position == state).all(axis=1))[0]) for state in observation.state]
@@ -61,7 +64,9 @@ class Expert:
 def test_episode_i_has_its_seed_and_task_and_success_is_counted_by_task():
     pool = LocalPool()
     done = []
-    result = Evaluator(CONFIG, pool, Expert(pool.env), lambda number, text: done.append(number)).run()
+    expert = Expert(pool.env)
+    result = Evaluator(CONFIG, pool, expert, lambda number, text: done.append(number)).run()
+    assert expert.offloads == 1
     assert pool.resets == [
         ([70, 71, 72, 73], [0, 1, 0, 1]),
         ([74, 75, 76, 77], [0, 1, 0, 1]),

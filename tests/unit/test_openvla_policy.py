@@ -89,7 +89,7 @@ def test_log_probs_match_the_definition(policy):
 def test_decoder_equals_the_full_forward_pass(policy):
     inputs = policy.preprocess(observation())
     with torch.no_grad():
-        prefix, mask = policy._prefix(inputs)
+        prefix, mask = policy.prompt_embeddings(inputs)
         assert mask is not None
         tokens = torch.randint(policy.bins.first_id, policy.bins.first_id + 256, (3, 14), generator=generator())
         decoder = ActionDecoder(policy.model, 3, prefix.shape[1] + 14)

@@ -94,6 +94,10 @@ class KnownPolicy:
         self.speed = speed
         self.version = 0
         self.seen: list[int] = []
+        self.offloaded_after: list[int] = []
+
+    def offload(self):
+        self.offloaded_after.append(len(self.seen))
 
     def update_weights(self, weights, version):
         assert not list(weights)
@@ -151,6 +155,7 @@ def test_a_rollout_has_the_shapes_and_the_contents_of_what_happened(stages):
     worker, pool = worker_of(config, KnownPolicy(0.1))
     batch, metrics = worker.gather(5)
     steps, envs = 4, 4
+    assert worker.engine.offloaded_after == [len(worker.engine.seen)] == [steps * stages]  # once, at the end
     assert batch.logprobs.shape == (steps, envs, CHUNK, 7) and batch.logprobs.dtype == torch.float32
     assert batch.values.shape == (steps + 1, envs, 1)
     for name in ("rewards", "valid", "terminated", "truncated"):

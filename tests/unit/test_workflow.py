@@ -57,6 +57,9 @@ class Compass:
         self.threads: set[str] = set()
         self.batches: list[int] = []
 
+    def offload(self) -> None:
+        pass
+
     def row_generators(self, seeds: Any) -> None:
         return None
 

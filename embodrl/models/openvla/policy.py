@@ -42,7 +42,7 @@ class OpenVLAPolicy(TokenPolicy):
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
         inputs = self.preprocess(observation)
-        prefix, mask = self._prefix(inputs)
+        prefix, mask = self.prompt_embeddings(inputs)
         batch, num_tokens = len(prefix), self.num_action_chunks * self.action_dim
         noise = None
         if mode == "train":
@@ -54,8 +54,8 @@ class OpenVLAPolicy(TokenPolicy):
 
         decoder = ActionDecoder(self.model, batch, prefix.shape[1] + num_tokens)
         tokens, logits, hidden = decoder.run(prefix, mask, num_tokens, choose)
-        values = self._values(self._features(hidden, mask)) if compute_values else None
-        return self._output(inputs, self.bins.index(tokens), logits, values, sampling)
+        values = self.values_from(self._features(hidden, mask)) if compute_values else None
+        return self.make_output(inputs, self.bins.index(tokens), logits, values, sampling)
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
@@ -64,8 +64,8 @@ class OpenVLAPolicy(TokenPolicy):
         Raises:
             EmbodrlError: see ``preprocess``; or there is no value head.
         """
-        prefix, mask = self._prefix(self.preprocess(observation))
-        return self._values(self._features(self.model.hidden_states(prefix, mask), mask))
+        prefix, mask = self.prompt_embeddings(self.preprocess(observation))
+        return self.values_from(self._features(self.model.hidden_states(prefix, mask), mask))
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """See TokenPolicy; each token is fed the ones before it (teacher forcing)."""
@@ -74,7 +74,7 @@ class OpenVLAPolicy(TokenPolicy):
 
     def action_states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the hidden states ``[B,C*A,D]`` that action tokens are predicted from, and what the value is."""
-        prefix, prefix_mask = self._prefix(inputs)
+        prefix, prefix_mask = self.prompt_embeddings(inputs)
         known = self.model.language_model.model.embed_tokens(inputs["action_tokens"].flatten(1)[:, :-1])
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, known.shape[1]), value=1)
         hidden = self.model.hidden_states(torch.cat([prefix, known.to(prefix.dtype)], dim=1), mask)

@@ -116,7 +116,7 @@ class TokenPolicy(VLAPolicy):
         index = self.bins.index(tokens.flatten(1))
         logprobs = action_log_probs(logits, index, sampling).view(tokens.shape)
         entropy = action_entropy(logits, index, sampling).view(tokens.shape) if compute_entropy else None
-        return EvalOutput(logprobs, entropy, self._values(features) if compute_values else None)
+        return EvalOutput(logprobs, entropy, self.values_from(features) if compute_values else None)
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
         """Return what ``preprocess`` returns and ``action_tokens int64[B,C,A]`` of ``actions float32[B,C,A]``."""
@@ -213,7 +213,7 @@ class TokenPolicy(VLAPolicy):
         pixels = torch.cat(halves, dim=1).to(self.model.projector.fc1.weight.dtype)
         return pixels.view(len(images), -1, *pixels.shape[2:])
 
-    def _prefix(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def prompt_embeddings(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return embeddings ``[B,P,D]`` and mask ``int64[B,P]`` of images and prompt, without columns of mere padding.
 
         The mask is None where nothing is padded, which lets attention take its fast path.
@@ -239,12 +239,17 @@ class TokenPolicy(VLAPolicy):
         weight = mask[..., None].float()
         return (hidden.float() * weight).sum(dim=1) / weight.sum(dim=1)
 
-    def _values(self, features: Tensor) -> Tensor:
+    def values_from(self, features: Tensor) -> Tensor:
+        """Return ``float32[B,K]``, the values read from features ``[B,D]``.
+
+        Raises:
+            EmbodrlError: there is no value head.
+        """
         if self.value_head is None:
             raise EmbodrlError("the policy has no value head", "set model.add_value_head=true")
         return self.value_head(features.detach() if self.detach_value else features)
 
-    def _output(
+    def make_output(
         self, inputs: dict[str, Tensor], index: Tensor, logits: Tensor, values: Tensor | None, sampling: SamplingParams
     ) -> PolicyOutput:
         """Return the record of chosen bins ``int64[B,C*A]`` and the logits ``[B,C*A,256]`` they were drawn from."""

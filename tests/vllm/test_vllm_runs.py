@@ -1,0 +1,71 @@
+"""Whole runs with vLLM, beside the same runs with the native engine; `make test-vllm` runs this."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import TINY, embodrl, metrics
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed; `make test-vllm` makes an environment that has it", allow_module_level=True)
+
+TOLERANCE = 1e-4
+SETTINGS = ("rollout.precision=fp32", "actor.precision=fp32", "env.start_timeout_s=600")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY.replace("hidden_size: 16", "hidden_size: 64"))
+    return path
+
+
+def train(config: Path, run_dir: Path, *args: str) -> list[dict[str, object]]:
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *SETTINGS, *args, timeout_s=1500)
+    assert outcome.code == 0, outcome.stderr
+    return metrics(run_dir)
+
+
+@pytest.fixture(scope="module")
+def served(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("served") / "run"
+    train(config, run_dir, "rollout=vllm")
+    return run_dir
+
+
+@pytest.mark.timeout(3600)
+def test_a_run_learns_the_same_as_with_the_native_engine(config: Path, served: Path, tmp_path: Path) -> None:
+    found, wanted = metrics(served), train(config, tmp_path / "native")
+    assert [row["iteration"] for row in found] == [0, 1, 2, 3, 4]
+    for row, other in zip(found, wanted, strict=True):
+        assert row.keys() == other.keys()
+        for name, value in other.items():
+            assert row[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (row["iteration"], name)
+    assert found[4]["train/policy_loss"] != found[2]["train/policy_loss"]
+
+
+@pytest.mark.timeout(3600)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(served: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(served, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_4")
+    outcome = embodrl("resume", copy, timeout_s=1500)
+    assert outcome.code == 0, outcome.stderr
+    assert metrics(copy) == metrics(served)
+
+
+@pytest.mark.timeout(3600)
+def test_workflows_ask_vllm_for_one_row_at_a_time(config: Path, tmp_path: Path) -> None:
+    episodes = (
+        "rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'",
+        "env.train.auto_reset=false",
+        "env.train.max_steps_per_rollout_epoch=6",
+        "actor.global_batch_size=4",
+        "runner.max_iterations=2",
+    )
+    rows = train(config, tmp_path / "run", "rollout=vllm", *episodes)
+    assert [row.get("workflow/failed_episodes") for row in rows] == [None, 0, 0]
+    assert rows[-1]["train/policy_loss"] is not None
