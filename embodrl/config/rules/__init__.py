@@ -6,6 +6,7 @@ from embodrl.config.nodes import Node
 from embodrl.config.rules import (
     algorithm,
     cluster,
+    data,
     env,
     families,
     libero,
@@ -26,6 +27,7 @@ __all__ = [
     "Rule",
     "algorithm",
     "cluster",
+    "data",
     "env",
     "families",
     "libero",
