@@ -58,7 +58,7 @@ def require(*packages: str) -> tuple[Any, ...]:
         except ImportError as error:
             package = name.partition(".")[0].replace("_", "-")
             raise MissingDependencyError(
-                f"LeRobot data sets need the package {package}, which is not installed",
+                f"the package {package} is not installed, which LeRobot data sets and grids of videos need",
                 "pip install 'embodrl[datasets]'",
             ) from error
     return tuple(modules)
