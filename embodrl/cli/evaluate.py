@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli.common import ConfigFile, Debug, JsonFile, Overrides, execute, load
+from embodrl.cli.common import ConfigFile, Debug, JsonFile, Overrides, execute, load_measured
 
 
 def evaluate(
@@ -32,7 +32,7 @@ def evaluate(
     """
 
     def action() -> int | None:
-        loaded = load(overrides, config)
+        loaded = load_measured(overrides, config)
         from embodrl.workers import evaluate as worker
 
         return worker.evaluate(loaded.config, json, output)

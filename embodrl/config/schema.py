@@ -158,7 +158,11 @@ class EnvConfig(Section):
         description="of MuJoCo's pictures: fast leaves out shadows, reflections, anti-aliasing and most triangles of"
         " large meshes; auto is fast where a CPU draws",
     )
-    num_processes: PositiveInt = Field(default=2, description="simulator processes (EnvManagers)")
+    num_processes: PositiveInt = Field(
+        default=2,
+        description="simulator processes (EnvManagers); auto measures at the first start which number is fastest, and"
+        " keeps the result",
+    )
     pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
     python: str | None = Field(
         default=None,
