@@ -157,6 +157,27 @@ def weight_metrics(
     }
 
 
+def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None) -> None:
+    """Put what the weights at the beginning of an update say into a rollout, before its advantages are estimated.
+
+    The critic that acted would hold back the one that learns: advantages would be relative to it, and the clip of the
+    values would not let them leave it. What it said of the observations after the rollout and after truncated episodes,
+    which are not kept, is shifted by as much as its value of the chunk before has changed.
+
+    Args:
+        batch: changed in place.
+        logprobs: ``float32[T,B,C,A]``, as ``TrainEngine.proximal`` gives them.
+        values: ``float32[T,B,K]``, or None.
+    """
+    batch.prox_logprobs = logprobs
+    if values is None:
+        return
+    shift = (values - batch["values"])[..., -1:]
+    truncated = (batch.truncated & batch.valid).any(-1, keepdim=True)
+    batch.bootstrap_values = torch.where(truncated, batch.bootstrap_values + shift, batch.bootstrap_values)
+    batch.values = torch.cat([values, batch.values[-1:] + shift[-1:]])
+
+
 def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, staleness: Tensor) -> dict[str, Tensor]:
     """Return the columns ``[T,B,...]`` that minibatches carry for ``proximal_terms``; none without decoupling.
 
@@ -182,7 +203,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
     if prox is None:
         raise EmbodrlError(
             "algorithm.decoupled.prox=recompute needs the log-probs under the weights before the update",
-            "set batch.prox_logprobs = engine.proximal_logprobs(batch, algorithm) before engine.update",
+            "call set_proximal(batch, *engine.proximal(batch, algorithm)) before engine.update",
         )
     if decoupled.level == "episode":
         episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)

@@ -173,8 +173,8 @@ def actor_loss(
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
-        the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3) and ``ratio_mean`` (both
-        with the behaviour weights), ``clip_fraction`` (part of the ratios outside the range) and, where asked for, ``entropy``, ``drift`` and ``ref_kl``.
+        the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``ratio_mean`` (both with the
+        behaviour weights), ``clip_fraction`` (outside the range); where asked for ``entropy``, ``drift``, ``ref_kl``.
 
     Raises:
         EmbodrlError: advantages or behaviour weights are finer than the ratio; or a KL without a reference.
@@ -189,8 +189,8 @@ def actor_loss(
     clips = (clip_ratio_low, clip_ratio_high, clip_ratio_dual)
     objective, outside = _surrogate(log_ratio, advantages.unsqueeze(-1), surrogate, *clips)
     factors = (behavior_weights, weights)
-    policy_loss, extra = _policy_loss(objective, log_ratio, mask, factors, drift_coef, counts.policy)
-    loss = policy_loss
+    loss, extra = _policy_loss(objective, log_ratio, mask, factors, drift_coef, counts.policy)
+    extra["policy_loss"] = loss
     if kl_coef:
         extra["ref_kl"] = _total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
         loss = loss + kl_coef * extra["ref_kl"]
@@ -198,8 +198,7 @@ def actor_loss(
         extra["entropy"] = reduce_to_level(entropy, valid, entropy_type)[0].sum() / counts.entropy
         loss = loss - entropy_bonus * extra["entropy"]
     ratios = _ratio_metrics(token_log_ratio, log_ratio, mask, outside, behavior_weights, counts)
-    metrics = {"policy_loss": policy_loss, **ratios, **extra}
-    return LossOutput(loss, {name: value.detach() for name, value in metrics.items()})
+    return LossOutput(loss, {name: value.detach() for name, value in (extra | ratios).items()})
 
 
 def _check_levels(logprob_type: Level, advantages: Tensor) -> None:

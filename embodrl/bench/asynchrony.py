@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.algorithms.advantages import compute_advantages
+from embodrl.algorithms.decoupled import set_proximal
 from embodrl.bench import slow_env
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
@@ -84,7 +85,7 @@ def train(sides: Sides, iterations: int, *, update: bool = True) -> dict[str, fl
         batch, _ = sides.source.gather(iteration)
         if update:
             if algorithm.decoupled.enabled:
-                batch.prox_logprobs = sides.engine.proximal_logprobs(batch, algorithm)
+                set_proximal(batch, *sides.engine.proximal(batch, algorithm))
             sides.engine.update(batch, compute_advantages(batch, algorithm), algorithm, sides.shuffle)
         version = iteration + 1
         lag += float(iteration - batch.policy_version.float().mean()) / (WARM_UP + iterations)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ logger = logging.getLogger("embodrl.envs")
 _FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
 # A request that raises is as likely to be wrong as the simulator: a new process would raise again.
 _LOSSES = (EnvWorkerDied, EnvTimeout)
+_COUNTING = threading.Lock()
 
 
 @dataclass
@@ -39,6 +41,18 @@ class FaultCounts:
     restarts: int = 0
     lost_episodes: int = 0
     quarantined: int = 0
+
+    def count(self, name: str, number: int = 1, limit: int | None = None) -> bool:
+        """Count more of what ``name`` says, unless there are ``limit`` already: then return False.
+
+        Pools of several threads share these counts.
+        """
+        with _COUNTING:
+            known = getattr(self, name)
+            if limit is not None and known >= limit:
+                return False
+            setattr(self, name, known + number)
+            return True
 
 
 class EnvPool:
@@ -343,11 +357,10 @@ class EnvPool:
         """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up."""
         manager = self.managers[rank]
         while True:
-            if self.faults.restarts >= self.max_restarts:
+            if not self.faults.count("restarts", limit=self.max_restarts):
                 raise type(error)(
                     f"given up after {self.max_restarts} restarts: {error.message}", error.remedy
                 ) from error
-            self.faults.restarts += 1
             logger.warning("restart %d of %d: %s", self.faults.restarts, self.max_restarts, error.message)
             try:
                 manager.restart()
@@ -395,7 +408,7 @@ class EnvPool:
             self._checked(manager, manager.reset(seeds[rows], manager.task_ids[rows], rows))
         )
         self._end_as_invalid(step, rows, last)
-        self.faults.quarantined += len(rows)
+        self.faults.count("quarantined", len(rows))
         return step
 
     def _end_as_invalid(self, step: EnvStep, rows: NDArray[np.int64], last: Observation | None) -> None:
@@ -416,4 +429,4 @@ class EnvPool:
                 )
                 for row in rows.tolist():
                     final.instruction[row] = last.instruction[row]
-        self.faults.lost_episodes += len(rows)
+        self.faults.count("lost_episodes", len(rows))

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from embodrl.envs.channel import Channel, Frame, Kind, PeerGoneError
 from embodrl.envs.codec import encode
+from embodrl.errors import EnvTimeout
 
 # One simulator process is bound to one core: thread pools would only fight over it.
 SINGLE_THREADED = {
@@ -125,14 +126,20 @@ class WorkerProcess:
                 return
 
     def kill(self) -> None:
-        """End the process, and what it started, at once; free everything."""
-        self._end_group()
-        self.channel.close()
-        self._log.close()
-        for fd in (self.memory_fd, self._pidfd):
-            if fd >= 0:
-                os.close(fd)
-        self.memory_fd = self._pidfd = -1
+        """End the process, and what it started, at once; free everything.
+
+        Raises:
+            EnvTimeout: it did not end; everything on this side is free all the same.
+        """
+        try:
+            self._end_group()
+        finally:
+            self.channel.close()
+            self._log.close()
+            for fd in (self.memory_fd, self._pidfd):
+                if fd >= 0:
+                    os.close(fd)
+            self.memory_fd = self._pidfd = -1
 
     def wait_closed(self, grace_s: float) -> bool:
         """Wait for the process to end by itself, kill it if it does not; return whether it ended well."""
@@ -148,4 +155,10 @@ class WorkerProcess:
         if self._popen.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
-        return self._popen.wait(_REAP_S)
+        try:
+            return self._popen.wait(_REAP_S)
+        except subprocess.TimeoutExpired as error:
+            raise EnvTimeout(
+                f"process {self._popen.pid} was killed and is still there {_REAP_S:.0f} s later",
+                "it waits for a driver or a disk: look at `dmesg`; if the machine is only busy, try again",
+            ) from error

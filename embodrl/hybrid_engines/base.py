@@ -91,10 +91,10 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def proximal_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        """Return ``float32[T,B,C,A]``: log-probs of the actions under the weights as they are now.
+    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
+        """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the present weights.
 
-        Chunks played by a policy with these weights keep the log-probs of the rollout, to the bit.
+        Chunks played with these weights keep those of the rollout, to the bit. A loss without values gets None.
 
         Raises:
             EmbodrlError: a chunk has a version above the engine's.

@@ -206,16 +206,38 @@ class NativeTrainEngine(TrainEngine):
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         if self.reference is None:
             raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
-        return self._logprobs(self.reference, batch, batch.valid.any(-1), torch.zeros_like(batch.logprobs), algorithm)
+        return self._logprobs(self.reference, batch, batch.valid.any(-1), algorithm)
 
-    def proximal_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        stale = self._policy_staleness(batch, algorithm) > 0
-        return self._logprobs(self.policy, batch, stale, batch.logprobs.clone(), algorithm)
+    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
+        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        changed = self._policy_staleness(batch, algorithm) > 0
+        stale = staleness_of(batch.policy_version, batch.valid, self.version) > 0 if needs_values else changed
+        known = batch.logprobs.flatten(2)
+        if needs_values:
+            known = torch.cat([known, batch["values"]], -1)
+        outputs = self._outputs(self.policy, batch, stale, known.clone(), algorithm, needs_values)
+        num_tokens = math.prod(batch.logprobs.shape[2:])
+        # In a warm-up of the critic the policy stays as it is: its log-probs then stay those of the rollout to the bit.
+        logprobs = torch.where(changed[..., None], outputs[..., :num_tokens], known[..., :num_tokens])
+        return logprobs.view_as(batch.logprobs), outputs[..., num_tokens:] if needs_values else None
 
     def _logprobs(
-        self, policy: VLAPolicy, batch: TrajectoryBatch, wanted: Tensor, result: Tensor, algorithm: AlgorithmConfig
+        self, policy: VLAPolicy, batch: TrajectoryBatch, wanted: Tensor, algorithm: AlgorithmConfig
     ) -> Tensor:
-        """Return ``result float32[T,B,C,A]`` with a policy's log-probs of the chunks ``wanted bool[T,B]``."""
+        """Return ``float32[T,B,C,A]``: a policy's log-probs of the chunks ``wanted bool[T,B]``, else 0."""
+        zeros = torch.zeros_like(batch.logprobs).flatten(2)
+        return self._outputs(policy, batch, wanted, zeros, algorithm, False).view_as(batch.logprobs)
+
+    def _outputs(
+        self,
+        policy: VLAPolicy,
+        batch: TrajectoryBatch,
+        wanted: Tensor,
+        result: Tensor,
+        algorithm: AlgorithmConfig,
+        with_values: bool,
+    ) -> Tensor:
+        """Return ``result float32[T,B,C*A(+K)]`` with a policy's log-probs, and values, of ``wanted bool[T,B]``."""
         sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
         rows_of_result = result.flatten(0, 1)
         chosen = wanted.flatten().nonzero().squeeze(-1)
@@ -225,14 +247,18 @@ class NativeTrainEngine(TrainEngine):
             micro = inputs[rows].to(self.device, non_blocking=True)
             with torch.no_grad(), autocast(self.precision, self.device):
                 output = policy.evaluate_actions(
-                    micro.forward_inputs, sampling, compute_entropy=False, compute_values=False
+                    micro.forward_inputs, sampling, compute_entropy=False, compute_values=with_values
                 )
-            return output.logprobs.float().cpu()
+            parts = [output.logprobs.float().flatten(1)]
+            if with_values:
+                assert output.values is not None
+                parts.append(output.values.float())
+            return torch.cat(parts, -1).cpu()
 
         parts = chosen.split(self.config.micro_batch_size) if len(chosen) else ()
         outputs = on_threads([lambda rows=rows: compute(rows) for rows in parts], self.num_threads, self.niceness)
-        for rows, logprobs in zip(parts, outputs, strict=True):
-            rows_of_result[rows] = logprobs
+        for rows, output in zip(parts, outputs, strict=True):
+            rows_of_result[rows] = output
         return rows_of_result.view_as(result)
 
     def forward_backward(

@@ -42,8 +42,10 @@ def reference(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def proximal(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Add the log-probs of the weights that this update begins with (decoupled PPO)."""
-    batch.prox_logprobs = context.engine.proximal_logprobs(batch, context.config.algorithm)
+    """Add the log-probs, and put in the values, of the weights that this update begins with (decoupled PPO)."""
+    from embodrl.algorithms.decoupled import set_proximal
+
+    set_proximal(batch, *context.engine.proximal(batch, context.config.algorithm))
     return batch
 
 

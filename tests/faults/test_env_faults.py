@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from embodrl.envs.manager import EnvManager, EnvTimeouts
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool import EnvPool, FaultCounts
 from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
 
 SEEDS, TASKS = np.array([20, 21]), np.array([0, 1], np.int32)
@@ -77,6 +78,36 @@ def test_a_dead_process_is_named_with_its_end(fault, words):
             assert "lost the device" in message
         if fault == "segfault":
             assert "faulty_envs.py" in message  # the interpreter's own dump, from the log
+
+
+def test_a_process_that_outlives_its_kill_is_a_timeout_that_leaves_nothing_open(monkeypatch):
+    with faulty("none") as manager:
+        process, before = manager._process, set(Path("/proc/self/fd").iterdir())
+        popen, manager._process = process._popen, None
+
+        def wait(timeout):
+            raise subprocess.TimeoutExpired("simulator", timeout)
+
+        monkeypatch.setattr(popen, "wait", wait)
+        with pytest.raises(EnvTimeout, match=f"process {popen.pid} was killed and is still there 10 s later"):
+            process.kill()
+        assert len(set(Path("/proc/self/fd").iterdir())) <= len(before) - 4  # channel, log, memory file, pidfd
+        monkeypatch.undo()
+        wait_until_gone([popen.pid])
+
+
+def test_counts_of_several_threads_add_up_to_the_limit_and_no_further():
+    faults, granted = FaultCounts(), []
+
+    def restart_often():
+        granted.append(sum(faults.count("restarts", limit=3000) for _ in range(1000)))
+
+    threads = [threading.Thread(target=restart_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults.restarts == sum(granted) == 3000
 
 
 def test_restart_after_death():

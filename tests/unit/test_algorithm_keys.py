@@ -15,6 +15,7 @@ from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
 
 from embodrl.algorithms.advantages import compute_advantages
+from embodrl.algorithms.decoupled import set_proximal
 from embodrl.config import load_config
 from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
@@ -132,7 +133,7 @@ def trained(changes: dict[str, Any]) -> Tensor:
         if engine.reference is not None:
             batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
         if algorithm.decoupled.needs_proximal:  # of version 0, and in the second update stale
-            batch.prox_logprobs = engine.proximal_logprobs(batch, algorithm)
+            set_proximal(batch, *engine.proximal(batch, algorithm))
         engine.update(batch, compute_advantages(batch, algorithm), algorithm, generator)
     return torch.cat([tensor.flatten() for _, tensor in engine.weights()])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
 
 from embodrl.algorithms.advantages import compute_advantages
+from embodrl.algorithms.decoupled import set_proximal
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.algorithms.losses import LossOutput
 from embodrl.config import load_config
@@ -45,7 +46,7 @@ def engine_of(policy: ToyPolicy | None = None, version: int = 0, **changes: Any)
 def update(engine: NativeTrainEngine, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
     if algorithm.decoupled.needs_proximal:
-        batch.prox_logprobs = engine.proximal_logprobs(batch, algorithm)
+        set_proximal(batch, *engine.proximal(batch, algorithm))
     advantages = compute_advantages(batch, algorithm)
     return engine.update(batch, advantages, algorithm, torch.Generator().manual_seed(0))
 
@@ -106,8 +107,9 @@ def test_without_staleness_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) 
     engine, batch = engine_of(version=3), recorded_batch()
     batch.policy_version[:] = 3
     monkeypatch.setattr(engine.policy, "evaluate_actions", lambda *_args, **_rest: pytest.fail("a forward pass"))
-    prox = engine.proximal_logprobs(batch, algorithm_of({}, enabled=True))
-    assert torch.equal(prox, batch.logprobs) and prox is not batch.logprobs
+    prox, values = engine.proximal(batch, algorithm_of({}, enabled=True))
+    assert torch.equal(prox, batch.logprobs) and prox.data_ptr() != batch.logprobs.data_ptr()
+    assert values is not None and torch.equal(values, batch["values"])
 
 
 def test_only_stale_chunks_are_recomputed() -> None:
@@ -116,14 +118,57 @@ def test_only_stale_chunks_are_recomputed() -> None:
     batch.policy_version[0], batch.policy_version[4] = 2, 0
     algorithm = algorithm_of({}, enabled=True)
     before = batch.logprobs.clone()
-    prox = engine.proximal_logprobs(batch, algorithm)
+    prox, values = engine.proximal(batch, algorithm)
     inputs = {name: column.flatten(0, 1) for name, column in batch.forward_inputs.items()}
     with torch.no_grad():
-        present = engine.policy.evaluate_actions(inputs, SamplingParams(1.0)).logprobs.view_as(prox)
+        present = engine.policy.evaluate_actions(inputs, SamplingParams(1.0))
     stale = (batch.policy_version < 3) & batch.valid.any(-1)
     assert stale.any() and not stale.all() and torch.equal(batch.logprobs, before)
-    torch.testing.assert_close(prox[stale], present[stale])
-    assert torch.equal(prox[~stale], before[~stale])
+    for found, fresh, old in ((prox, present.logprobs, before), (values, present.values, batch["values"])):
+        assert found is not None and fresh is not None
+        torch.testing.assert_close(found[stale], fresh.view_as(found)[stale])
+        assert torch.equal(found[~stale], old[~stale])
+
+
+def test_in_the_critic_s_warm_up_only_values_are_recomputed() -> None:
+    engine, batch = engine_of(version=2, warmup=2), recorded_batch()
+    batch.policy_version[:] = 1
+    batch["values"] -= 10
+    prox, values = engine.proximal(batch, algorithm_of({}, enabled=True))
+    assert values is not None
+    assert torch.equal(prox, batch.logprobs), "the policy has not changed since, to the bit"
+    live = batch.valid.any(-1)
+    assert not torch.isclose(values[live], batch["values"][live]).any()
+    assert (
+        engine.proximal(batch, algorithm_of({"adv_type": "reinforce_pp", "loss_type": "actor"}, enabled=True))[1]
+        is None
+    )
+
+
+def test_values_that_are_not_kept_are_shifted_as_their_neighbours() -> None:
+    batch = recorded_batch()
+    batch.truncated[:] = False
+    batch.truncated[2, 1, -1] = batch.truncated[3, 0, 0] = True
+    batch.valid[2, 1], batch.valid[3, 0] = True, False  # the latter was lost
+    batch.bootstrap_values[:] = 0
+    batch.bootstrap_values[2, 1] = 5.0
+    end = batch.values[-1].clone()
+    values = batch["values"] + torch.arange(20.0).view(5, 4, 1)
+    set_proximal(batch, batch.logprobs, values)
+    assert torch.equal(batch["values"], values)
+    expected = torch.zeros(5, 4, 1)
+    expected[2, 1] = 5 + 9  # chunk 2 of environment 1 has changed by 9
+    torch.testing.assert_close(batch.bootstrap_values, expected)
+    torch.testing.assert_close(batch.values[-1], end + torch.arange(16.0, 20.0).view(4, 1))
+
+
+def test_an_old_critic_holds_the_present_one_back_no_more() -> None:
+    """Values of the rollout far from what the critic says: the clip around them would stop its gradient."""
+    batch, engine = stale_batch(), engine_of(version=3)
+    batch["values"] -= 10
+    plain = update(engine_of(version=3), copy.deepcopy(batch), algorithm_of({}, enabled=True, prox="loglinear"))
+    fresh = update(engine, copy.deepcopy(batch), algorithm_of({}, enabled=True))
+    assert plain["train/value_clip_fraction"] > 0.9 and fresh["train/value_clip_fraction"] < 0.5
 
 
 def stale_batch() -> TrajectoryBatch:
@@ -296,13 +341,13 @@ def test_what_is_missing_or_impossible_is_told() -> None:
     advantages = compute_advantages(batch, algorithm)
     with pytest.raises(EmbodrlError, match="before the update") as caught:
         engine.update(batch, advantages, algorithm, torch.Generator())
-    assert "proximal_logprobs" in caught.value.remedy
+    assert "engine.proximal" in caught.value.remedy
     with pytest.raises(EmbodrlError, match="whole episodes"):
         engine.update(
             batch, advantages, algorithm_of({}, enabled=True, prox="loglinear", level="episode"), torch.Generator()
         )
     batch.policy_version[0, 0] = 4
     with pytest.raises(EmbodrlError, match="version 4, and the engine is at 3"):
-        engine.proximal_logprobs(batch, algorithm)
+        engine.proximal(batch, algorithm)
     with pytest.raises(EmbodrlError, match="version 4, and the engine is at 3"):
         engine.update(batch, advantages, algorithm_of({}), torch.Generator())

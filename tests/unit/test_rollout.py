@@ -46,6 +46,7 @@ class LocalPool:
             max_episode_steps=env.max_episode_steps,
             include_state=True,
             auto_reset=env.train.auto_reset,
+            ignore_terminations=env.train.ignore_terminations,
         )
         self.spec = self._env.spec
         self.resets: list[tuple[list[int], list[int]]] = []

@@ -153,7 +153,8 @@ class _RayWorker(Running):
         if not well:
             settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
         else:
-            settle(future, Outcome(*(value if value is not None else (None, 0.0))))
+            result, seconds = value if value is not None else (None, 0.0)
+            settle(future, Outcome(result, seconds))
 
     def _mourn(self, error: BaseException) -> WorkerError:
         reason = "was closed" if self._closing else f"has gone: {str(error).splitlines()[0]}"
