@@ -50,7 +50,9 @@ def load(overrides: list[str] | None, config_file: Path | None) -> LoadedConfig:
     show_notes(loaded.notes)
     choice = loaded.processes
     if choice is not None and not choice.measured:
-        text = f"note: env.num_processes: auto has not been measured for these settings; {choice.num_processes} stands in"
+        text = (
+            f"note: env.num_processes: auto has not been measured for these settings; {choice.num_processes} stands in"
+        )
         print(f"{text}\n      the first `embodrl train`, `eval` or `collect` measures it", file=sys.stderr)
     return loaded
 

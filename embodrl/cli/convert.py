@@ -10,7 +10,6 @@ import typer
 
 from embodrl.cli.common import Debug, execute
 
-
 # LIBERO's control frequency.
 FPS = 20
 

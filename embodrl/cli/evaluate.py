@@ -15,9 +15,7 @@ def evaluate(
     config: ConfigFile = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", help="a new directory for the report; default: one in outputs/"
-        ),
+        typer.Option("--output", "-o", metavar="DIR", help="a new directory for the report; default: one in outputs/"),
     ] = None,
     json: JsonFile = None,
     debug: Debug = False,

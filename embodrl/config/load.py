@@ -107,7 +107,9 @@ def finish(composition: Composition, resuming: bool = False, planning: bool = Fa
     if problems:
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
-    return LoadedConfig(config, {key: origin_of_value(tree, key) for key in keys}, composition.choices, notes, processes)
+    return LoadedConfig(
+        config, {key: origin_of_value(tree, key) for key in keys}, composition.choices, notes, processes
+    )
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:

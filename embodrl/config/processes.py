@@ -69,7 +69,8 @@ def candidates(
     """Return the numbers of processes that suit the other settings, the nearest to ``cores``, in ascending order.
 
     Args:
-        train_envs, eval_envs: environments, which are spread evenly.
+        train_envs: environments that gather experience, spread evenly.
+        eval_envs: environments that measure, spread evenly.
         group_size: environments of a group are in one process.
         stages: of the pipeline, each of whole processes.
         cores: that this process may use; more than twice as many are not tried.

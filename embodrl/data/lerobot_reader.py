@@ -164,9 +164,7 @@ def _locate_v2(directory: Path, info: Info, keys: list[str]) -> list[Located]:
     for row in sorted((json.loads(line) for line in lines if line), key=lambda row: row["episode_index"]):
         number = row["episode_index"]
         at = {"episode_index": number, "episode_chunk": number // info["chunks_size"]}
-        files = {
-            key: (layout.within(directory, info["video_path"].format(**at, video_key=key)), 0) for key in videos
-        }
+        files = {key: (layout.within(directory, info["video_path"].format(**at, video_key=key)), 0) for key in videos}
         result.append(Located(number, row["length"], layout.within(directory, info["data_path"].format(**at)), files))
     return result
 

@@ -156,7 +156,7 @@ class LeRobotWriter:
             "names": ["height", "width", "channels"],
             "info": video,
         }
-        features: dict[str, Any] = {key: camera for key in self.keys}
+        features: dict[str, Any] = dict.fromkeys(self.keys, camera)
         vectors = {layout.STATE: episode.state.shape[1], layout.ACTION: episode.actions.shape[1]}
         features |= {
             name: {"dtype": "float32", "shape": [size], "names": None} for name, size in vectors.items() if size

@@ -1,7 +1,7 @@
 """Pictures into an MP4 file and back, by the ffmpeg that imageio-ffmpeg brings.
 
-Lossless is H.264 of RGB (High 4:4:4 Predictive): every pixel comes back as it was. Lossy is H.264 of YUV 4:4:4, in which
-colour has the full resolution; at 64 x 64 pixels the usual 4:2:0 costs more than the compression.
+Lossless is H.264 of RGB (High 4:4:4 Predictive): every pixel comes back as it was. Lossy is H.264 of YUV 4:4:4, in
+which colour has the full resolution; at 64 x 64 pixels the usual 4:2:0 costs more than the compression.
 """
 
 from __future__ import annotations
@@ -47,7 +47,18 @@ class VideoEncoder:
         order = ["-bf", "0", "-g", str(KEY_FRAME_INTERVAL)]
         raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-"]
         stored = ["-pix_fmt", "yuv444p" if crf else "rgb24", *order, "-threads", "1"]
-        command = [imageio_ffmpeg.get_ffmpeg_exe(), "-v", "error", "-y", *raw, "-an", "-c:v", *codec, *stored, str(path)]
+        command = [
+            imageio_ffmpeg.get_ffmpeg_exe(),
+            "-v",
+            "error",
+            "-y",
+            *raw,
+            "-an",
+            "-c:v",
+            *codec,
+            *stored,
+            str(path),
+        ]
         self.path = path
         self._log: Any = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         # In a session of its own: Ctrl-C is for the program, which ends the file properly.

@@ -33,6 +33,7 @@ from embodrl.workers.stop import StopSignal
 
 POLICY_DIR = "policy"
 # Asked for before the policy is built and its size known.
+MOST_OUTSIDE = 0.02
 LEAST_FREE_BYTES = 64 * 2**20
 
 
@@ -195,6 +196,9 @@ def sft(config: Config) -> int:
         demos = configured_demos(config)
         check_demos(demos, config)
         policy = build_policy(config)
+        outside = float((np.abs(demos.actions) > 1).mean())
+        if outside > MOST_OUTSIDE:
+            progress.message(f"{outside:.0%} of the actions lie beyond [-1, 1], where policies without statistics end")
         progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
         stop.graceful = True
         done = _train(config, policy, demos, progress, stop)

@@ -1,7 +1,7 @@
 """Run by an interpreter that has the package lerobot (0.4): reads our data set and writes one of its own.
 
-    lerobot_check.py read DIRECTORY FILE.npz     what LeRobotDataset gives, frame by frame
-    lerobot_check.py write DIRECTORY FILE.npz    a data set made by LeRobotDataset, and what went into it
+lerobot_check.py read DIRECTORY FILE.npz     what LeRobotDataset gives, frame by frame
+lerobot_check.py write DIRECTORY FILE.npz    a data set made by LeRobotDataset, and what went into it
 """
 
 import sys
@@ -14,8 +14,8 @@ _library = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-import av
-from lerobot.datasets import lerobot_dataset
+import av  # noqa: E402
+from lerobot.datasets import lerobot_dataset  # noqa: E402
 
 
 def decode(path, timestamps, tolerance_s, backend=None):

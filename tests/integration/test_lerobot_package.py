@@ -1,4 +1,7 @@
-"""Our data sets opened by the package lerobot, and the other way round; EMBODRL_LEROBOT_PYTHON names its interpreter."""
+"""Our data sets opened by the package lerobot, and the other way round.
+
+EMBODRL_LEROBOT_PYTHON names an interpreter that has it.
+"""
 
 import os
 import subprocess

@@ -38,8 +38,7 @@ def test_a_wilson_interval_of_other_confidence() -> None:
 def records() -> list[EpisodeRecord]:
     solved = (True, False, True, True, True)
     return [
-        EpisodeRecord(i, 70 + i, ("red", "<b>green")[i % 2], f"go to {i % 2}", solved[i], float(i), 5)
-        for i in range(5)
+        EpisodeRecord(i, 70 + i, ("red", "<b>green")[i % 2], f"go to {i % 2}", solved[i], float(i), 5) for i in range(5)
     ]
 
 
@@ -78,7 +77,10 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
 
 
 def test_the_bars_are_as_long_as_the_rates() -> None:
-    rows = [("a", {"success_rate": 0.25, "interval": (0.1, 0.5)}), ("b" * 60, {"success_rate": 1.0, "interval": (0.5, 1)})]
+    rows = [
+        ("a", {"success_rate": 0.25, "interval": (0.1, 0.5)}),
+        ("b" * 60, {"success_rate": 1.0, "interval": (0.5, 1)}),
+    ]
     root = ET.fromstring(bars(rows))
     assert [float(rect.get("width")) for rect in root.iter("rect")] == [BAR_PX / 4, BAR_PX]
     whisker = next(root.iter("path")).get("d")

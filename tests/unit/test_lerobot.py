@@ -288,7 +288,7 @@ def test_more_pictures_than_memory_are_refused(tmp_path: Path, monkeypatch: pyte
     write(tmp_path)
     memory = type("Memory", (), {"available": 100})
     monkeypatch.setattr(lerobot_reader.psutil, "virtual_memory", lambda: memory)
-    with pytest.raises(EmbodrlError, match="take 0.0 GB of memory at 10 x 14"):
+    with pytest.raises(EmbodrlError, match=r"take 0\.0 GB of memory at 10 x 14"):
         load_demos(tmp_path)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from embodrl.data.demos import DemoWriter
-from embodrl.data.load import load_demos
 from embodrl.data.libero_hdf5 import convert, moving
+from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError
 
 h5py = pytest.importorskip("h5py")
