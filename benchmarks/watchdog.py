@@ -1,4 +1,4 @@
-"""What watching simulators costs: ``python benchmarks/watchdog.py [FILE.json] [ENV ...]`` (toy, or maniskill and others).
+"""What watching simulators costs: ``python benchmarks/watchdog.py [FILE.json] [ENV ...]``; toy without a name.
 
 Rounds take turns within one run: as shipped (deadlines, the process watched for its death, results checked for numbers
 that are not finite), and with all of that taken out. The processor time is that of the driver, where the watchdog runs.
