@@ -18,7 +18,7 @@ CLUSTER = [
         ("cluster.hardware.num_gpus=7", "cluster=8xh100"),
         more=("cluster.hardware.name",),
     ),
-    Wrong("several machines", "cluster.num_nodes", "a run is on one so far", ("cluster.num_nodes=2",)),
+    Wrong("more machines than one", "cluster.num_nodes", "a run is on one so far", ("cluster.num_nodes=2",)),
     Wrong(
         "node group beyond the machines",
         "cluster.node_groups.0.node_ranks",
