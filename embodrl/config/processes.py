@@ -120,7 +120,7 @@ def read_choice(path: Path) -> int | None:
 
 def _section(tree: Node, key: str) -> dict[str, Any]:
     node = lookup(tree, key)
-    plain = node.plain() if node is not None else {}
+    plain: Any = node.plain() if node is not None else {}
     return cast(dict[str, Any], plain) if isinstance(plain, dict) else {}
 
 
