@@ -67,7 +67,7 @@ def main() -> int:
     """Measure every family, print a table, and write the figures if a file is given."""
     directory = Path(sys.argv[2] if len(sys.argv) > 2 else "outputs/families")
     if not (directory / "demos" / "index.json").is_file():
-        options = ["env.include_state=true", f"collect.num_episodes={NUM_DEMOS}"]
+        options = ["env.include_state=true", f"collect.num_episodes={NUM_DEMOS}", "collect.format=raw"]
         embodrl("collect", "env=maniskill", "model=pi0", *options, f"collect.output_dir={directory / 'demos'}")
     families = {family: measure(family, directory) for family in MODELS}
     result = {"task": "PushCube-v1", "demonstrations": NUM_DEMOS, "episodes": NUM_EPISODES, "families": families}

@@ -9,7 +9,7 @@ target=${WARM_START_TARGET:-embodrl/assets/openvla_tiny}
 embodrl=.venv/bin/embodrl
 
 [ -f "$work/demos/index.json" ] || "$embodrl" collect env=maniskill_mix \
-    collect.num_episodes=1200 collect.output_dir="$work/demos"
+    collect.num_episodes=1200 collect.output_dir="$work/demos" collect.format=raw
 
 "$embodrl" sft env=maniskill_mix model=openvla model.warm_start=null \
     sft.data_dir="$work/demos" sft.output_dir="$work/sft" \

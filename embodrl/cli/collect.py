@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
+from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load_measured
 
 
 def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
@@ -15,7 +15,7 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug
     """
 
     def action() -> int | None:
-        loaded = load(overrides, config)
+        loaded = load_measured(overrides, config)
         from embodrl.workers import collect as worker
 
         return worker.collect(loaded.config)

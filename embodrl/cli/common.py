@@ -18,6 +18,7 @@ from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, UsageError
 
 if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
+    from embodrl.config.schema import Config
 
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_SIGINT, EXIT_SIGTERM = 0, 1, 2, 130, 143
 
@@ -47,7 +48,37 @@ def load(overrides: list[str] | None, config_file: Path | None) -> LoadedConfig:
 
     loaded = load_config(overrides or [], config_file)
     show_notes(loaded.notes)
+    choice = loaded.processes
+    if choice is not None and not choice.measured:
+        text = (
+            f"note: env.num_processes: auto has not been measured for these settings; {choice.num_processes} stands in"
+        )
+        print(f"{text}\n      the first `embodrl train`, `eval` or `collect` measures it", file=sys.stderr)
     return loaded
+
+
+def load_measured(
+    overrides: list[str] | None, config_file: Path | None, needed: Callable[[Config], bool] = lambda _: True
+) -> LoadedConfig:
+    """As ``load``, for verbs that start simulators: ``env.num_processes=auto`` is measured if it has not been.
+
+    Args:
+        overrides: of the command line.
+        config_file: of the user's.
+        needed: tells whether simulators will be started.
+
+    Raises:
+        ConfigError: with every problem found.
+        EmbodrlError: the simulator can't run, or the measurement can't be kept.
+    """
+    from embodrl.config import load_config
+
+    loaded = load_config(overrides or [], config_file)
+    if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
+        from embodrl.workers.measure import measure_processes
+
+        measure_processes(loaded.config, loaded.processes, lambda line: print(line, flush=True))
+    return load(overrides, config_file)
 
 
 def show_notes(notes: list[ConfigProblem]) -> None:

@@ -10,11 +10,21 @@ import typer
 
 from embodrl.cli.common import Debug, execute
 
+# LIBERO's control frequency.
+FPS = 20
+
 
 class Layout(StrEnum):
     """What can be read."""
 
     libero = "libero"
+
+
+class Format(StrEnum):
+    """What can be written."""
+
+    lerobot = "lerobot"
+    raw = "raw"
 
 
 def convert(
@@ -25,6 +35,7 @@ def convert(
     keep_idle: Annotated[
         bool, typer.Option("--keep-idle", help="keep frames in which nothing is commanded", show_default=False)
     ] = False,
+    to: Annotated[Format, typer.Option("--format", help="as collect.format")] = Format.lerobot,
     debug: Debug = False,
 ) -> None:
     """Turn demonstrations of another layout into those that `embodrl sft` trains on.
@@ -36,10 +47,17 @@ def convert(
     """
 
     def action() -> None:
+        from embodrl.data.demos import DemoWriter, Writer
+        from embodrl.data.lerobot_writer import LeRobotWriter
         from embodrl.data.libero_hdf5 import convert as run
 
+        def make_writer() -> Writer:
+            if to is Format.raw:
+                return DemoWriter(output)
+            return LeRobotWriter(output, names, FPS, robot_type="panda")
+
         names = tuple(part.strip() for part in cameras.split(",") if part.strip())
-        episodes, frames = run(source, output, names, keep_idle, lambda line: print(line, flush=True))
+        episodes, frames = run(source, make_writer, names, keep_idle, lambda line: print(line, flush=True))
         print(f"{episodes} episodes, {frames} frames in {output}: embodrl sft env=libero sft.data_dir={output}")
 
     execute(action, debug)

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from embodrl.cli.common import ConfigFile, Debug, JsonFile, Overrides, execute, load
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embodrl.cli.common import ConfigFile, Debug, JsonFile, Overrides, execute, load_measured
 
 
 def evaluate(
-    overrides: Overrides = None, config: ConfigFile = None, json: JsonFile = None, debug: Debug = False
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="a new directory for the report; default: one in outputs/"),
+    ] = None,
+    json: JsonFile = None,
+    debug: Debug = False,
 ) -> None:
-    """Measure a policy on fixed seeds.
+    """Measure a policy on fixed seeds, and write eval.html, eval.json and videos.
 
     \b
     Examples:
       embodrl eval env=maniskill model=openvla
       embodrl eval env=maniskill_pull env.eval.num_episodes=256 --json result.json
-      embodrl eval model.warm_start=outputs/my-run/policy
+      embodrl eval model.warm_start=outputs/my-run/policy -o outputs/my-run/final
     """
 
     def action() -> int | None:
-        loaded = load(overrides, config)
+        loaded = load_measured(overrides, config)
         from embodrl.workers import evaluate as worker
 
-        return worker.evaluate(loaded.config, json)
+        return worker.evaluate(loaded.config, json, output)
 
     execute(action, debug)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
+from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load_measured
 
 
 def sft(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
@@ -15,7 +15,7 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = F
     """
 
     def action() -> int | None:
-        loaded = load(overrides, config)
+        loaded = load_measured(overrides, config, lambda config: config.sft.eval_interval > 0)
         from embodrl.workers import sft as worker
 
         return worker.sft(loaded.config)

@@ -11,6 +11,7 @@ from typing import Any, cast
 from embodrl.config.check import allowed_values, prune, validate
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, lookup, origin_of, walk
+from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import what_is
 from embodrl.config.rules.model import BUILTIN
@@ -31,12 +32,14 @@ class LoadedConfig:
         origins: dotted key of every value -> where it came from.
         choices: preset group -> preset, as far as the user chose.
         notes: settings that are allowed but have no effect or an odd one here.
+        processes: what ``env.num_processes: auto`` became; None where a number was given.
     """
 
     config: Config
     origins: dict[str, Origin]
     choices: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    processes: ProcessChoice | None = None
 
     def with_absolute_paths(self) -> LoadedConfig:
         """Return the same with absolute paths to the directories of the model, so that it holds from any directory."""
@@ -96,6 +99,7 @@ def finish(composition: Composition, resuming: bool = False, planning: bool = Fa
     fill_suite(tree)
     removed += resolve_references(tree)
     problems = composition.problems + removed + import_extensions(tree)
+    processes = fill_processes(tree)
     config, invalid, wrong = validate(tree)
     problems += wrong
     errors, notes = run_rules(config, tree, invalid | {problem.key for problem in removed}, resuming, planning)
@@ -103,7 +107,9 @@ def finish(composition: Composition, resuming: bool = False, planning: bool = Fa
     if problems:
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
-    return LoadedConfig(config, {key: origin_of_value(tree, key) for key in keys}, composition.choices, notes)
+    return LoadedConfig(
+        config, {key: origin_of_value(tree, key) for key in keys}, composition.choices, notes, processes
+    )
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:

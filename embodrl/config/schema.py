@@ -158,7 +158,11 @@ class EnvConfig(Section):
         description="of MuJoCo's pictures: fast leaves out shadows, reflections, anti-aliasing and most triangles of"
         " large meshes; auto is fast where a CPU draws",
     )
-    num_processes: PositiveInt = Field(default=2, description="simulator processes (EnvManagers)")
+    num_processes: PositiveInt = Field(
+        default=2,
+        description="simulator processes (EnvManagers); auto measures at the first start which number is fastest, and"
+        " keeps the result",
+    )
     pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
     python: str | None = Field(
         default=None,
@@ -354,7 +358,20 @@ class RunnerConfig(Section):
 class CollectConfig(Section):
     """`embodrl collect`."""
 
-    output_dir: str = Field(default="data/demos", description="directory of the demonstrations")
+    output_dir: str = Field(default="data/demos", description="directory of the demonstrations, new or empty")
+    format: Literal["lerobot", "raw"] = Field(
+        default="lerobot",
+        description="lerobot: a LeRobot data set (v3.0), of parquet and MP4 files; raw: safetensors, every pixel",
+    )
+    fps: PositiveInt = Field(
+        default=20, description="frames a second that a LeRobot data set states; ManiSkill and LIBERO act at 20 Hz"
+    )
+    video_crf: int = Field(
+        default=0,
+        ge=0,
+        le=51,
+        description="of a LeRobot data set's videos: 0 keeps every pixel as it is, 6 is hardly visible, 18 is small",
+    )
     num_episodes: PositiveInt = Field(
         default=400, description="episodes to keep over all tasks; successful ones unless keep_failures"
     )
@@ -369,7 +386,13 @@ class CollectConfig(Section):
 class SftConfig(Section):
     """`embodrl sft`."""
 
-    data_dir: str = Field(default="data/demos", description="directory made by `embodrl collect`")
+    data_dir: str = Field(
+        default="data/demos", description="made by `embodrl collect` or `convert`, or a LeRobot data set of yours"
+    )
+    cameras: tuple[str, ...] | None = Field(
+        default=None,
+        description="cameras of a LeRobot data set, in the order of env.cameras; null takes those of the same names",
+    )
     output_dir: str = Field(default="outputs/sft", description="directory of the policy")
     max_steps: PositiveInt = Field(default=1000, description="optimizer steps")
     batch_size: PositiveInt = Field(default=64, description="frames a step")

@@ -1,4 +1,4 @@
-"""Demonstrations on disk: one safetensors file a shard, and a JSON index.
+"""Demonstrations, and their format ``raw``: one safetensors file a shard, and a JSON index.
 
 Legend: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +45,28 @@ class Episode:
     success: bool
 
 
+class Writer(Protocol):
+    """What writes demonstrations.
+
+    Attributes:
+        num_frames: of the episodes added so far.
+    """
+
+    @property
+    def num_frames(self) -> int: ...
+
+    def add(self, episode: Episode) -> None:
+        """Add an episode."""
+
+    def close(self, meta: dict[str, Any]) -> None:
+        """Write what is left, and ``meta`` (how it was made)."""
+
+    def abort(self) -> None:
+        """Leave nothing behind."""
+
+
 class DemoWriter:
-    """Writes episodes in shards; the index appears last, so that a directory with one is complete.
+    """Writes the format ``raw``: episodes in shards; the index appears last, so that a directory with one is complete.
 
     Args:
         directory: made if need be.
@@ -71,7 +91,7 @@ class DemoWriter:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise _unwritable(directory, error) from error
+            raise unwritable(directory, error) from error
         self.directory = directory
         self._shard_episodes = shard_episodes
         self._pending: list[Episode] = []
@@ -99,7 +119,7 @@ class DemoWriter:
             partial.replace(self.directory / name)
         except (OSError, SafetensorError) as error:
             partial.unlink(missing_ok=True)
-            raise _unwritable(self.directory, error) from error
+            raise unwritable(self.directory, error) from error
         start = 0
         for episode in self._pending:
             length = len(episode.actions)
@@ -130,7 +150,12 @@ class DemoWriter:
             partial.replace(self.directory / INDEX)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            raise _unwritable(self.directory, error) from error
+            raise unwritable(self.directory, error) from error
+
+    def abort(self) -> None:
+        """Leave nothing behind."""
+        for number in range(self._num_shards):
+            (self.directory / f"shard_{number:04d}.safetensors").unlink(missing_ok=True)
 
     @property
     def num_frames(self) -> int:
@@ -170,15 +195,16 @@ class Demos:
         return self.actions[np.minimum(index, self.last[frames][:, None])], inside
 
 
-def _unwritable(directory: Path, error: Exception) -> OutputError:
+def unwritable(directory: Path, error: Exception) -> OutputError:
+    """Return the error of demonstrations that can't be written."""
     return OutputError(
         f"demonstrations can't be written to {directory}: {error}",
-        "free some room, or set collect.output_dir to a directory of yours",
+        "free some room, or choose a directory of yours",
     )
 
 
-def load_demos(directory: Path, max_episodes: int | None = None) -> Demos:
-    """Load the demonstrations of ``embodrl collect``.
+def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
+    """Load demonstrations of the format ``raw``.
 
     Raises:
         EmbodrlError: there are none, or a file is missing or damaged.
@@ -190,24 +216,24 @@ def load_demos(directory: Path, max_episodes: int | None = None) -> Demos:
         content = json.loads(path.read_text())
         found, episodes = content["format"], content.get("episodes")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     if found != FORMAT:
         raise EmbodrlError(f"{path} has format {found}, not {FORMAT}", "collect the demonstrations anew")
     if not isinstance(episodes, list):
-        raise _damaged(path, "it has no list of episodes")
+        raise damaged(path, "it has no list of episodes")
     if not episodes:
         raise EmbodrlError(f"{directory} holds no episodes", "collect more")
     try:
         return _load_episodes(directory, episodes[:max_episodes])
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"{type(error).__name__} {error}") from error
+        raise damaged(path, f"{type(error).__name__} {error}") from error
 
 
 def _load_episodes(directory: Path, episodes: list[dict[str, Any]]) -> Demos:
     shards = {name: _load_shard(directory / name) for name in dict.fromkeys(e["shard"] for e in episodes)}
     for e in episodes:
         if not 0 <= e["start"] < e["start"] + e["length"] <= len(shards[e["shard"]]["actions"]):
-            raise _damaged(directory / e["shard"], "it lacks frames that the index names")
+            raise damaged(directory / e["shard"], "it lacks frames that the index names")
     spans = [(shards[e["shard"]], slice(e["start"], e["start"] + e["length"])) for e in episodes]
     lengths = np.array([e["length"] for e in episodes])
     episode = np.repeat(np.arange(len(episodes)), lengths)
@@ -226,18 +252,19 @@ def _load_shard(path: Path) -> dict[str, NDArray[Any]]:
     try:
         shard = load_file(path)
     except FileNotFoundError as error:
-        raise _damaged(path, "it is missing") from error
+        raise damaged(path, "it is missing") from error
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     if not {"images", "actions"} <= shard.keys() or len(shard["images"]) != len(shard["actions"]):
-        raise _damaged(path, "it lacks the pictures or actions of some frames")
+        raise damaged(path, "it lacks the pictures or actions of some frames")
     shard.setdefault("state", np.zeros((len(shard["actions"]), 0), np.float32))  # collected before there were states
     if len(shard["state"]) != len(shard["actions"]):
-        raise _damaged(path, "it lacks the states of some frames")
+        raise damaged(path, "it lacks the states of some frames")
     return shard
 
 
-def _damaged(path: Path, problem: object) -> EmbodrlError:
+def damaged(path: Path, problem: object) -> EmbodrlError:
+    """Return the error of demonstrations that can't be read."""
     return EmbodrlError(
         f"{path} is damaged: {problem}", "collect the demonstrations anew, or copy the whole directory once more"
     )

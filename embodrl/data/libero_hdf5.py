@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.data.demos import DemoWriter, Episode
+from embodrl.data.demos import Episode, Writer
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.registry import ENVS
 
@@ -24,16 +24,20 @@ NOTHING = 1e-4  # OpenVLA's threshold for an action that does nothing
 
 
 def convert(
-    source: Path, output: Path, cameras: tuple[str, ...], keep_idle: bool, tell: Callable[[str], None]
+    source: Path,
+    make_writer: Callable[[], Writer],
+    cameras: tuple[str, ...],
+    keep_idle: bool,
+    tell: Callable[[str], None],
 ) -> tuple[int, int]:
-    """Write the demonstrations of a file, or of all ``*.hdf5`` in a directory, into a new directory.
+    """Write the demonstrations of a file, or of all ``*.hdf5`` in a directory.
 
     Pictures are turned by 180 degrees, as the environment gives them and published policies want them. Actions are
     LIBERO's own. Frames in which nothing is commanded are dropped, as in OpenVLA's data.
 
     Args:
         source: file or directory.
-        output: directory of the demonstrations.
+        make_writer: called once the source was found.
         cameras: keys of ``CAMERAS``, in the order of ``env.cameras``.
         keep_idle: keep the frames in which nothing is commanded.
         tell: called with lines of progress.
@@ -54,17 +58,20 @@ def convert(
     if not files:
         raise EmbodrlError(f"there are no .hdf5 files in {source}", "give a file or the directory of a suite")
     h5py = _import_h5py()
-    writer, episodes = DemoWriter(output), 0
-    for path in files:
-        count = 0
-        for episode in read_file(h5py, path, cameras, keep_idle):
-            writer.add(episode)
-            count += 1
-        tell(f"{path.name}: {count} episodes")
-        episodes += count
-    meta = {"env_type": "libero", "source": [path.name for path in files], "cameras": list(cameras)}
-    frames = writer.num_frames
-    writer.close(meta)
+    writer, episodes = make_writer(), 0
+    try:
+        for path in files:
+            count = 0
+            for episode in read_file(h5py, path, cameras, keep_idle):
+                writer.add(episode)
+                count += 1
+            tell(f"{path.name}: {count} episodes")
+            episodes += count
+        frames = writer.num_frames
+        writer.close({"env_type": "libero", "source": [path.name for path in files], "cameras": list(cameras)})
+    except BaseException:
+        writer.abort()
+        raise
     return episodes, frames
 
 

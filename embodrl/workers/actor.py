@@ -267,7 +267,7 @@ class GroupTrainEngine(TrainEngine):
         return self._shapes.num_bytes
 
     def offload(self) -> OffloadReport | None:
-        """See ``TrainEngine``; bytes are those of all processes. Weights leave as well: the policy that acts has its own."""
+        """See ``TrainEngine``; weights leave as well, since what acts has its own. Bytes are those of all processes."""
         reports = [report for report in self._call("offload") if report is not None]
         if not reports:
             return None

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.config.schema import Config
-from embodrl.data.demos import DemoWriter, Episode
+from embodrl.data.demos import DemoWriter, Episode, Writer
+from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import EmbodrlError
 from embodrl.metrics.progress import Progress
@@ -36,7 +37,7 @@ class Collector:
     """
 
     def __init__(
-        self, config: Config, pool: EnvPool, writer: DemoWriter, should_stop: Callable[[], bool] = lambda: False
+        self, config: Config, pool: EnvPool, writer: Writer, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
         self.settings = config.collect
         self.pool = pool
@@ -143,6 +144,20 @@ class Collector:
         return {task: solved / tried if tried else None for task, solved, tried in counts}
 
 
+def make_writer(config: Config) -> Writer:
+    """Return what writes the format of ``config.collect``.
+
+    Raises:
+        MissingDependencyError: a package that the format needs is not installed.
+        EmbodrlError: the directory can't be written, or holds something already.
+    """
+    settings, env = config.collect, config.env
+    if settings.format == "raw":
+        return DemoWriter(Path(settings.output_dir))
+    names = [camera.name for camera in env.cameras]
+    return LeRobotWriter(Path(settings.output_dir), names, settings.fps, settings.video_crf, env.env_type)
+
+
 def collect(config: Config) -> int:
     """Gather demonstrations as ``config.collect`` says; returns the exit code.
 
@@ -153,7 +168,7 @@ def collect(config: Config) -> int:
     """
     from embodrl.workers.env import check_simulator, make_pool
 
-    writer = DemoWriter(Path(config.collect.output_dir))
+    writer = make_writer(config)
     check_simulator(config)
     start_s = time.monotonic()
     pool = make_pool(config, config.env.train.total_num_envs, max_chunk=1, auto_reset=False, ignore_terminations=False)
@@ -172,6 +187,8 @@ def collect(config: Config) -> int:
             # A second signal, too, leaves what is complete. Without an episode there is nothing to be told.
             if collector.kept.any():
                 collector.close()
+            else:
+                writer.abort()
         kept = int(collector.kept.sum())
         if not collector.finished:
             progress.message(f"stopped by a signal: {kept} of {config.collect.num_episodes} episodes were kept")

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,29 @@ from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.metrics.json_file import check_json_file, write_json_file
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """One episode that was played to its end.
+
+    Attributes:
+        number: i, whose seed is ``env.eval.seed + i``.
+        seed: of its reset.
+        task: name.
+        instruction: in words.
+        success: the task was solved at some time.
+        episode_return: sum of rewards.
+        length: environment steps.
+    """
+
+    number: int
+    seed: int
+    task: str
+    instruction: str
+    success: bool
+    episode_return: float
+    length: int
 
 
 @dataclass
@@ -30,7 +52,7 @@ class EvalResult:
         mean_return: mean sum of rewards.
         mean_length: mean number of environment steps.
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
-        successes: one an episode, in the order of their seeds.
+        records: the episodes, in the order of their seeds.
         lost_episodes: how many a fault of the simulator ended.
     """
 
@@ -41,8 +63,13 @@ class EvalResult:
     mean_length: float
     env_s: float = 0.0
     policy_s: float = 0.0
-    successes: list[bool] = field(default_factory=list)
+    records: list[EpisodeRecord] = field(default_factory=list)
     lost_episodes: int = 0
+
+    @property
+    def successes(self) -> list[bool]:
+        """One an episode, in the order of their seeds."""
+        return [record.success for record in self.records]
 
     def metrics(self) -> dict[str, float]:
         """Return what goes into metrics.jsonl."""
@@ -96,6 +123,7 @@ class Evaluator:
         episodes = np.arange(settings.num_episodes)
         # Success, return and length of each episode; NaN until it has ended, and for good if a fault ended it.
         outcome = np.full((settings.num_episodes, 3), np.nan)
+        self._instructions = [""] * settings.num_episodes
         self._seconds = {"env": 0.0, "policy": 0.0}
         self.pool.call("rebuild", restart=True)
         self.pool.call("mark", restart=True)
@@ -122,7 +150,20 @@ class Evaluator:
         num_lost = int((~played).sum())
         if num_lost:
             logger.warning("%d of %d episodes were lost to faults and are not counted", num_lost, len(outcome))
+        numbers = np.flatnonzero(played)
         outcome, task_of = outcome[played], task_of[played]
+        records = [
+            EpisodeRecord(
+                number=int(number),
+                seed=self.config.env.eval.seed + int(number),
+                task=self.pool.spec.tasks[task],
+                instruction=self._instructions[number],
+                success=bool(row[0]),
+                episode_return=float(row[1]),
+                length=int(row[2]),
+            )
+            for number, task, row in zip(numbers, task_of, outcome, strict=True)
+        ]
         return EvalResult(
             success_rate=_mean(outcome[:, 0]),
             episodes=len(outcome),
@@ -133,7 +174,7 @@ class Evaluator:
             mean_length=_mean(outcome[:, 2]),
             env_s=self._seconds["env"],
             policy_s=self._seconds["policy"],
-            successes=[bool(x) for x in outcome[:, 0]],
+            records=records,
             lost_episodes=num_lost,
         )
 
@@ -147,6 +188,8 @@ class Evaluator:
         padded = np.pad(wave, (0, spec.num_envs - len(wave)), mode="edge")
         observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
         self._after_restart()
+        for row in rows:
+            self._instructions[wave[row]] = observation.instruction[row]
         if video_dir is not None:
             self._film(wave, video_dir)
         active = np.zeros(spec.num_envs, np.bool_)
@@ -193,42 +236,37 @@ def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else float("nan")
 
 
-def evaluate(config: Config, json_path: Path | None = None) -> int:
+def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | None = None) -> int:
     """`embodrl eval`: measure the policy that the configuration names; returns the exit code.
 
+    Args:
+        config: the run.
+        json_path: a second place for eval.json.
+        output_dir: new or empty; None is a new directory ``eval-<date and time>`` in ``runner.output_dir``, or in
+            outputs/ where that is auto.
+
     Raises:
-        OutputError: ``json_path`` can't be written; told before anything has started.
+        OutputError: a result can't be written; told before anything has started.
+        MissingDependencyError: videos are to be written, and what writes them is not installed.
     """
-    if json_path is not None:
-        check_json_file(json_path)
     from embodrl.hybrid_engines.rollout import make_rollout_engine
     from embodrl.metrics.progress import Progress
     from embodrl.workers.env import check_simulator, make_pool
+    from embodrl.workers.eval_output import EvalOutput
     from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
+    if json_path is not None:
+        check_json_file(json_path)
+    output = EvalOutput(config, output_dir)
     configure_torch(config)
     check_simulator(config)
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
         policy = build_policy(config)
         engine = make_rollout_engine(config, policy, num_threads(config))
-        video_dir = None
-        if config.runner.output_dir != "auto" and config.env.video.enabled:
-            video_dir = Path(config.runner.output_dir) / "videos" / "eval"
-        result = Evaluator(config, pool, engine, progress.update).run(video_dir)
-        tasks = ", ".join(f"{task} {rate:.1%}" for task, rate in result.per_task.items())
-        progress.message(f"success rate {result.success_rate:.1%} of {result.episodes} episodes ({tasks})")
+        result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
+        for line in output.write(result):
+            progress.message(line)
     if json_path is not None:
-        content: dict[str, Any] = {
-            "success_rate": result.success_rate,
-            "episodes": result.episodes,
-            "lost_episodes": result.lost_episodes,
-            "per_task": result.per_task,
-            "mean_return": result.mean_return,
-            "mean_length": result.mean_length,
-            "seed": config.env.eval.seed,
-        }
-        if not result.episodes:
-            content |= dict.fromkeys(("success_rate", "mean_return", "mean_length"))  # JSON has no NaN
-        write_json_file(json_path, content)
+        write_json_file(json_path, output.content(result))
     return 0

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from embodrl.checkpoint import preflight
 from embodrl.config.schema import Config, SftConfig
-from embodrl.data.demos import Demos, load_demos
+from embodrl.data.demos import Demos
+from embodrl.data.lerobot import IMAGES, camera_key
+from embodrl.data.load import camera_names, load_demos
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.hybrid_engines.parallel import add_gradients
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
@@ -31,6 +33,7 @@ from embodrl.workers.stop import StopSignal
 
 POLICY_DIR = "policy"
 # Asked for before the policy is built and its size known.
+MOST_OUTSIDE = 0.02
 LEAST_FREE_BYTES = 64 * 2**20
 
 
@@ -50,6 +53,36 @@ def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generat
     padded = np.pad(images, ((0, 0), (0, 0), (largest, largest), (largest, largest), (0, 0)), mode="edge")
     shifts = rng.integers(0, 2 * largest + 1, size=(len(images), 2))
     return np.stack([padded[i, :, y : y + height, x : x + width] for i, (y, x) in enumerate(shifts)])
+
+
+def configured_demos(config: Config) -> Demos:
+    """Load the demonstrations of ``config.sft``, of a LeRobot data set the pictures that ``env.cameras`` asks for.
+
+    Raises:
+        EmbodrlError: there are none, they are damaged, or it is open which cameras are meant.
+    """
+    settings, cameras = config.sft, config.env.cameras
+    directory = Path(settings.data_dir)
+    present = camera_names(directory)
+    if present is None:
+        if settings.cameras is not None:
+            raise EmbodrlError(
+                f"{directory} is no LeRobot data set, and its cameras have no names", "set sft.cameras=null"
+            )
+        return load_demos(directory, settings.max_episodes)
+    chosen = settings.cameras
+    if chosen is None:
+        chosen = tuple(camera.name for camera in cameras)
+        missing = [name for name in chosen if camera_key(name) not in present]
+        if missing and len(cameras) == len(present) == 1:
+            chosen = (present[0],)
+        elif missing:
+            names = ", ".join(key.removeprefix(IMAGES) for key in present) or "no cameras"
+            raise EmbodrlError(
+                f"{directory} has {names}, and none that is called {', '.join(missing)}, as in env.cameras",
+                "name those that are meant, in the order of env.cameras, in sft.cameras",
+            )
+    return load_demos(directory, settings.max_episodes, chosen, (cameras[0].height, cameras[0].width))
 
 
 def check_demos(demos: Demos, config: Config) -> None:
@@ -160,9 +193,12 @@ def sft(config: Config) -> int:
         StopSignal() as stop,
         Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
     ):
-        demos = load_demos(Path(settings.data_dir), settings.max_episodes)
+        demos = configured_demos(config)
         check_demos(demos, config)
         policy = build_policy(config)
+        outside = float((np.abs(demos.actions) > 1).mean())
+        if outside > MOST_OUTSIDE:
+            progress.message(f"{outside:.0%} of the actions lie beyond [-1, 1], where policies without statistics end")
         progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
         stop.graceful = True
         done = _train(config, policy, demos, progress, stop)

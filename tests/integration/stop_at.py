@@ -22,6 +22,7 @@ POINTS = {
     "sync_directory": "embodrl.checkpoint:_sync_directory",
     "log": "embodrl.metrics.sinks:MetricsLogger.log",
     "add_episode": "embodrl.data.demos:DemoWriter.add",
+    "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",
     "sft_backward": "embodrl.workers.sft:_backward",
     "wait_started": "embodrl.envs.pool:EnvPool.wait_started",
 }

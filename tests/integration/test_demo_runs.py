@@ -28,10 +28,9 @@ def stopped(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return directory, outcome
 
 
-def collect(config: Path, directory: Path, **options: object) -> Outcome:
-    return embodrl(
-        "collect", "--config", config, f"collect.output_dir={directory}", "env.max_episode_steps=21", **options
-    )
+def collect(config: Path, directory: Path, kind: str = "raw", **options: object) -> Outcome:
+    settings = [f"collect.output_dir={directory}", f"collect.format={kind}", "env.max_episode_steps=21"]
+    return embodrl("collect", "--config", config, *settings, **options)
 
 
 def sft(config: Path, demos: Path, directory: Path, **options: object) -> Outcome:
@@ -47,6 +46,21 @@ def test_a_stopped_collection_is_complete_as_far_as_it_goes(stopped: tuple[Path,
     assert content["meta"]["stopped_early"] is True
     assert 3 <= len(content["episodes"]) < 6
     assert f"{len(content['episodes'])} of 6 episodes were kept" in outcome.stdout
+
+
+def test_a_stopped_collection_is_a_whole_lerobot_data_set(config: Path, tmp_path: Path) -> None:
+    demos = tmp_path / "demos"
+    outcome = collect(config, demos, "lerobot", stop_at="add_lerobot_episode:3:SIGTERM")
+    assert outcome.code == 143, outcome.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["demos"]
+    info = json.loads((demos / "meta" / "info.json").read_text())
+    meta = json.loads((demos / "meta" / "embodrl.json").read_text())
+    assert 3 <= info["total_episodes"] < 6 and meta["stopped_early"] is True and meta["expert_success_rate"]
+    outcome = sft(config, demos, tmp_path / "sft")
+    assert outcome.code == 0, outcome.stderr
+    assert f"{info['total_episodes']} episodes, {info['total_frames']} frames" in outcome.stdout
+    outcome = collect(config, demos, "lerobot")
+    assert outcome.code == 1 and "holds something already" in outcome.stderr
 
 
 def test_a_collection_that_was_killed_is_in_the_way_of_the_next(

@@ -361,7 +361,8 @@ def test_a_policy_of_a_run_is_measured(whole: tuple[Path, Outcome], tmp_path: Pa
 
 def test_demonstrations_fine_tuning_and_evaluation(config: Path, tmp_path: Path) -> None:
     demos, tuned = tmp_path / "demos", tmp_path / "sft"
-    outcome = embodrl("collect", "--config", config, f"collect.output_dir={demos}", "env.max_episode_steps=21")
+    settings = ["env.max_episode_steps=21", "collect.format=raw"]
+    outcome = embodrl("collect", "--config", config, f"collect.output_dir={demos}", *settings)
     assert outcome.code == 0, outcome.stderr
     index = json.loads((demos / "index.json").read_text())
     assert [episode["task"] for episode in index["episodes"]].count("reach-red") == 3

@@ -19,7 +19,7 @@ env:
   eval: {total_num_envs: 4, num_episodes: 4}
   video: {enabled: false}
   cameras: [{name: CAMERA, height: 16, width: 16}]
-collect: {num_episodes: 2}
+collect: {num_episodes: 2, format: raw}
 """ + TINY_POLICY.replace("max_iterations: 4", "max_iterations: 2").replace("extensions: [stop_at]", "")
 
 

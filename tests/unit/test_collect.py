@@ -8,7 +8,8 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.config.schema import Config
-from embodrl.data.demos import DemoWriter, load_demos
+from embodrl.data.demos import DemoWriter
+from embodrl.data.load import load_demos
 from embodrl.envs.pool import FaultCounts
 from embodrl.envs.toy import ToyVectorEnv
 from embodrl.errors import EmbodrlError

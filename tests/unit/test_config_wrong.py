@@ -11,6 +11,7 @@ from config_cases import BASE, FORM
 from config_cases import RULES as GENERAL
 from config_cases_algorithm import ALGORITHMS
 from config_cases_cluster import CLUSTER
+from config_cases_data import DATA
 from config_cases_families import FAMILIES
 from config_cases_libero import LIBERO
 
@@ -19,7 +20,7 @@ from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
 from embodrl.registry import ADVANTAGES, LOSSES, MODELS
 
-RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO
+RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA
 CASES = FORM + RULES
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from embodrl.data.demos import DemoWriter, Episode, load_demos
+from embodrl.data.demos import DemoWriter, Episode
+from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError, OutputError
 
 
@@ -152,7 +153,7 @@ def test_a_directory_that_can_not_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError, match="can't be written") as refused:
         DemoWriter(tmp_path / "file" / "demos")
-    assert "collect.output_dir" in refused.value.remedy
+    assert "choose a directory of yours" in refused.value.remedy
 
 
 def test_a_disk_that_fails_later_is_told(tmp_path):

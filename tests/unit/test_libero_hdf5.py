@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodrl.data.demos import load_demos
+from embodrl.data.demos import DemoWriter
 from embodrl.data.libero_hdf5 import convert, moving
+from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError
 
 h5py = pytest.importorskip("h5py")
@@ -45,9 +46,13 @@ def write(path: Path, lengths: tuple[int, ...] = (6, 4)) -> dict[str, np.ndarray
 def quiet(_: str) -> None: ...
 
 
+def raw(directory: Path):
+    return lambda: DemoWriter(directory)
+
+
 def test_demonstrations_come_as_the_environment_shows_them(tmp_path: Path):
     first = write(tmp_path / f"{TASK}_demo.hdf5")
-    assert convert(tmp_path, tmp_path / "out", ("wrist", "agentview"), False, quiet) == (2, 10)
+    assert convert(tmp_path, raw(tmp_path / "out"), ("wrist", "agentview"), False, quiet) == (2, 10)
     demos = load_demos(tmp_path / "out")
     assert demos.images.shape == (10, 2, 8, 8, 3)
     np.testing.assert_array_equal(demos.images[2, 0], np.rot90(first["obs/eye_in_hand_rgb"][2], 2))
@@ -61,7 +66,7 @@ def test_demonstrations_come_as_the_environment_shows_them(tmp_path: Path):
 
 def test_a_task_of_no_suite_has_the_words_of_its_file(tmp_path: Path):
     write(tmp_path / "mine_demo.hdf5", (3,))
-    convert(tmp_path / "mine_demo.hdf5", tmp_path / "out", ("agentview",), True, quiet)
+    convert(tmp_path / "mine_demo.hdf5", raw(tmp_path / "out"), ("agentview",), True, quiet)
     assert load_demos(tmp_path / "out").instructions == ["other words"]
 
 
@@ -79,13 +84,15 @@ def test_frames_in_which_nothing_is_commanded_are_dropped():
 def test_wrong_cameras_are_refused(tmp_path: Path, cameras: tuple[str, ...], words: str):
     write(tmp_path / "a_demo.hdf5")
     with pytest.raises(EmbodrlError, match=words):
-        convert(tmp_path, tmp_path / "out", cameras, False, quiet)
+        convert(tmp_path, raw(tmp_path / "out"), cameras, False, quiet)
     assert not (tmp_path / "out").exists()
 
 
 def test_other_files_are_refused(tmp_path: Path):
     with pytest.raises(EmbodrlError, match=r"no \.hdf5 files"):
-        convert(tmp_path, tmp_path / "out", ("agentview",), False, quiet)
+        convert(tmp_path, raw(tmp_path / "out"), ("agentview",), False, quiet)
     (tmp_path / "b_demo.hdf5").write_text("not hdf5")
+    write(tmp_path / "a_demo.hdf5")  # is read first, and its episodes must not stay
     with pytest.raises(EmbodrlError, match="not in the layout"):
-        convert(tmp_path, tmp_path / "out", ("agentview",), False, quiet)
+        convert(tmp_path, raw(tmp_path / "out"), ("agentview",), False, quiet)
+    assert not list((tmp_path / "out").iterdir())

@@ -1,0 +1,134 @@
+"""``env.num_processes: auto``: the number that was measured to be fastest on this machine with these settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from embodrl import __version__
+from embodrl.config.nodes import Node, Origin, lookup
+from embodrl.config.schema import Config
+
+AUTO = "auto"
+KEY = "env.num_processes"
+MAX_CANDIDATES = 4
+# Settings of section env that do not change how fast a step is.
+WITHOUT_EFFECT = ("num_processes", "train", "eval", "video", "start_timeout_s", "reset_timeout_s", "step_timeout_s")
+USED = ("env.train.total_num_envs", "env.eval.total_num_envs", "algorithm.group_size", "rollout.pipeline_stages")
+
+
+@dataclass(frozen=True)
+class ProcessChoice:
+    """What ``auto`` stands for.
+
+    Attributes:
+        num_processes: the number.
+        measured: it is the result of a measurement; else one that fits, until there is one.
+        candidates: numbers that suit the other settings, of which the fastest is to be found.
+        path: where the measurement is kept, or will be.
+    """
+
+    num_processes: int
+    measured: bool
+    candidates: tuple[int, ...]
+    path: Path
+
+
+def fill_processes(tree: Node) -> ProcessChoice | None:
+    """Replace ``auto`` by a number; return the choice, None where the user gave a number or other keys are wrong."""
+    node = lookup(tree, KEY)
+    if node is None or node.value != AUTO:
+        return None
+    defaults: dict[str, Any] = json.loads(Config().model_dump_json())
+    counts = [_value(tree, defaults, key) for key in USED]
+    if any(type(count) is not int or count < 1 for count in counts):
+        node.value = 1  # what is wrong with those keys is reported, not what follows from it
+        return None
+    one_process = _value(tree, defaults, "env.sim_backend") == "physx_cuda"
+    found = candidates(*counts, cores=len(os.sched_getaffinity(0)), most=1 if one_process else None)
+    env = {name: value for name, value in _section(tree, "env").items() if name not in WITHOUT_EFFECT}
+    settings = {"env": env, "counts": counts, "chunk": _value(tree, defaults, "model.num_action_chunks")}
+    path = cache_path({"machine": machine(), "version": __version__, "settings": settings})
+    measured = read_choice(path)
+    number = measured if measured in found else min(found, key=lambda n: abs(n - len(os.sched_getaffinity(0))))
+    choice = ProcessChoice(number, measured in found or len(found) == 1, found, path)
+    node.value = number
+    node.origin = Origin(node.origin.kind, f"{node.origin.source} ({KEY}=auto)", node.origin.line)
+    return choice
+
+
+def candidates(
+    train_envs: int, eval_envs: int, group_size: int, stages: int, *, cores: int, most: int | None = None
+) -> tuple[int, ...]:
+    """Return the numbers of processes that suit the other settings, the nearest to ``cores``, in ascending order.
+
+    Args:
+        train_envs: environments that gather experience, spread evenly.
+        eval_envs: environments that measure, spread evenly.
+        group_size: environments of a group are in one process.
+        stages: of the pipeline, each of whole processes.
+        cores: that this process may use; more than twice as many are not tried.
+        most: processes at most.
+    """
+    limit = min(2 * cores, most or 2 * cores)
+    shared = math.gcd(train_envs, eval_envs)
+    fitting = [
+        n
+        for n in range(1, min(shared, limit) + 1)
+        if shared % n == 0 and (train_envs // n) % group_size == 0 and n % stages == 0
+    ]
+    nearest = sorted(fitting, key=lambda n: abs(math.log(n / cores)))[:MAX_CANDIDATES]
+    return tuple(sorted(nearest)) or (stages,)  # where nothing fits, the rules tell why
+
+
+def machine() -> dict[str, Any]:
+    """Return what of this machine decides how fast it simulates."""
+    return {"host": platform.node(), "processor": _processor(), "cores": len(os.sched_getaffinity(0))}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def cache_path(settings: dict[str, Any]) -> Path:
+    """Return where the measurement for those settings is kept, below the user's cache directory."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "embodrl" / "processes" / f"{digest[:32]}.json"
+
+
+def read_choice(path: Path) -> int | None:
+    """Return the number that was measured; None if there is no whole measurement."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        number = content["num_processes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return number if type(number) is int and number > 0 else None
+
+
+def _section(tree: Node, key: str) -> dict[str, Any]:
+    node = lookup(tree, key)
+    plain: Any = node.plain() if node is not None else {}
+    return cast(dict[str, Any], plain) if isinstance(plain, dict) else {}
+
+
+def _value(tree: Node, defaults: dict[str, Any], key: str) -> Any:
+    node = lookup(tree, key)
+    if node is not None:
+        return node.plain()
+    value: Any = defaults
+    for part in key.split("."):
+        value = value[part]
+    return value

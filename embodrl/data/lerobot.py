@@ -1,0 +1,76 @@
+"""The LeRobot dataset format, v3.0: names, paths and what both its writer and its reader need.
+
+Facts of the format from the public documentation of the `lerobot` package (huggingface.co/docs/lerobot, "LeRobotDataset
+v3.0"). A data set is a directory: ``meta/info.json`` (features, path templates), ``meta/stats.json``,
+``meta/tasks.parquet``, ``meta/episodes/``, ``data/`` (one row a frame, many episodes a file) and ``videos/<feature>/``
+(many episodes a file).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from embodrl.errors import EmbodrlError, MissingDependencyError
+
+VERSION = "v3.0"
+READABLE = ("v2.0", "v2.1", VERSION)
+INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
+DATA_PATH = f"data/{FILE}.parquet"
+VIDEO_PATH = f"videos/{{video_key}}/{FILE}.mp4"
+EPISODES_PATH = f"meta/episodes/{FILE}.parquet"
+CHUNKS_SIZE = 1000
+DATA_FILE_MB = 100
+VIDEO_FILE_MB = 200
+
+IMAGES, STATE, ACTION = "observation.images.", "observation.state", "action"
+# What every frame has beside observation and action, and its dtype.
+COUNTERS = {
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+# Columns of ours in meta/episodes, which other readers pass over.
+OWN_TASK, OWN_SEED, OWN_SUCCESS = "embodrl/task", "embodrl/seed", "embodrl/success"
+OWN_META = "meta/embodrl.json"
+MEGABYTE = 2**20
+
+
+def camera_key(name: str) -> str:
+    """Return the feature of a camera; a whole feature name is one already."""
+    return name if name.startswith("observation.") else IMAGES + name
+
+
+def require(*packages: str) -> tuple[Any, ...]:
+    """Return modules of the extra ``datasets``.
+
+    Raises:
+        MissingDependencyError: names the first one that is not installed.
+    """
+    modules: list[Any] = []
+    for name in packages:
+        try:
+            modules.append(import_module(name))
+        except ImportError as error:
+            package = name.partition(".")[0].replace("_", "-")
+            raise MissingDependencyError(
+                f"the package {package} is not installed, which LeRobot data sets and grids of videos need",
+                "pip install 'embodrl[datasets]'",
+            ) from error
+    return tuple(modules)
+
+
+def within(directory: Path, relative: str) -> Path:
+    """Return a path inside a data set.
+
+    Raises:
+        EmbodrlError: the path, which its info.json gives, leads elsewhere.
+    """
+    path = (directory / relative).resolve()
+    if not path.is_relative_to(directory.resolve()):
+        raise EmbodrlError(f"{directory / INFO} leads out of the data set, to {path}", "use a data set that you trust")
+    return path

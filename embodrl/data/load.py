@@ -1,0 +1,43 @@
+"""Demonstrations of any format that is known by its files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from embodrl.data.demos import Demos, load_raw
+from embodrl.data.lerobot import INFO
+
+
+def load_demos(
+    directory: Path,
+    max_episodes: int | None = None,
+    cameras: Sequence[str] | None = None,
+    size: tuple[int, int] | None = None,
+) -> Demos:
+    """Load a LeRobot data set, or what ``collect.format=raw`` wrote.
+
+    Args:
+        directory: of the data set.
+        max_episodes: only the first ones.
+        cameras: which cameras of a LeRobot data set, in that order; None takes all, in the order of the data set.
+        size: height and width that pictures of a LeRobot data set are brought to; None leaves them.
+
+    Raises:
+        EmbodrlError: there are none, a file is missing or damaged, or a camera is not there.
+        MissingDependencyError: the extra ``datasets`` is not installed.
+    """
+    if (directory / INFO).is_file():
+        from embodrl.data.lerobot_reader import load_lerobot
+
+        return load_lerobot(directory, max_episodes, cameras, size)
+    return load_raw(directory, max_episodes)
+
+
+def camera_names(directory: Path) -> list[str] | None:
+    """Return the names of a LeRobot data set's cameras, in its order; None for another format, which has no names."""
+    if not (directory / INFO).is_file():
+        return None
+    from embodrl.data.lerobot_reader import camera_keys, read_info
+
+    return camera_keys(read_info(directory))

@@ -1,0 +1,124 @@
+"""Pictures into an MP4 file and back, by the ffmpeg that imageio-ffmpeg brings.
+
+Lossless is H.264 of RGB (High 4:4:4 Predictive): every pixel comes back as it was. Lossy is H.264 of YUV 4:4:4, in
+which colour has the full resolution; at 64 x 64 pixels the usual 4:2:0 costs more than the compression.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.data.lerobot import require
+
+# A reader that wants one frame decodes from the last key frame on.
+KEY_FRAME_INTERVAL = 10
+CODEC = "h264"
+
+
+def pixel_format(crf: int) -> str:
+    """Return ffmpeg's name of how pixels are stored."""
+    return "yuv444p" if crf else "gbrp"
+
+
+class VideoEncoder:
+    """Writes one file.
+
+    Args:
+        path: of the MP4; its directory exists.
+        height, width: pixels.
+        fps: frames a second.
+        crf: 0 is lossless; up to 51, smaller and worse.
+
+    Raises:
+        OSError: from ``add`` and ``close``, ffmpeg failed; its last words are the message.
+    """
+
+    def __init__(self, path: Path, height: int, width: int, fps: int, crf: int) -> None:
+        (imageio_ffmpeg,) = require("imageio_ffmpeg")
+        codec = ["libx264", "-crf", str(crf)] if crf else ["libx264rgb", "-qp", "0"]
+        # Without B-frames pictures are stored in the order of time, from time 0 on.
+        order = ["-bf", "0", "-g", str(KEY_FRAME_INTERVAL)]
+        raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-"]
+        stored = ["-pix_fmt", "yuv444p" if crf else "rgb24", *order, "-threads", "1"]
+        command = [
+            imageio_ffmpeg.get_ffmpeg_exe(),
+            "-v",
+            "error",
+            "-y",
+            *raw,
+            "-an",
+            "-c:v",
+            *codec,
+            *stored,
+            str(path),
+        ]
+        self.path = path
+        self._log: Any = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        # In a session of its own: Ctrl-C is for the program, which ends the file properly.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
+        )
+
+    def add(self, frames: NDArray[np.uint8]) -> None:
+        """Add ``uint8[N,H,W,3]``."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(np.ascontiguousarray(frames).tobytes())
+        except OSError as error:
+            self.abort()
+            raise OSError(self._last_words or str(error)) from error
+
+    def close(self) -> None:
+        """Finish the file."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError as error:
+            self.abort()
+            raise OSError(self._last_words or str(error)) from error
+        code = self._process.wait()
+        self._read_log()
+        if code:
+            raise OSError(self._last_words or f"ffmpeg ended with code {code}")
+
+    def abort(self) -> None:
+        """End ffmpeg; what it has written is of no use."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._read_log()
+
+    _last_words = ""
+
+    def _read_log(self) -> None:
+        if not self._log.closed:
+            self._log.seek(0)
+            self._last_words = self._log.read()[-500:].decode(errors="replace").strip()
+            self._log.close()
+
+
+def read_video(path: Path, first: int = 0) -> Iterator[NDArray[np.uint8]]:
+    """Yield the frames ``uint8[H,W,3]`` of a file from number ``first`` on, of any codec that ffmpeg knows.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    (imageio_ffmpeg,) = require("imageio_ffmpeg")
+    # Every stored frame once: by default ffmpeg repeats or drops some to keep the rate.
+    stream = imageio_ffmpeg.read_frames(str(path), output_params=["-fps_mode", "passthrough"])
+    try:
+        width, height = next(stream)["size"]
+        for number, frame in enumerate(stream):
+            if number >= first:
+                yield np.frombuffer(frame, np.uint8).reshape(height, width, 3)
+    except (RuntimeError, StopIteration, KeyError) as error:
+        raise OSError(f"{path} can't be decoded: {error}") from error
+    finally:
+        stream.close()

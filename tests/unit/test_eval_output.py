@@ -1,0 +1,172 @@
+"""What an evaluation writes: intervals, JSON, the page and the grid of videos."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodrl.config import load_config
+from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.metrics.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
+from embodrl.metrics.eval_report import BAR_PX, LABEL_PX, bars
+from embodrl.metrics.intervals import wilson_interval
+from embodrl.workers import eval_output
+from embodrl.workers.eval_output import EvalOutput
+from embodrl.workers.evaluate import EpisodeRecord, EvalResult
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "interval"),
+    [
+        (8, 10, (0.490162, 0.943318)),  # (0.8 + 0.192073 ± 1.959964 sqrt(0.016 + 0.009604)) / 1.384146
+        (0, 10, (0.0, 0.277533)),  # z^2 / (n + z^2) = 3.841459 / 13.841459
+        (10, 10, (0.722467, 1.0)),
+        (50, 100, (0.403832, 0.596168)),
+        (0, 0, (0.0, 1.0)),
+    ],
+)
+def test_wilson_intervals(successes: int, trials: int, interval: tuple[float, float]) -> None:
+    assert wilson_interval(successes, trials) == pytest.approx(interval, abs=1e-6)
+
+
+def test_a_wilson_interval_of_other_confidence() -> None:
+    assert wilson_interval(1, 2, 0.6826894921) == pytest.approx((0.5 - 0.288675, 0.5 + 0.288675), abs=1e-6)  # z = 1
+
+
+def records() -> list[EpisodeRecord]:
+    solved = (True, False, True, True, True)
+    return [
+        EpisodeRecord(i, 70 + i, ("red", "<b>green")[i % 2], f"go to {i % 2}", solved[i], float(i), 5) for i in range(5)
+    ]
+
+
+def result() -> EvalResult:
+    found = records()
+    rates = {"red": 1.0, "<b>green": 0.5}
+    return EvalResult(0.8, 5, rates, 2.0, 5.0, 1.25, 0.5, records=found, lost_episodes=1)
+
+
+def settings(*overrides: str):
+    base = ["env=toy", "env.eval.seed=70", "env.video.enabled=false", "model.warm_start=null"]
+    return load_config([*base, *overrides]).config
+
+
+def test_the_json_has_intervals_and_every_episode(tmp_path: Path) -> None:
+    output = EvalOutput(settings(), tmp_path / "out")
+    lines = output.write(result())
+    content = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert content["success_rate"] == 0.8 and content["episodes"] == 5 and content["lost_episodes"] == 1
+    assert content["interval"] == list(wilson_interval(4, 5)) and content["per_task"] == result().per_task
+    green = content["tasks"]["<b>green"]
+    assert (green["successes"], green["episodes"], green["success_rate"]) == (1, 2, 0.5)
+    assert green["interval"] == list(wilson_interval(1, 2)) and green["instruction"] == "go to 1"
+    assert content["per_episode"][1] == vars(records()[1]) and content["settings"]["environment"] == "toy"
+    assert lines[0] == "success rate 80.0% of 5 episodes (95% interval 37.6% to 96.4%)"
+    assert lines[-1] == f"report: {tmp_path / 'out' / 'eval.html'}"
+
+
+def test_the_page_stands_alone(tmp_path: Path) -> None:
+    EvalOutput(settings(), tmp_path / "out").write(result())
+    page = (tmp_path / "out" / "eval.html").read_text()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["eval.html", "eval.json"]
+    assert "<b>green" not in page and "&lt;b&gt;green" in page
+    assert "80.0 %" in page and "37.6 to 96.4 %" in page and "go to 1" in page
+    assert "http" not in page and "<script" not in page
+
+
+def test_the_bars_are_as_long_as_the_rates() -> None:
+    rows = [
+        ("a", {"success_rate": 0.25, "interval": (0.1, 0.5)}),
+        ("b" * 60, {"success_rate": 1.0, "interval": (0.5, 1)}),
+    ]
+    root = ET.fromstring(bars(rows))
+    assert [float(rect.get("width")) for rect in root.iter("rect")] == [BAR_PX / 4, BAR_PX]
+    whisker = next(root.iter("path")).get("d")
+    assert whisker.startswith(f"M{LABEL_PX + 0.1 * BAR_PX:.1f} 13.0H{LABEL_PX + 0.5 * BAR_PX:.1f}")
+    assert "25.0 % (10 to 50)" in [text.text for text in root.iter("text")]
+
+
+def test_no_episode_is_no_number(tmp_path: Path) -> None:
+    nothing = EvalResult(float("nan"), 0, {}, float("nan"), float("nan"), lost_episodes=4)
+    lines = EvalOutput(settings(), tmp_path / "out").write(nothing)
+    content = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert content["success_rate"] is None and content["interval"] == [0.0, 1.0] and content["tasks"] == {}
+    assert lines[0] == "no episode was played to its end"
+
+
+def test_the_directory_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(eval_output.time, "strftime", lambda _: "now")
+    assert EvalOutput(settings(), None).directory == Path("outputs/eval-now")
+    (tmp_path / "run" / "eval-now").mkdir(parents=True)
+    (tmp_path / "run" / "eval-now" / "eval.json").write_text("{}")
+    assert EvalOutput(settings("runner.output_dir=run"), None).directory == Path("run/eval-now-2")
+    with pytest.raises(OutputError, match="holds something already"):
+        EvalOutput(settings(), Path("run/eval-now"))
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError, match="can't be written"):
+        EvalOutput(settings(), Path("file/out"))
+
+
+def test_videos_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval_output, "find_spec", lambda _: None)
+    with pytest.raises(MissingDependencyError, match="imageio-ffmpeg") as error:
+        EvalOutput(settings("env.video.enabled=true"), tmp_path / "out")
+    assert "env.video.enabled=false" in error.value.remedy
+    assert not (tmp_path / "out").exists()
+
+
+def film(path: Path, frames: int, value: int) -> Path:
+    imageio = pytest.importorskip("imageio.v2")
+    pytest.importorskip("imageio_ffmpeg")
+    path.parent.mkdir(exist_ok=True)
+    with imageio.get_writer(path, fps=10, macro_block_size=2, quality=9) as writer:
+        for _ in range(frames):
+            writer.append_data(np.full((64, 96, 3), value, np.uint8))
+    return path
+
+
+def test_the_grid_frames_each_episode_by_its_outcome(tmp_path: Path) -> None:
+    from embodrl.data.video_file import read_video
+
+    tiles = [
+        Tile(film(tmp_path / "v/a.mp4", 4, 40), "0  red: go to the red field", True),
+        Tile(film(tmp_path / "v/b.mp4", 8, 120), "1  green: go to the green field, which is far away indeed", False),
+        Tile(film(tmp_path / "v/c.mp4", 2, 200), "2  red", True),
+    ]
+    write_grid(tiles, tmp_path / "grid.mp4", 10)
+    frames = np.stack(list(read_video(tmp_path / "grid.mp4"))).astype(int)
+    height, width = 64 + 2 * BORDER_PX + CAPTION_PX, 96 + 2 * BORDER_PX
+    assert frames.shape == (8 + 10, 2 * height, 2 * width, 3)  # the longest, and a second more
+    border = [(2, 40), (2, width + 40), (height + 2, 40)]
+
+    def colours(frame: int) -> list[tuple[int, ...]]:
+        near = {RUNNING: "running", SUCCESS: "success", FAILURE: "failure"}
+        found = [frames[frame, y, x] for y, x in border]
+        return [near[min(near, key=lambda colour: np.abs(np.array(colour) - pixel).sum())] for pixel in found]
+
+    assert colours(0) == ["running", "running", "running"]
+    assert colours(1) == ["running", "running", "success"]
+    assert colours(3) == ["success", "running", "success"]
+    assert colours(-1) == ["success", "failure", "success"]
+    middle = [(38, 54), (38, width + 54), (height + 38, 54), (height + 38, width + 54)]
+    np.testing.assert_allclose([frames[-1, y, x].mean() for y, x in middle], [40, 120, 200, 0], atol=8)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_tiles_are_laid_out_in_rows() -> None:
+    pictures = [np.full((1, 2, 3), value, np.uint8) for value in (1, 2, 3)]
+    np.testing.assert_array_equal(arrange(pictures, 2)[..., 0], [[1, 1, 2, 2], [3, 3, 0, 0]])
+
+
+def test_the_page_shows_the_videos(tmp_path: Path) -> None:
+    output = EvalOutput(settings("env.video.enabled=true", "env.video.num_episodes=2"), tmp_path / "out")
+    assert output.video_dir == tmp_path / "out" / "videos"
+    film(output.video_dir / "episode_000_success.mp4", 3, 50)
+    film(output.video_dir / "episode_001_failure.mp4", 3, 50)
+    output.write(result())
+    page = (tmp_path / "out" / "eval.html").read_text()
+    assert "data:video/mp4;base64," in page and 'href="videos/episode_001_failure.mp4"' in page
+    assert (tmp_path / "out" / "grid.mp4").stat().st_size > 0

@@ -1,0 +1,379 @@
+"""LeRobot data sets: what is written comes back, and others' data sets are read."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("imageio_ffmpeg")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from embodrl.data import lerobot, lerobot_reader
+from embodrl.data.demos import DemoWriter, Episode
+from embodrl.data.lerobot_stats import PixelStats, vector_stats
+from embodrl.data.lerobot_writer import LeRobotWriter
+from embodrl.data.load import camera_names, load_demos
+from embodrl.data.video_file import VideoEncoder, read_video
+from embodrl.errors import EmbodrlError, MissingDependencyError, OutputError
+
+CAMERAS = ("front", "wrist")
+HEIGHT, WIDTH = 10, 14
+
+
+def episode(number: int, length: int, state_dim: int = 3, action_dim: int = 2) -> Episode:
+    rng = np.random.default_rng(number)
+    return Episode(
+        images=rng.integers(0, 256, (length, len(CAMERAS), HEIGHT, WIDTH, 3), dtype=np.uint8),
+        state=rng.normal(size=(length, state_dim)).astype(np.float32),
+        actions=rng.normal(size=(length, action_dim)).astype(np.float32),
+        instruction=f"do {number % 2}",
+        task=f"task-{number % 2}",
+        seed=100 + number,
+        success=number != 1,
+    )
+
+
+EPISODES = ((0, 3), (1, 1), (2, 4))
+
+
+def write(directory: Path, crf: int = 0, **options: int) -> list[Episode]:
+    writer = LeRobotWriter(directory, CAMERAS, 20, crf, "panda")
+    episodes = [episode(number, length, **options) for number, length in EPISODES]
+    for each in episodes:
+        writer.add(each)
+    assert writer.num_frames == 8
+    writer.close({"how": "by hand"})
+    return episodes
+
+
+def joined(episodes: list[Episode], field: str) -> np.ndarray:
+    return np.concatenate([getattr(each, field) for each in episodes])
+
+
+def test_what_is_written_comes_back_to_the_bit(tmp_path: Path) -> None:
+    episodes = write(tmp_path / "data")
+    demos = load_demos(tmp_path / "data")
+    for field in ("images", "state", "actions"):
+        found = getattr(demos, field)
+        np.testing.assert_array_equal(found, joined(episodes, field))
+        assert found.dtype == getattr(episodes[0], field).dtype
+    np.testing.assert_array_equal(demos.episode, [0, 0, 0, 1, 2, 2, 2, 2])
+    np.testing.assert_array_equal(demos.last, [2, 2, 2, 3, 7, 7, 7, 7])
+    assert demos.instructions == ["do 0", "do 1", "do 0"] and demos.tasks == ["task-0", "task-1", "task-0"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
+    write(tmp_path)
+    info = json.loads((tmp_path / "meta/info.json").read_text())
+    assert info["codebase_version"] == "v3.0" and info["fps"] == 20 and info["robot_type"] == "panda"
+    assert (info["total_episodes"], info["total_frames"], info["total_tasks"]) == (3, 8, 2)
+    camera = info["features"]["observation.images.wrist"]
+    assert camera["dtype"] == "video" and camera["shape"] == [HEIGHT, WIDTH, 3]
+    rows = pq.read_table(tmp_path / info["data_path"].format(chunk_index=0, file_index=0))
+    assert rows["index"].to_pylist() == list(range(8)) and rows["task_index"].to_pylist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert rows["frame_index"].to_pylist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    np.testing.assert_allclose(rows["timestamp"].to_numpy(), np.array([0, 1, 2, 0, 0, 1, 2, 3]) / 20, rtol=1e-6)
+    assert rows["timestamp"].type == pa.float32() and rows["action"].type == pa.list_(pa.float32(), 2)
+    episodes = pq.read_table(tmp_path / "meta/episodes/chunk-000/file-000.parquet")
+    assert episodes["dataset_from_index"].to_pylist() == [0, 3, 4]
+    assert episodes["dataset_to_index"].to_pylist() == [3, 4, 8]
+    assert episodes["videos/observation.images.front/from_timestamp"].to_pylist() == [0.0, 0.15, 0.2]
+    assert episodes["videos/observation.images.front/to_timestamp"].to_pylist() == [0.15, 0.2, 0.4]
+    assert episodes["embodrl/seed"].to_pylist() == [100, 101, 102]
+    assert episodes["embodrl/success"].to_pylist() == [True, False, True]
+    tasks = pq.read_table(tmp_path / "meta/tasks.parquet")
+    assert json.loads(tasks.schema.metadata[b"pandas"])["index_columns"] == ["task"]
+    assert json.loads((tmp_path / "meta/embodrl.json").read_text()) == {"how": "by hand"}
+
+
+def test_the_statistics_are_of_all_frames(tmp_path: Path) -> None:
+    episodes = write(tmp_path)
+    stats = json.loads((tmp_path / "meta/stats.json").read_text())
+    actions, pixels = joined(episodes, "actions").astype(np.float64), joined(episodes, "images")[:, 1] / 255
+    np.testing.assert_allclose(stats["action"]["mean"], actions.mean(0))
+    np.testing.assert_allclose(stats["action"]["std"], actions.std(0))
+    np.testing.assert_allclose(stats["action"]["q99"], np.quantile(actions, 0.99, axis=0))
+    assert stats["action"]["count"] == [8]
+    wrist = stats["observation.images.wrist"]
+    assert np.shape(wrist["mean"]) == (3, 1, 1) and wrist["count"] == [8]
+    np.testing.assert_allclose(np.ravel(wrist["mean"]), pixels.mean((0, 1, 2)))
+    np.testing.assert_allclose(np.ravel(wrist["std"]), pixels.std((0, 1, 2)))
+    rows = pq.read_table(tmp_path / "meta/episodes/chunk-000/file-000.parquet")
+    np.testing.assert_allclose(rows["stats/observation.state/max"].to_pylist()[2], episodes[2].state.max(0))
+
+
+def test_statistics_by_hand() -> None:
+    stats = vector_stats(np.array([[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [5.0, 1.0]]))
+    assert stats["min"] == [0, 1] and stats["max"] == [5, 1] and stats["mean"] == [2, 1] and stats["count"] == [4]
+    np.testing.assert_allclose(stats["std"], [np.sqrt(3.5), 0])  # (4 + 1 + 0 + 9) / 4
+    np.testing.assert_allclose(stats["q50"], [1.5, 1])
+    np.testing.assert_allclose(stats["q99"], [2 + 0.97 * 3, 1])  # rank 0.99 * 3 = 2.97, between 2 and 5
+    assert vector_stats(np.array([3, 4]))["mean"] == [3.5]
+
+
+def test_histograms_have_the_quantiles_of_the_pixels() -> None:
+    frames = np.random.default_rng(0).integers(0, 40, (5, 3, 4, 3), dtype=np.uint8)
+    pixels = PixelStats()
+    pixels.add(frames[:2])
+    other = PixelStats()
+    other.add(frames[2:])
+    pixels.merge(other)
+    stats = pixels.stats()
+    for name, q in (("q01", 0.01), ("q10", 0.1), ("q50", 0.5), ("q90", 0.9), ("q99", 0.99)):
+        np.testing.assert_allclose(np.ravel(stats[name]), np.quantile(frames / 255, q, axis=(0, 1, 2)), atol=1e-12)
+    assert np.ravel(stats["min"]).tolist() == (frames.min((0, 1, 2)) / 255).tolist()
+    assert stats["count"] == [5]
+
+
+def test_no_state_and_one_action(tmp_path: Path) -> None:
+    episodes = write(tmp_path, state_dim=0, action_dim=1)
+    demos = load_demos(tmp_path)
+    assert demos.state.shape == (8, 0) and demos.state.dtype == np.float32
+    np.testing.assert_array_equal(demos.actions, joined(episodes, "actions"))
+    assert "observation.state" not in json.loads((tmp_path / "meta/info.json").read_text())["features"]
+    # A feature of one dimension is a number, not a list, for readers of the format.
+    assert pq.read_table(tmp_path / "data/chunk-000/file-000.parquet")["action"].type == pa.float32()
+
+
+def test_a_new_file_begins_when_one_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lerobot, "DATA_FILE_MB", 1e-9)
+    monkeypatch.setattr(lerobot, "CHUNKS_SIZE", 2)
+    episodes = write(tmp_path)
+    for name in ("chunk-000/file-000", "chunk-000/file-001", "chunk-001/file-000"):
+        assert (tmp_path / f"data/{name}.parquet").is_file()
+        assert (tmp_path / f"videos/observation.images.front/{name}.mp4").is_file()
+    demos = load_demos(tmp_path)
+    np.testing.assert_array_equal(demos.images, joined(episodes, "images"))
+    np.testing.assert_array_equal(demos.actions, joined(episodes, "actions"))
+
+
+def test_cameras_size_and_number_of_episodes_are_chosen(tmp_path: Path) -> None:
+    episodes = write(tmp_path)
+    assert camera_names(tmp_path) == ["observation.images.front", "observation.images.wrist"]
+    demos = load_demos(tmp_path, 2, ("observation.images.wrist",), (5, 7))
+    assert demos.images.shape == (4, 1, 5, 7, 3) and len(demos.instructions) == 2
+    first = Image.fromarray(episodes[0].images[0, 1]).resize((7, 5), Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(demos.images[0, 0], np.asarray(first))
+    swapped = load_demos(tmp_path, cameras=("wrist", "front"))
+    np.testing.assert_array_equal(swapped.images, joined(episodes, "images")[:, ::-1])
+    with pytest.raises(EmbodrlError, match="no camera 'wirst'; it has front, wrist") as error:
+        load_demos(tmp_path, cameras=("wirst",))
+    assert error.value.remedy == "set sft.cameras=[wrist]"
+
+
+def test_lossy_videos_are_smaller_and_near(tmp_path: Path) -> None:
+    rows, columns = np.mgrid[0:32, 0:32]
+    frames = np.stack([np.stack([8 * rows, 8 * columns, 4 * (rows + columns) + k], -1) for k in range(5)])
+    frames = frames.astype(np.uint8)
+    sizes = []
+    for crf in (0, 6):
+        encoder = VideoEncoder(tmp_path / f"{crf}.mp4", 32, 32, 20, crf)
+        encoder.add(frames[:2])
+        encoder.add(frames[2:])
+        encoder.close()
+        found = np.stack(list(read_video(tmp_path / f"{crf}.mp4")))
+        assert found.shape == frames.shape
+        assert np.abs(found.astype(int) - frames).mean() <= (0 if crf == 0 else 2)
+        sizes.append((tmp_path / f"{crf}.mp4").stat().st_size)
+    assert len(list(read_video(tmp_path / "0.mp4", 3))) == 2
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    with pytest.raises(EmbodrlError, match="holds something already"):
+        LeRobotWriter(tmp_path / "data", CAMERAS, 20)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    with pytest.raises(EmbodrlError, match="holds something already"):
+        LeRobotWriter(tmp_path / "full", CAMERAS, 20)
+
+
+def test_until_it_is_whole_the_data_set_is_not_there(tmp_path: Path) -> None:
+    writer = LeRobotWriter(tmp_path / "data", CAMERAS, 20)
+    writer.add(episode(0, 3))
+    assert not (tmp_path / "data").exists()
+    with pytest.raises(EmbodrlError, match="rest of a collection that was killed") as error:
+        LeRobotWriter(tmp_path / "data", CAMERAS, 20)
+    assert str(tmp_path / ".data.partial") in error.value.remedy
+    writer.abort()
+    assert not list(tmp_path.iterdir())
+    writer.close({})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = LeRobotWriter(tmp_path / "data", CAMERAS, 20)
+    writer.add(episode(0, 3))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "_write_meta", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        writer.close({})
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_encoder_that_died_is_reported(tmp_path: Path) -> None:
+    writer = LeRobotWriter(tmp_path / "data", CAMERAS, 20)
+    writer.add(episode(0, 3))
+    encoder = writer._encoders["observation.images.front"]
+    encoder._process.kill()
+    encoder._process.wait()
+    with pytest.raises(OutputError, match="demonstrations can't be written"):
+        writer.close({})
+    assert not list(tmp_path.iterdir())
+
+
+def test_ffmpeg_says_what_it_does_not_like(tmp_path: Path) -> None:
+    encoder = VideoEncoder(tmp_path / "missing" / "x.mp4", 4, 4, 20, 0)
+    with pytest.raises(OSError, match="No such file or directory"):
+        for _ in range(10_000):  # until the pipe is found closed
+            encoder.add(np.zeros((100, 4, 4, 3), np.uint8))
+        encoder.close()
+
+
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(MissingDependencyError, match="pyarrow") as error:
+        LeRobotWriter(tmp_path / "data", CAMERAS, 20)
+    assert error.value.remedy == "pip install 'embodrl[datasets]'"
+
+
+def change_info(directory: Path, **changes: object) -> None:
+    path = directory / "meta/info.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "meta/info.json").write_text("{"), r"info.json is damaged"),
+        (lambda d: change_info(d, codebase_version="v9.0"), "is of version v9.0"),
+        (lambda d: change_info(d, video_path="../{video_key}.mp4"), "leads out of the data set"),
+        (lambda d: (d / "data/chunk-000/file-000.parquet").unlink(), "file-000.parquet is damaged: it is missing"),
+        (lambda d: (d / "data/chunk-000/file-000.parquet").write_bytes(b"x"), "is damaged"),
+        (lambda d: (d / "meta/tasks.parquet").unlink(), "tasks.parquet is damaged: it is missing"),
+        (lambda d: (d / "videos/observation.images.wrist/chunk-000/file-000.mp4").unlink(), "it is missing"),
+        (lambda d: (d / "videos/observation.images.wrist/chunk-000/file-000.mp4").write_bytes(b"x"), "is damaged"),
+        (
+            lambda d: (d / "videos/observation.images.wrist/chunk-000/file-000.mp4").write_bytes(short_video(d)),
+            "ends after 2 frames",
+        ),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, damage, message: str) -> None:
+    write(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(EmbodrlError, match=message):
+        load_demos(tmp_path)
+
+
+def short_video(directory: Path) -> bytes:
+    path = directory / "short.mp4"
+    encoder = VideoEncoder(path, HEIGHT, WIDTH, 20, 0)
+    encoder.add(np.zeros((2, HEIGHT, WIDTH, 3), np.uint8))
+    encoder.close()
+    return path.read_bytes()
+
+
+def test_more_pictures_than_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path)
+    memory = type("Memory", (), {"available": 100})
+    monkeypatch.setattr(lerobot_reader.psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(EmbodrlError, match=r"take 0\.0 GB of memory at 10 x 14"):
+        load_demos(tmp_path)
+
+
+def png(value: int) -> bytes:
+    data = io.BytesIO()
+    Image.fromarray(np.full((6, 8, 3), value, np.uint8)).save(data, "png")
+    return data.getvalue()
+
+
+def foreign(directory: Path) -> None:
+    """A data set as others write it: pictures in the table, channels first, rows of another order, an unnamed index."""
+    features = {
+        "observation.image": {"dtype": "image", "shape": [3, 6, 8], "names": ["channels", "height", "width"]},
+        "action": {"dtype": "float32", "shape": [2], "names": ["x", "y"]},
+        "next.reward": {"dtype": "float32", "shape": [1], "names": None},
+    }
+    for name in ("data/chunk-000", "meta/episodes/chunk-000"):
+        (directory / name).mkdir(parents=True)
+    info = {"codebase_version": "v3.0", "fps": 10, "chunks_size": 1000, "features": features}
+    info |= {"data_path": lerobot.DATA_PATH, "video_path": None}
+    (directory / "meta/info.json").write_text(json.dumps(info))
+    rows = [(1, 1, 3), (1, 0, 2), (0, 0, 1)]
+    table = pa.table(
+        {
+            "observation.image": [{"bytes": png(10 * v), "path": "x.png"} for _, _, v in rows],
+            "action": [[float(v), -float(v)] for _, _, v in rows],
+            "next.reward": [0.0] * 3,
+            "episode_index": [e for e, _, _ in rows],
+            "frame_index": [f for _, f, _ in rows],
+            "task_index": [1 - e for e, _, _ in rows],
+        }
+    )
+    pq.write_table(table, directory / "data/chunk-000/file-000.parquet")
+    episodes = {"episode_index": [1, 0], "length": [2, 1], "data/chunk_index": [0, 0], "data/file_index": [0, 0]}
+    pq.write_table(pa.table(episodes), directory / "meta/episodes/chunk-000/file-000.parquet")
+    tasks = {"task_index": [0, 1], "__index_level_0__": ["open", "close"]}
+    pq.write_table(pa.table(tasks), directory / "meta/tasks.parquet")
+
+
+def test_a_data_set_of_someone_else(tmp_path: Path) -> None:
+    foreign(tmp_path)
+    demos = load_demos(tmp_path)
+    np.testing.assert_array_equal(demos.actions, [[1, -1], [2, -2], [3, -3]])
+    np.testing.assert_array_equal(demos.images[:, 0, 0, 0, 0], [10, 20, 30])
+    assert demos.images.shape == (3, 1, 6, 8, 3) and demos.state.shape == (3, 0)
+    assert demos.instructions == ["close", "open"] == demos.tasks
+
+
+def test_version_2_has_a_file_an_episode(tmp_path: Path) -> None:
+    frames = [np.random.default_rng(n).integers(0, 256, (2, 4, 6, 3), dtype=np.uint8) for n in range(3)]
+    data_path = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
+    video_path = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
+    features = {
+        "observation.images.top": {"dtype": "video", "shape": [4, 6, 3]},
+        "observation.state": {"dtype": "float32", "shape": [2]},
+        "action": {"dtype": "float32", "shape": [2]},
+    }
+    info = {"codebase_version": "v2.1", "fps": 30, "chunks_size": 2, "features": features}
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta/info.json").write_text(json.dumps(info | {"data_path": data_path, "video_path": video_path}))
+    (tmp_path / "meta/tasks.jsonl").write_text('{"task_index": 0, "task": "stack"}\n')
+    lines = [json.dumps({"episode_index": n, "tasks": ["stack"], "length": 2}) for n in range(3)]
+    (tmp_path / "meta/episodes.jsonl").write_text("\n".join(lines) + "\n")
+    for n, images in enumerate(frames):
+        at = {"episode_chunk": n // 2, "episode_index": n}
+        video = tmp_path / video_path.format(**at, video_key="observation.images.top")
+        video.parent.mkdir(parents=True, exist_ok=True)
+        encoder = VideoEncoder(video, 4, 6, 30, 0)
+        encoder.add(images)
+        encoder.close()
+        path = tmp_path / data_path.format(**at)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        numbers = [[float(n), 0.0], [float(n), 1.0]]
+        columns = {"action": numbers, "observation.state": numbers, "episode_index": [n] * 2}
+        pq.write_table(pa.table(columns | {"frame_index": [0, 1], "task_index": [0, 0]}), path)
+    demos = load_demos(tmp_path)
+    np.testing.assert_array_equal(demos.images[:, 0], np.concatenate(frames))
+    np.testing.assert_array_equal(demos.actions, [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1]])
+    np.testing.assert_array_equal(demos.state, demos.actions)
+    assert demos.instructions == ["stack"] * 3
+
+
+def test_the_raw_format_leaves_nothing_when_aborted(tmp_path: Path) -> None:
+    writer = DemoWriter(tmp_path / "raw", shard_episodes=1)
+    writer.add(episode(0, 3))
+    assert list((tmp_path / "raw").iterdir())
+    writer.abort()
+    assert not list((tmp_path / "raw").iterdir())
