@@ -34,7 +34,7 @@ def test_main_job() -> None:
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str) -> None:
     extra = ["model=openvla_oft"] if name == "libero_wrist" else []
     # The hardware of a cluster need not be here, nor the package of a backend.
-    loaded = load_config([f"{group}={name}", *extra], planning=group == "cluster" or name == "vllm")
+    loaded = load_config([f"{group}={name}", *extra], planning=group == "cluster" or name in ("vllm", "megatron"))
     assert f"embodrl/configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}
     assert (CONFIGS / group / f"{name}.yaml").read_text().startswith("# ")
 

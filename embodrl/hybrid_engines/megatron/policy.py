@@ -59,7 +59,7 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
         found = ActionDistribution(hidden, self.model.language_model.lm_head, self.windows, index, sampling)
         entropy = found.entropy().view(tokens.shape) if compute_entropy else None
         return EvalOutput(
-            found.log_probs().view(tokens.shape), entropy, self._values(features) if compute_values else None
+            found.log_probs().view(tokens.shape), entropy, self.values_from(features) if compute_values else None
         )
 
     def predict_action_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
