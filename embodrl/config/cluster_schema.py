@@ -31,7 +31,14 @@ class NodeGroupConfig(Section):
 class ClusterConfig(Section):
     """Where the parts run."""
 
-    num_nodes: PositiveInt = Field(default=1, description="machines; more than one can be planned, not yet trained on")
+    num_nodes: PositiveInt = Field(default=1, description="machines; more than one needs launcher ray")
+    launcher: Literal["process", "ray"] = Field(
+        default="process",
+        description="who brings up actor and rollout processes; ray: as Ray actors, of which the main process is none",
+    )
+    ray_address: str | None = Field(
+        default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="of the policy; auto takes a GPU if there is one"
     )

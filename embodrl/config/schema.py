@@ -303,6 +303,19 @@ class RolloutConfig(Section):
     pipeline_stages: PositiveInt = Field(
         default=1, description="groups of environments, so that simulation and inference overlap"
     )
+    own_process: bool | None = Field(
+        default=None,
+        description="play rollouts in processes of their own, with their simulators; null: where there are several of"
+        " them, on other machines, or with cluster.launcher ray",
+    )
+    weight_sync: Literal["auto", "shared", "memory", "collective", "disk"] = Field(
+        default="auto",
+        description="how rollout processes get new weights; auto: memory on one machine, else collective; shared: there"
+        " are no such processes",
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, description="rollout processes that have died and are brought up anew, in a run"
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
     )

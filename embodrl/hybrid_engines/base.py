@@ -158,14 +158,23 @@ class RolloutEngine(ABC):
         sampling: section ``algorithm.sampling``.
         seed: of the actions that are drawn.
         num_threads: parts of a batch computed at the same time on a CPU, each with a random generator of its own.
+        part: rank and number of the processes that decide for neighbouring rows of the environments: together they
+            draw as one process with the threads of all of them does.
 
     Attributes:
         version: updates that the weights have seen.
     """
 
     def __init__(
-        self, policy: VLAPolicy, config: RolloutConfig, sampling: SamplingConfig, seed: int, num_threads: int = 1
+        self,
+        policy: VLAPolicy,
+        config: RolloutConfig,
+        sampling: SamplingConfig,
+        seed: int,
+        num_threads: int = 1,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        self.part = part
         self.policy = policy
         self.device = policy.device
         self.precision: Precision = resolve_precision(config.precision, self.device)
@@ -208,8 +217,10 @@ class RolloutEngine(ABC):
     def make_generators(self, seed: Sequence[int]) -> list[torch.Generator]:
         """Return generators for ``act``, one a thread, that follow from the numbers."""
         # A list of one number and the number itself give the same sequence.
-        seeds = np.random.SeedSequence(list(seed)).generate_state(self.num_threads)
-        return [torch.Generator().manual_seed(int(s)) for s in seeds]
+        rank, count = self.part
+        seeds = np.random.SeedSequence(list(seed)).generate_state(self.num_threads * count)
+        mine = seeds[rank * self.num_threads : (rank + 1) * self.num_threads]
+        return [torch.Generator().manual_seed(int(s)) for s in mine]
 
     def row_generators(self, seeds: Sequence[Sequence[int]]) -> list[RandomSource] | None:
         """Return generators for ``act`` such that each row draws from its own, which follows from its numbers.

@@ -55,18 +55,21 @@ class NativeRolloutEngine(RolloutEngine):
         return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=version)
 
 
-def make_rollout_engine(config: Config, policy: VLAPolicy, num_threads: int) -> RolloutEngine:
+def make_rollout_engine(
+    config: Config, policy: VLAPolicy, num_threads: int, part: tuple[int, int] = (0, 1)
+) -> RolloutEngine:
     """Return the engine that ``rollout.backend`` names.
 
     Args:
         config: the run.
         policy: on its device; shared with the train engine, or a copy (``frozen_copy``).
         num_threads: of ``cluster.num_threads``.
+        part: see RolloutEngine.
 
     Raises:
         EmbodrlError: what the backend needs is missing.
     """
-    arguments = (policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads)
+    arguments = (policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads, part)
     if config.rollout.backend == "huggingface":
         return NativeRolloutEngine(*arguments)
     from embodrl.hybrid_engines.vllm_engine import VllmRolloutEngine

@@ -47,7 +47,7 @@ class VllmRolloutEngine(RolloutEngine):
     precision both choose the same tokens, unless two are equally likely to within rounding. See RolloutEngine.
 
     Args:
-        policy, config, sampling, seed, num_threads: see RolloutEngine.
+        policy, config, sampling, seed, num_threads, part: see RolloutEngine.
         max_num_seqs: rows that vLLM decodes at once; further ones wait.
 
     Raises:
@@ -62,9 +62,10 @@ class VllmRolloutEngine(RolloutEngine):
         sampling: SamplingConfig,
         seed: int,
         num_threads: int = 1,
+        part: tuple[int, int] = (0, 1),
         max_num_seqs: int = 64,
     ) -> None:
-        super().__init__(policy, config, sampling, seed, num_threads)
+        super().__init__(policy, config, sampling, seed, num_threads, part)
         if not isinstance(policy, OpenVLAPolicy):
             raise EmbodrlError(
                 f"vLLM decodes one token after the other, and {type(policy).__name__} does not",

@@ -106,11 +106,15 @@ class WorkerGroup:
     Args:
         worker_class: their class.
         name: for messages and logs.
+        independent: no worker waits for another, so that the death of one fails its own calls only.
         kwargs: of their constructor.
     """
 
-    def __init__(self, worker_class: type[Worker], name: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, worker_class: type[Worker], name: str | None = None, independent: bool = False, **kwargs: Any
+    ) -> None:
         self.worker_class, self.name, self._kwargs = worker_class, name or worker_class.__name__, kwargs
+        self.independent = independent
         self._workers: list[Running] = []
         self._jobs: list[Job] = []
         self._launcher: Launcher | None = None
@@ -236,6 +240,21 @@ class WorkerGroup:
             )
         return self._begin(method, shares, marked.collect)
 
+    def call_on(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Handle:
+        """Begin a call on one rank, whatever the method's dispatch; the result is that of the rank.
+
+        Raises:
+            see ``call``; with ``independent``, what is known of a death is in the handle instead.
+        """
+        marked_method(self.worker_class, method)
+        if not self._workers:
+            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first")
+        if self._failed is not None:
+            raise self._failed
+        shares: list[Arguments | None] = [None] * self.world_size
+        shares[rank] = (args, kwargs)
+        return self._begin(method, shares, lambda results: results[0])
+
     def _begin(self, method: str, shares: list[Arguments | None], collect: Collect) -> Handle:
         futures: dict[int, Future[Outcome]] = {}
         for rank, share in enumerate(shares):
@@ -269,6 +288,8 @@ class WorkerGroup:
 
     def _on_death(self, error: WorkerError) -> None:
         """Fail every call of the group: the others may wait for the one that has gone."""
+        if self.independent:
+            return  # its own calls have failed
         self._failed = self._failed or error
         self._fail_pending(error)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,9 +24,10 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.weight_sync.base import WeightTarget
 from embodrl.scheduler.staleness import StalenessGate
-from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutState, make_stages
-from embodrl.workers.stage import EpisodeStats, Seconds, Shard, combine_extras
+from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutState, make_stages, rollout_metrics
+from embodrl.workers.stage import Shard
 from embodrl.workers.workflow_rollout import WorkflowPlayer
 
 # How long a signal may wait until it is looked at.
@@ -36,13 +37,7 @@ _SHARDS_A_JOURNAL = 64
 
 
 class Player(Protocol):
-    """A group of environments with a thread of its own.
-
-    Attributes:
-        pool: its simulators.
-    """
-
-    pool: EnvPool
+    """A group of environments with a thread of its own."""
 
     def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return the shard, with ``shard_meta``.
@@ -51,6 +46,25 @@ class Player(Protocol):
             InterruptedError: ``should_stop`` answered True.
         """
         ...
+
+    def rebuild(self) -> None:
+        """Let the simulators forget what they have played."""
+        ...
+
+
+def make_players(config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool) -> list[Player]:
+    """Return a player a pipeline stage.
+
+    Args:
+        config: the run.
+        pool: started.
+        engine: with weights of its own.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+    """
+    if config.rollout.workflow is None:
+        return [*make_stages(config, pool, engine, keep_frames)]
+    parts = pool.split(config.rollout.pipeline_stages)
+    return [WorkflowPlayer(config, part, engine, keep_frames) for part in parts]
 
 
 class AsyncRolloutWorker:
@@ -61,29 +75,25 @@ class AsyncRolloutWorker:
 
     Args:
         config: the run.
-        pool: started.
-        engine: with weights of its own.
+        num_envs: B, over all players; each has as many.
+        num_tasks: tasks that take turns.
+        players: in the order of their environments.
+        target: gets the weights that the players act with.
         should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
-        keep_frames: keep what the first camera sees, for those who judge episodes by it.
     """
 
     def __init__(
         self,
         config: Config,
-        pool: EnvPool,
-        engine: RolloutEngine,
+        num_envs: int,
+        num_tasks: int,
+        players: Sequence[Player],
+        target: WeightTarget,
         should_stop: Callable[[], bool],
-        keep_frames: bool = False,
     ) -> None:
-        self.config, self.engine, self.should_stop = config, engine, should_stop
-        self.num_envs = pool.spec.num_envs
-        self.schedule = EpisodeSchedule(config, self.num_envs, len(pool.spec.tasks))
-        self.players: list[Player] = []
-        if config.rollout.workflow is None:
-            self.players += make_stages(config, pool, engine, keep_frames)
-        else:
-            parts = pool.split(config.rollout.pipeline_stages)
-            self.players += [WorkflowPlayer(config, part, engine, keep_frames) for part in parts]
+        self.config, self.num_envs, self.players = config, num_envs, players
+        self.target, self.should_stop = target, should_stop
+        self.schedule = EpisodeSchedule(config, num_envs, num_tasks)
         count = len(self.players)
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
         self._next_shard = 0
@@ -96,7 +106,7 @@ class AsyncRolloutWorker:
         self._failure: BaseException | None = None
         self._drained = False
         self._closing = False
-        self._seconds, self._stats, self._waited_s = Seconds(), EpisodeStats(), 0.0
+        self._waited_s = 0.0
         self._metas: list[dict[str, Any]] = []
         self._threads: list[threading.Thread] = []
 
@@ -105,7 +115,7 @@ class AsyncRolloutWorker:
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource: the shards of an update, once they are there; the same ones again if it is asked twice."""
         self.undo()
-        self._seconds, self._stats, self._metas, self._waited_s, self._extra = Seconds(), EpisodeStats(), [], 0.0, 0
+        self._metas, self._waited_s, self._extra = [], 0.0, 0
         self._num_groups = 0
         return self._gather(self.gate.batch_size)
 
@@ -134,18 +144,11 @@ class AsyncRolloutWorker:
             }
             self._changed.notify_all()
         self._waited_s += time.perf_counter() - clock
-        for batch in batches:
-            self._stats.merge(EpisodeStats(**batch.meta["episodes"]))
-            self._seconds.merge(Seconds(**batch.meta["seconds"]))
-            self._metas.append(batch.meta)
-        metrics |= combine_extras(self._metas) | {
-            "time/env_s": self._seconds.env,
-            "time/policy_s": self._seconds.policy,
-            "time/wait_s": self._waited_s,
-        }
+        self._metas += [batch.meta for batch in batches]
+        metrics["time/wait_s"] = self._waited_s
         whole = _join(batches, dropped, self._num_groups)
         self._num_groups = int(whole["group_id"].max()) + 1
-        return whole, self._stats.metrics() | metrics
+        return whole, rollout_metrics(self._metas) | metrics
 
     def _choose(self, count: int) -> list[int] | None:
         if self._failure is not None:
@@ -156,7 +159,7 @@ class AsyncRolloutWorker:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutSource; further shards may begin."""
-        self.engine.update_weights(weights, version)
+        self.target.update_weights(weights, version)
         with self._changed:
             for shard in self.gate.given_out:
                 del self._finished[shard]
@@ -224,7 +227,7 @@ class AsyncRolloutWorker:
                 batch = self._play(player, number)
                 played += 1
                 if played % _SHARDS_A_JOURNAL == 0:
-                    player.pool.call("rebuild", restart=True)
+                    player.rebuild()
                 with self._changed:
                     if batch is None:
                         self.gate.abandon(number)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
@@ -86,6 +87,22 @@ class EvalResult:
         return result
 
 
+@dataclass
+class Played:
+    """What became of some episodes.
+
+    Attributes:
+        outcome: ``float64[n,3]``: success, return and length; NaN where a fault ended the episode.
+        instructions: of each.
+        env_s, policy_s: seconds spent waiting for simulation and for the policy.
+    """
+
+    outcome: NDArray[np.float64]
+    instructions: list[str]
+    env_s: float = 0.0
+    policy_s: float = 0.0
+
+
 class Evaluator:
     """Plays ``env.eval.num_episodes`` episodes; episode i always has seed ``env.eval.seed + i`` and task ``i mod n``.
 
@@ -118,69 +135,40 @@ class Evaluator:
         Raises:
             InterruptedError: ``should_stop`` answered True; the state of the pool is that of new environments.
         """
-        settings, spec = self.config.env.eval, self.pool.spec
-        num_tasks = len(spec.tasks)
-        episodes = np.arange(settings.num_episodes)
-        # Success, return and length of each episode; NaN until it has ended, and for good if a fault ended it.
-        outcome = np.full((settings.num_episodes, 3), np.nan)
-        self._instructions = [""] * settings.num_episodes
-        self._seconds = {"env": 0.0, "policy": 0.0}
+        episodes = np.arange(self.config.env.eval.num_episodes)
+        return evaluation_result(self.config, self.pool.spec.tasks, self.play(episodes, video_dir))
+
+    def play(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> Played:
+        """Play the episodes ``int64[n]``; as ``run``.
+
+        Raises:
+            InterruptedError: as ``run``.
+        """
+        spec = self.pool.spec
+        self._played = played = Played(np.full((len(episodes), 3), np.nan), [""] * len(episodes))
         self.pool.call("rebuild", restart=True)
         self.pool.call("mark", restart=True)
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
         self._restarts = self.pool.faults.restarts
-        for start in range(0, settings.num_episodes, spec.num_envs):
-            wave = episodes[start : start + spec.num_envs]
+        for start in range(0, len(episodes), spec.num_envs):
+            places = np.arange(start, min(start + spec.num_envs, len(episodes)))
             try:
-                self._play(wave, num_tasks, outcome, video_dir)
+                self._play(places, episodes[places], video_dir)
             except InterruptedError:
                 self.pool.call("rewind", restart=True)
                 raise
             if self.progress is not None:
-                done = start + len(wave)
-                self.progress(done, f"success {_mean(outcome[:done, 0]):.0%}")
+                done = start + len(places)
+                self.progress(done, f"success {_mean(played.outcome[:done, 0]):.0%}")
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
         self.pool.call("rebuild", restart=True)
         self.engine.offload()
-        return self._result(outcome, episodes % num_tasks)
+        return played
 
-    def _result(self, outcome: np.ndarray, task_of: np.ndarray) -> EvalResult:
-        """Return the figures of ``outcome float64[N,3]`` with tasks ``task_of int64[N]``."""
-        played = ~np.isnan(outcome[:, 0])
-        num_lost = int((~played).sum())
-        if num_lost:
-            logger.warning("%d of %d episodes were lost to faults and are not counted", num_lost, len(outcome))
-        numbers = np.flatnonzero(played)
-        outcome, task_of = outcome[played], task_of[played]
-        records = [
-            EpisodeRecord(
-                number=int(number),
-                seed=self.config.env.eval.seed + int(number),
-                task=self.pool.spec.tasks[task],
-                instruction=self._instructions[number],
-                success=bool(row[0]),
-                episode_return=float(row[1]),
-                length=int(row[2]),
-            )
-            for number, task, row in zip(numbers, task_of, outcome, strict=True)
-        ]
-        return EvalResult(
-            success_rate=_mean(outcome[:, 0]),
-            episodes=len(outcome),
-            per_task={
-                name: _mean(outcome[task_of == i, 0]) for i, name in enumerate(self.pool.spec.tasks) if i in task_of
-            },
-            mean_return=_mean(outcome[:, 1]),
-            mean_length=_mean(outcome[:, 2]),
-            env_s=self._seconds["env"],
-            policy_s=self._seconds["policy"],
-            records=records,
-            lost_episodes=num_lost,
-        )
-
-    def _play(self, wave: np.ndarray, num_tasks: int, outcome: np.ndarray, video_dir: Path | None) -> None:
-        """Play episodes ``wave int64[n]`` in the first n environments, to their end."""
-        spec = self.pool.spec
+    def _play(self, places: NDArray[np.int64], wave: NDArray[np.int64], video_dir: Path | None) -> None:
+        """Play episodes ``wave int64[n]``, the results of which go to ``places``, in the first n environments."""
+        spec, played = self.pool.spec, self._played
+        num_tasks = len(spec.tasks)
         chunk = self.config.model.num_action_chunks
         rows = np.arange(len(wave))
         clock = time.perf_counter()
@@ -189,7 +177,7 @@ class Evaluator:
         observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
         self._after_restart()
         for row in rows:
-            self._instructions[wave[row]] = observation.instruction[row]
+            played.instructions[places[row]] = observation.instruction[row]
         if video_dir is not None:
             self._film(wave, video_dir)
         active = np.zeros(spec.num_envs, np.bool_)
@@ -206,7 +194,8 @@ class Evaluator:
             self._after_restart()
             observation = step.observation
             for row in np.flatnonzero(active & step.done & step.valid.any(axis=1)):
-                outcome[wave[row]] = step.success[row], step.episode_return[row], step.episode_length[row]
+                found = step.success[row], step.episode_return[row], step.episode_length[row]
+                played.outcome[places[row]] = found
             active = active & ~step.done
         self._lap("env", clock)
 
@@ -226,8 +215,46 @@ class Evaluator:
 
     def _lap(self, name: str, clock: float) -> float:
         now = time.perf_counter()
-        self._seconds[name] += now - clock
+        setattr(self._played, f"{name}_s", getattr(self._played, f"{name}_s") + now - clock)
         return now
+
+
+def evaluation_result(config: Config, tasks: Sequence[str], played: Played) -> EvalResult:
+    """Return the figures of all episodes of an evaluation.
+
+    Args:
+        config: the run.
+        tasks: names; episode i has the one with number ``i mod n``.
+        played: in the order of the episodes.
+    """
+    outcome, task_of = played.outcome, np.arange(len(played.outcome)) % len(tasks)
+    numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
+    if num_lost := len(outcome) - len(numbers):
+        logger.warning("%d of %d episodes were lost to faults and are not counted", num_lost, len(outcome))
+    outcome, task_of = outcome[numbers], task_of[numbers]
+    records = [
+        EpisodeRecord(
+            number=int(number),
+            seed=config.env.eval.seed + int(number),
+            task=tasks[task],
+            instruction=played.instructions[number],
+            success=bool(row[0]),
+            episode_return=float(row[1]),
+            length=int(row[2]),
+        )
+        for number, task, row in zip(numbers, task_of, outcome, strict=True)
+    ]
+    return EvalResult(
+        success_rate=_mean(outcome[:, 0]),
+        episodes=len(outcome),
+        per_task={name: _mean(outcome[task_of == i, 0]) for i, name in enumerate(tasks) if i in task_of},
+        mean_return=_mean(outcome[:, 1]),
+        mean_length=_mean(outcome[:, 2]),
+        env_s=played.env_s,
+        policy_s=played.policy_s,
+        records=records,
+        lost_episodes=num_lost,
+    )
 
 
 def _mean(values: np.ndarray) -> float:

@@ -5,7 +5,7 @@ Legend: T policy steps (chunks), B environments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,8 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import RolloutEngine
-from embodrl.workers.stage import EpisodeStats, Seconds, Stage
+from embodrl.workers.share import WHOLE, Share
+from embodrl.workers.stage import EpisodeStats, Seconds, Stage, combine_extras
 
 Metrics = dict[str, float | None]
 
@@ -116,6 +117,7 @@ class RolloutWorker:
         engine: the policy.
         should_stop: asked before every chunk; if it answers True, ``gather`` raises InterruptedError.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        share: which of the run's environments are those of the pool.
     """
 
     def __init__(
@@ -125,9 +127,10 @@ class RolloutWorker:
         engine: RolloutEngine,
         should_stop: Callable[[], bool],
         keep_frames: bool = False,
+        share: Share = WHOLE,
     ) -> None:
         self.config, self.pool, self.engine, self.should_stop = config, pool, engine, should_stop
-        self.schedule = EpisodeSchedule(config, pool.spec.num_envs, len(pool.spec.tasks))
+        self.schedule = EpisodeSchedule(config, pool.spec.num_envs * share.count, len(pool.spec.tasks), share)
         self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
         self.keep_frames = keep_frames
         self.seconds, self.stats = Seconds(), EpisodeStats()
@@ -208,8 +211,11 @@ class RolloutWorker:
         self.engine.offload()
         batch = TrajectoryBatch.concat(parts)
         batch.meta["env_steps"] = int(batch.valid.sum())
-        times: Metrics = {"time/env_s": self.seconds.env, "time/policy_s": self.seconds.policy}
-        return batch, self.stats.metrics() | times
+        return batch, rollout_metrics(self.metas())
+
+    def metas(self) -> list[dict[str, Any]]:
+        """Return what is told of the rollouts since ``gather``; see ``rollout_metrics``."""
+        return [{"episodes": dict(vars(self.stats)), "seconds": dict(vars(self.seconds))}]
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return one rollout of all environments, a batch a stage.
@@ -240,32 +246,44 @@ class RolloutWorker:
         return batches
 
 
+def rollout_metrics(metas: Sequence[Mapping[str, Any]]) -> Metrics:
+    """Return the metrics of some rollouts from what ``shard_meta`` tells of each."""
+    stats, seconds = EpisodeStats(), Seconds()
+    for meta in metas:
+        stats.merge(EpisodeStats(**meta["episodes"]))
+        seconds.merge(Seconds(**meta["seconds"]))
+    times: Metrics = {"time/env_s": seconds.env, "time/policy_s": seconds.policy}
+    return stats.metrics() | times | combine_extras(metas)
+
+
 class EpisodeSchedule:
     """Which episodes an iteration begins with.
 
     Args:
         config: the run.
-        num_envs: B.
+        num_envs: B, of the run.
         num_tasks: tasks that take turns.
+        share: whose rows are asked for.
     """
 
-    def __init__(self, config: Config, num_envs: int, num_tasks: int) -> None:
+    def __init__(self, config: Config, num_envs: int, num_tasks: int, share: Share = WHOLE) -> None:
         self.config, self.num_envs, self.num_tasks = config, num_envs, num_tasks
+        self.rows = share.rows(num_envs)
 
     def draw(self, iteration: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return reset seeds ``int64[B]`` and tasks ``int32[B]``, equal within a group."""
+        """Return reset seeds ``int64[b]`` and tasks ``int32[b]`` of the share, equal within a group."""
         train = self.config.env.train
         moment = (0, 0) if train.use_fixed_reset_state_ids else (iteration, epoch)
         groups = np.arange(self.num_envs) // self.config.algorithm.group_size
         sequence = np.random.SeedSequence([self.config.runner.seed, train.seed, *moment])
         drawn = sequence.generate_state(int(groups[-1]) + 1, np.uint32) >> np.uint32(1)
         tasks = (groups + iteration) % self.num_tasks
-        return drawn[groups].astype(np.int64), tasks.astype(np.int32)
+        return drawn[groups].astype(np.int64)[self.rows], tasks.astype(np.int32)[self.rows]
 
     def group_ids(self, epoch: int) -> Tensor:
-        """Return ``int64[B]``; no two rollouts of an iteration share a group."""
+        """Return ``int64[b]`` of the share; no two rollouts of an iteration have a group in common."""
         size = self.config.algorithm.group_size
-        return epoch * (self.num_envs // size) + torch.arange(self.num_envs) // size
+        return (epoch * (self.num_envs // size) + torch.arange(self.num_envs) // size)[self.rows]
 
 
 def make_stages(config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool) -> list[Stage]:

@@ -9,8 +9,9 @@ from embodrl.envs.pool import EnvPool
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.rollout import make_rollout_engine
-from embodrl.workers.async_rollout import AsyncRolloutWorker
+from embodrl.workers.async_rollout import AsyncRolloutWorker, make_players
 from embodrl.workers.rollout import RolloutSource, RolloutWorker
+from embodrl.workers.share import WHOLE, Share
 from embodrl.workers.workflow_rollout import WorkflowRollout
 
 
@@ -20,6 +21,7 @@ def make_rollout_source(
     engine: RolloutEngine,
     should_stop: Callable[[], bool],
     keep_frames: bool,
+    share: Share = WHOLE,
 ) -> RolloutSource:
     """Return what ``runner.max_staleness`` and ``rollout.workflow`` ask for.
 
@@ -29,10 +31,12 @@ def make_rollout_source(
         engine: acts with the weights that train.
         should_stop: asked now and then; True interrupts a rollout.
         keep_frames: keep what the first camera sees.
+        share: which of the run's environments are those of the pool.
     """
     if config.runner.max_staleness == 0:
         worker = RolloutWorker if config.rollout.workflow is None else WorkflowRollout
-        return worker(config, pool, engine, should_stop, keep_frames)
+        return worker(config, pool, engine, should_stop, keep_frames, share)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     apart = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
-    return AsyncRolloutWorker(config, pool, apart, should_stop, keep_frames)
+    players = make_players(config, pool, apart, keep_frames)
+    return AsyncRolloutWorker(config, pool.spec.num_envs, len(pool.spec.tasks), players, apart, should_stop)

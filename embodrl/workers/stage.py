@@ -237,6 +237,10 @@ class Stage:
         batch.meta = shard_meta(batch, self.stats, self.seconds)
         return batch
 
+    def rebuild(self) -> None:
+        """Build the environments anew, so that nothing is left of what they have played."""
+        self.pool.call("rebuild", restart=True)
+
     def abandon(self) -> None:
         """Wait for the chunk under way: a pool with a step under way takes no other request."""
         self.pool.wait()

@@ -26,7 +26,8 @@ from embodrl.names import import_workflow
 from embodrl.registry import LOSSES
 from embodrl.scheduler.task_runner import AsyncTaskRunner, TaskResult
 from embodrl.workers.rollout import Metrics, RolloutWorker
-from embodrl.workers.stage import EpisodeStats, Seconds, Shard, combine_extras, shard_meta
+from embodrl.workers.share import WHOLE, Share
+from embodrl.workers.stage import EpisodeStats, Seconds, Shard, shard_meta
 from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,10 @@ class WorkflowPlayer:
             "means": means,
         }
         return batch
+
+    def rebuild(self) -> None:
+        """Build the environments anew, so that nothing is left of what they have played."""
+        self.pool.call("rebuild", restart=True)
 
     def _redrawn(self, shard: Shard, plays: int) -> Shard:
         """Return the shard as it is played after so many plays; groups stay groups."""
@@ -232,6 +237,7 @@ class WorkflowRollout(RolloutWorker):
         engine: the policy.
         should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        share: which of the run's environments are those of the pool.
         workflow: None takes ``rollout.workflow``.
     """
 
@@ -242,9 +248,10 @@ class WorkflowRollout(RolloutWorker):
         engine: RolloutEngine,
         should_stop: Callable[[], bool],
         keep_frames: bool = False,
+        share: Share = WHOLE,
         workflow: RolloutWorkflow | None = None,
     ) -> None:
-        super().__init__(config, pool, engine, should_stop, keep_frames)
+        super().__init__(config, pool, engine, should_stop, keep_frames, share)
         self.player = WorkflowPlayer(config, pool, engine, keep_frames, workflow)
         self._metas: list[dict[str, Any]] = []
 
@@ -259,9 +266,9 @@ class WorkflowRollout(RolloutWorker):
         self._metas = []
         return super().gather(iteration)
 
-    def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
-        batch, metrics = super()._rollouts(iteration, epochs)
-        return batch, metrics | combine_extras(self._metas)
+    def metas(self) -> list[dict[str, Any]]:
+        """See RolloutWorker."""
+        return self._metas
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return the episodes of all environments as one batch; raises as ``gather``."""
@@ -271,6 +278,4 @@ class WorkflowRollout(RolloutWorker):
         batch = self.player.play(shard, self.should_stop)
         meta, batch.meta = batch.meta, {}
         self._metas.append(meta)
-        self.stats.merge(EpisodeStats(**meta["episodes"]))
-        self.seconds.merge(Seconds(**meta["seconds"]))
         return [batch]

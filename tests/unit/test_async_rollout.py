@@ -13,7 +13,7 @@ from test_rollout import KnownPolicy, LocalPool, config_of, worker_of
 
 from embodrl.errors import CheckpointError, EnvError
 from embodrl.types import Observation, PolicyOutput
-from embodrl.workers.async_rollout import AsyncRolloutWorker
+from embodrl.workers.async_rollout import AsyncRolloutWorker, make_players
 from embodrl.workers.rollout import RolloutState
 
 CHUNKS = 4
@@ -45,7 +45,9 @@ class Parts:
         if stop:
             self.stop.set()
         engine: Any = self.policy
-        self.worker = AsyncRolloutWorker(self.config, self.pool, engine, self.stop.is_set)
+        players = make_players(self.config, self.pool, engine, False)
+        sizes = self.pool.spec.num_envs, len(self.pool.spec.tasks)
+        self.worker = AsyncRolloutWorker(self.config, *sizes, players, engine, self.stop.is_set)
 
     def began(self) -> list[list[int]]:
         """Return the seeds of the shards that have begun, in the order of the stages."""

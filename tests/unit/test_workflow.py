@@ -21,7 +21,7 @@ from embodrl.envs.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError
 from embodrl.hybrid_engines.async_engine import AsyncEngine
 from embodrl.types import Observation, PolicyOutput
-from embodrl.workers.async_rollout import AsyncRolloutWorker
+from embodrl.workers.async_rollout import AsyncRolloutWorker, make_players
 from embodrl.workers.env import make_pool
 from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
@@ -395,7 +395,8 @@ def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
     with make_pool(config, NUM_ENVS) as pool:
         policy: Any = Compass()
         policy.update_weights = lambda weights, version: setattr(policy, "version", version)
-        worker = AsyncRolloutWorker(config, pool, policy, lambda: False)
+        players = make_players(config, pool, policy, False)
+        worker = AsyncRolloutWorker(config, NUM_ENVS, len(pool.spec.tasks), players, policy, lambda: False)
         with closing(worker):
             policy.version = 0
             batches = []
