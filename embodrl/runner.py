@@ -13,7 +13,6 @@ from embodrl.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.config import LoadedConfig, load_run
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
-from embodrl.envs.pool import EnvPool
 from embodrl.errors import (
     CheckpointError,
     ConfigError,
@@ -24,7 +23,6 @@ from embodrl.errors import (
     WorkerError,
 )
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
-from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.metrics.console import Console
 from embodrl.metrics.log import RunLog
 from embodrl.metrics.report import write_report
@@ -45,13 +43,13 @@ from embodrl.run_files import (
     write_config,
 )
 from embodrl.workers.actor import make_train_engine
-from embodrl.workers.env import check_simulator, make_pool
-from embodrl.workers.evaluate import Evaluator
+from embodrl.workers.env import check_simulator
+from embodrl.workers.launch import make_launcher, make_rollouts
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
 from embodrl.workers.publish import WeightPublisher
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout import RolloutState
-from embodrl.workers.rollout_source import make_rollout_source
+from embodrl.workers.rollouts import Rollouts
 from embodrl.workers.run_lock import run_lock
 from embodrl.workers.stop import StopSignal
 
@@ -70,8 +68,8 @@ class Runner:
     Args:
         config: the run.
         run_dir: where everything goes.
-        pool: started.
-        policy: on its device; acts.
+        rollouts: started.
+        policy: on its device; has the weights of the engine.
         engine: trains, and gives its weights to ``policy``.
         metrics: where they go.
         console: what the user sees.
@@ -82,23 +80,22 @@ class Runner:
         self,
         config: Config,
         run_dir: Path,
-        pool: EnvPool,
+        rollouts: Rollouts,
         policy: VLAPolicy,
         engine: TrainEngine,
         metrics: MetricsLogger,
         console: Console,
         stop: StopSignal,
     ) -> None:
-        self.config, self.run_dir, self.pool, self.policy = config, run_dir, pool, policy
+        self.config, self.run_dir, self.rollouts, self.policy = config, run_dir, rollouts, policy
         self.metrics, self.console, self.stop = metrics, console, stop
         self.graph = build_graph(config)
-        runner, cores = config.runner, num_threads(config)
+        runner = config.runner
         self.needs_reference = config.algorithm.kl.coef > 0
         self.engine = engine
-        acting = make_rollout_engine(config, policy, cores)
-        self.rewards = RewardWorker(config, pool.spec.tasks)
-        self.rollout = make_rollout_source(config, pool, acting, self._should_stop, self.rewards.needs_frames)
-        self.evaluator = Evaluator(config, pool, acting, should_stop=self._should_stop)
+        self.rewards = RewardWorker(config, tuple(rollouts.tasks))
+        rollouts.prepare(policy, self._should_stop, self.rewards.needs_frames)
+        self.rollout = rollouts.source
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
         self.publisher: WeightPublisher | None = None
         self.shuffle = torch.Generator().manual_seed(runner.seed)
@@ -164,7 +161,7 @@ class Runner:
         self._publish()
         metrics |= self._offload()
         self.saved = False
-        faults = self.pool.faults
+        faults = self.rollouts.faults
         seconds = time.perf_counter() - start
         self.pending = {
             "iteration": self.iteration,
@@ -172,6 +169,7 @@ class Runner:
             **metrics,
             "env/restarts": faults.restarts,
             "env/quarantined": faults.quarantined,
+            "rollout/restarts": faults.rollout_restarts,
             "time/total_s": seconds,
             "time/env_steps_per_s": env_steps / seconds,
         }
@@ -218,8 +216,7 @@ class Runner:
         video = self.config.env.video
         wanted = video.enabled and (last or video.every_eval)
         video_dir = self.run_dir / "videos" / f"iteration_{self.iteration:04d}" if wanted else None
-        with self.rollout.quiet():
-            return self.evaluator.run(video_dir).metrics()
+        return self.rollouts.evaluate(video_dir).metrics()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -234,7 +231,7 @@ class Runner:
             "rng": capture_rng(),
             "shuffle": generator_state(self.shuffle),
             "rollout": {"state": rollouts.state, "tensors": sorted(rollouts.tensors), "blobs": sorted(rollouts.blobs)},
-            "faults": vars(self.pool.faults),
+            "faults": vars(self.rollouts.faults),
             "rewards": bool(self.rewards.state()),
         }
         try:
@@ -272,7 +269,7 @@ class Runner:
             self.rewards.load_state(checkpoint.tensors("rewards"))
         restore_rng(state["rng"])
         restore_generator(self.shuffle, state["shuffle"])
-        vars(self.pool.faults).update(state["faults"])
+        vars(self.rollouts.faults).update(state["faults"])
         self.iteration, self.env_steps = state["iteration"], state["env_steps"]
         self.pending, self.saved = state["pending"], True
 
@@ -358,36 +355,36 @@ def _execute(
     device = configure_torch(config)
     logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
-    pool = make_pool(config, config.env.train.total_num_envs, run_dir / "logs")
+    launcher = make_launcher(config)
+    rollouts = make_rollouts(config, run_dir, launcher)
     metrics: MetricsLogger | None = None
     engine: TrainEngine | None = None
     with StopSignal() as stop, console:
         try:
             console.phase("starting simulators")
-            pool.start_async()
+            rollouts.start_async()
             weights_from = config if checkpoint is None else _without_lost_warm_start(config)
             policy = build_policy(weights_from)
-            engine = make_train_engine(weights_from, policy, run_dir / "logs")
+            engine = make_train_engine(weights_from, policy, run_dir / "logs", launcher)
             metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
             console.restore(read_metrics(metrics.path))
-            pool.wait_started()
-            runner = Runner(config, run_dir, pool, policy, engine, metrics, console, stop)
+            rollouts.wait_started()
+            runner = Runner(config, run_dir, rollouts, policy, engine, metrics, console, stop)
             preflight(run_dir, (config.runner.keep_last_n + 1) * runner.engine.state_num_bytes())
             if checkpoint is not None:
                 console.message(f"resuming from {checkpoint.path}")
                 runner.restore(checkpoint)
             # Only now: settings with which it could not be resumed are not kept.
             write_config(run_dir, config_yaml)
-            try:
-                code = runner.run()
-            finally:
-                runner.rollout.close()
+            code = runner.run()
         except (EnvError, WorkerError) as error:
             raise type(error)(error.message, f"{error.remedy}; then {how_to_go_on(run_dir)}") from error
         finally:
-            pool.close()
+            rollouts.close()
             if engine is not None:
                 engine.close()
+            if launcher is not None:
+                launcher.close()
             if metrics is not None:
                 metrics.close()
         if runner.finished:

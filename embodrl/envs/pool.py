@@ -36,11 +36,13 @@ class FaultCounts:
         restarts: processes started anew.
         lost_episodes: episodes ended as not valid, for whatever reason.
         quarantined: of those, the ones with a reward or state that was not finite.
+        rollout_restarts: rollout processes brought up anew, each with its simulators.
     """
 
     restarts: int = 0
     lost_episodes: int = 0
     quarantined: int = 0
+    rollout_restarts: int = 0
 
     def count(self, name: str, number: int = 1, limit: int | None = None) -> bool:
         """Count more of what ``name`` says, unless there are ``limit`` already: then return False.

@@ -32,6 +32,7 @@ from embodrl.hybrid_engines.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.scheduler.group import WorkerGroup
+from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.placement import ProcessPlace, solve
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
@@ -44,19 +45,22 @@ START_TIMEOUT_S = 3600.0
 """A process reads a whole checkpoint; one that dies meanwhile is told at once."""
 
 
-def make_train_engine(config: Config, policy: VLAPolicy, log_dir: Path | None = None) -> TrainEngine:
+def make_train_engine(
+    config: Config, policy: VLAPolicy, log_dir: Path | None = None, launcher: Launcher | None = None
+) -> TrainEngine:
     """Return what ``actor.training_backend`` and the placement ask for.
 
     Args:
         config: the run.
         policy: on its device; what acts. It always has the weights of the engine's version.
         log_dir: where the output of further processes goes.
+        launcher: brings up further processes; None takes processes of this machine.
 
     Raises:
         WorkerError: a training process could not be brought up.
     """
     if has_own_process(config):
-        return GroupTrainEngine(config, policy, log_dir)
+        return GroupTrainEngine(config, policy, log_dir, launcher=launcher)
     return _native_engine(config, policy, num_threads(config), shares_weights=True)
 
 
@@ -193,6 +197,7 @@ class GroupTrainEngine(TrainEngine):
         policy: on its device, as ``build_policy`` made it; acts in this process.
         log_dir: where the output of the processes goes.
         places: of the processes; None takes the placement of the configuration.
+        launcher: brings them up; None takes processes of this machine.
 
     Raises:
         WorkerError: a process could not be brought up; none is left.
@@ -204,6 +209,7 @@ class GroupTrainEngine(TrainEngine):
         policy: VLAPolicy,
         log_dir: Path | None = None,
         places: tuple[ProcessPlace, ...] | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.policy = policy
         self.version = 0
@@ -218,7 +224,7 @@ class GroupTrainEngine(TrainEngine):
         places = solve(config).of("actor") if places is None else places
         logger.info("%d training process(es), %s", len(places), config.actor.training_backend)
         self.group = WorkerGroup(ActorWorker, "actor", config=config)
-        self.group.launch(places, "process", log_dir=log_dir, timeout_s=START_TIMEOUT_S)
+        self.group.launch(places, launcher or "process", log_dir=log_dir, timeout_s=START_TIMEOUT_S)
 
     def update(
         self, batch: TrajectoryBatch, advantages: Advantages, algorithm: AlgorithmConfig, generator: torch.Generator

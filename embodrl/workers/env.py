@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.manager import EnvTimeouts
 from embodrl.envs.pool import EnvPool
 from embodrl.registry import ENVS
+from embodrl.scheduler.placement import ProcessPlace
 from embodrl.scheduler.topology import assign_cpus
 
 
@@ -66,7 +68,12 @@ def env_kwargs(config: Config) -> dict[str, Any]:
 
 
 def make_pool(
-    config: Config, total_num_envs: int, log_dir: Path | None = None, env_type: str | None = None, **overrides: Any
+    config: Config,
+    total_num_envs: int,
+    log_dir: Path | None = None,
+    env_type: str | None = None,
+    places: Sequence[ProcessPlace] | None = None,
+    **overrides: Any,
 ) -> EnvPool:
     """Return a pool of simulator processes, not yet started.
 
@@ -75,17 +82,23 @@ def make_pool(
         total_num_envs: environments over ``env.num_processes`` processes.
         log_dir: where the processes' output goes.
         env_type: a variant, of the same arguments, that replaces the configured one.
+        places: of the processes; None binds them to the cores of this machine in turn.
         overrides: keyword arguments of the VectorEnv that differ from the configuration.
     """
     env = config.env
-    slots = assign_cpus(env.num_processes) if env.pin_cpus else [None] * env.num_processes
+    slots = assign_cpus(env.num_processes) if env.pin_cpus and places is None else [None] * env.num_processes
+    cpus = [None if slot is None else slot.cpu for slot in slots]
+    numa_nodes = [None if slot is None else slot.numa_node for slot in slots]
+    if places is not None:
+        cpus = [next(iter(place.cpus), None) for place in places]
+        numa_nodes = [place.numa_node for place in places]
     return EnvPool.create(
         env_type or env.env_type,
         {**env_kwargs(config), **overrides},
         total_num_envs=total_num_envs,
         num_processes=env.num_processes,
-        cpus=[None if slot is None else slot.cpu for slot in slots],
-        numa_nodes=[None if slot is None else slot.numa_node for slot in slots],
+        cpus=cpus,
+        numa_nodes=numa_nodes,
         python=interpreter_of(config),
         timeouts=EnvTimeouts(env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s),
         log_dir=log_dir,

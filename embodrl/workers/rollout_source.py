@@ -21,7 +21,6 @@ def make_rollout_source(
     engine: RolloutEngine,
     should_stop: Callable[[], bool],
     keep_frames: bool,
-    share: Share = WHOLE,
 ) -> RolloutSource:
     """Return what ``runner.max_staleness`` and ``rollout.workflow`` ask for.
 
@@ -31,12 +30,23 @@ def make_rollout_source(
         engine: acts with the weights that train.
         should_stop: asked now and then; True interrupts a rollout.
         keep_frames: keep what the first camera sees.
-        share: which of the run's environments are those of the pool.
     """
     if config.runner.max_staleness == 0:
-        worker = RolloutWorker if config.rollout.workflow is None else WorkflowRollout
-        return worker(config, pool, engine, should_stop, keep_frames, share)
+        return rollout_worker(config, pool, engine, should_stop, keep_frames)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     apart = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
     players = make_players(config, pool, apart, keep_frames)
     return AsyncRolloutWorker(config, pool.spec.num_envs, len(pool.spec.tasks), players, apart, should_stop)
+
+
+def rollout_worker(
+    config: Config,
+    pool: EnvPool,
+    engine: RolloutEngine,
+    should_stop: Callable[[], bool],
+    keep_frames: bool,
+    share: Share = WHOLE,
+) -> RolloutWorker:
+    """Return what plays in a synchronous run; see RolloutWorker."""
+    worker = RolloutWorker if config.rollout.workflow is None else WorkflowRollout
+    return worker(config, pool, engine, should_stop, keep_frames, share)

@@ -15,6 +15,7 @@ from embodrl.config.rules import (
     pipeline,
     reward,
     rollout,
+    rollout_processes,
     runner,
     simulators,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "pipeline",
     "reward",
     "rollout",
+    "rollout_processes",
     "run_rules",
     "runner",
     "simulators",

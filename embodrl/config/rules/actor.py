@@ -17,6 +17,8 @@ def has_own_process(config: Config) -> bool:
     """Tell whether a valid configuration trains in other processes than the one that acts."""
     if config.actor.training_backend != "native" or config.actor.own_process is not None:
         return config.actor.training_backend != "native" or bool(config.actor.own_process)
+    if config.cluster.launcher == "ray":
+        return True
     places = place_all(config)
     actor, rollout = (devices_of(places[name]) for name in ("actor", "rollout"))
     return actor != rollout
@@ -27,7 +29,7 @@ def devices_of(processes: list[Process]) -> set[tuple[int, tuple[int, ...]]]:
     return {(process.node, process.devices) for process in processes}
 
 
-@rule(BACKEND, "actor.own_process")
+@rule(BACKEND, "actor.own_process", "cluster.launcher")
 def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
     """The processes of fsdp and megatron hold parts of the weights, which nobody can act with."""
     actor = context.config.actor
@@ -40,6 +42,9 @@ def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
             "null, true",
             others=(BACKEND,),
         )
+    elif context.config.cluster.launcher == "ray" and actor.own_process is False:
+        message = "is false, and with cluster.launcher ray the main process only says what happens"
+        yield Finding("actor.own_process", message, "leave it out", "null, true", others=("cluster.launcher",))
 
 
 @rule(BACKEND, KEY, "cluster", "env.num_processes", "rollout.backend")

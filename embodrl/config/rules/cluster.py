@@ -196,10 +196,15 @@ def native_is_one_process(config: Config, found: dict[str, list[Process]]) -> It
     for name, (key, backend) in backends.items():
         processes = found.get(name, [])
         devices = {(p.node, device) for p in processes for device in (p.devices or (-1,))}
-        if is_single(config, name) and (len(processes) > 1 or len(devices) > 1):
+        if name == "rollout" and any(len(process.devices) > 1 for process in processes):
+            message = f"a process of rollout gets several devices, and {key} '{backend}' acts on one"
+            yield Finding(KEY, message, "write a process a device, e.g. rollout: 0-3", "a process a device")
+        if name == "actor" and is_single(config, name) and (len(processes) > 1 or len(devices) > 1):
             message = f"{name} gets {len(devices)} device(s) and {len(processes)} process(es), but {key}"
             message += f" '{backend}' is 1 process on 1 device"
             yield Finding(KEY, message, f"place {name} on 0, or on all", "all, or one device", others=(key,))
+    if config.cluster.launcher == "ray":
+        return
     actor, rollout = found.get("actor", []), found.get("rollout", [])
     if config.actor.own_process is not False or not (is_single(config, "rollout") and len(actor) == len(rollout) == 1):
         return
@@ -269,9 +274,10 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
 def lacks_of_this_machine(config: Config) -> Iterator[Finding]:
     """Yield what this machine lacks of the described hardware."""
     cluster = config.cluster
-    if cluster.num_nodes > 1:
-        message = f"{cluster.num_nodes} machines can be planned for, but a run is on one so far"
-        yield Finding("cluster.num_nodes", message, "set it to 1; `embodrl plan train` looks at several", "1")
+    if cluster.num_nodes > 1 and cluster.launcher != "ray":
+        message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows this machine only"
+        remedy = "set cluster.launcher=ray, or num_nodes to 1; `embodrl plan train` looks at any number"
+        yield Finding("cluster.num_nodes", message, remedy, "1, or launcher ray", others=("cluster.launcher",))
     hardware = cluster.hardware
     if hardware.name is None:
         return

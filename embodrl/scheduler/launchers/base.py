@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -133,9 +134,20 @@ class Launcher(ABC):
         """Return an ``init_method`` for the workers of a group; "" if the workers agree on one themselves."""
         return ""
 
+    def address(self) -> str:
+        """Return a ``tcp://HOST:PORT`` of this process with a free port, which all workers of the launcher reach."""
+        return f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+
     @abstractmethod
     def close(self) -> None:
         """Free what the launcher holds; its workers are closed already."""
+
+
+def free_port(host: str = "") -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind((host, 0))
+        return free.getsockname()[1]
 
 
 def settle(future: Future[Outcome], outcome: Outcome | BaseException) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ from typing import Any
 
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised, settle
+from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, raised, settle
 from embodrl.scheduler.launchers.host import Host, context_message, environment, report
 from embodrl.scheduler.messages import owned, pack, unpack
 from embodrl.scheduler.placement import ProcessPlace
@@ -39,6 +38,11 @@ def import_ray() -> Any:
     return importlib.import_module("ray")
 
 
+def _address() -> str:
+    """Return a ``tcp://HOST:PORT`` of this machine with a free port."""
+    return f"tcp://{import_ray().util.get_node_ip_address()}:{free_port()}"
+
+
 class RayHost:
     """The actor: holds a worker and answers calls; what goes in and out is packed."""
 
@@ -54,9 +58,7 @@ class RayHost:
 
     def address(self) -> str:
         """Return an ``init_method`` for ``torch.distributed`` with its store on this machine, on a free port."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{import_ray().util.get_node_ip_address()}:{free.getsockname()[1]}"
+        return _address()
 
     def start(self, class_path: str, numa_node: int | None, packed: Packed, channels: dict[str, Any]) -> Packed | None:
         """Make the worker; returns None, or a packed report of its error."""
@@ -287,6 +289,9 @@ class RayLauncher(Launcher):
 
     def rendezvous(self, group: str) -> str:
         return group  # a name for what rank 0 tells once it is up
+
+    def address(self) -> str:
+        return _address()
 
     def channel(self, name: str, capacity: int = 2) -> Channel:
         queue = importlib.import_module("ray.util.queue").Queue(capacity, actor_options={"num_cpus": 0})

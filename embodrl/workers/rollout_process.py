@@ -1,0 +1,222 @@
+"""A rollout process: a share of the environments, with simulators and weights of its own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.config.schema import Config
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import ChannelClosed, ChannelTimeout
+from embodrl.hybrid_engines.rollout import make_rollout_engine
+from embodrl.hybrid_engines.weight_sync.buckets import layout_of
+from embodrl.scheduler.placement import solve
+from embodrl.scheduler.worker import Worker, dispatch
+from embodrl.workers.async_rollout import Player, make_players
+from embodrl.workers.env import make_pool
+from embodrl.workers.evaluate import Evaluator
+from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.rollout import RolloutState, RolloutWorker
+from embodrl.workers.rollout_source import rollout_worker
+from embodrl.workers.share import Share, share_config
+from embodrl.workers.stage import Shard
+from embodrl.workers.weight_link import WeightInbox, make_receiver
+
+
+def channel_names(rank: int) -> dict[str, str]:
+    """Return the names of a process's channels: signals to it, weights to it, answers from it."""
+    return {name: f"{name}_{rank}" for name in ("stop", "weights", "answers")}
+
+
+class _Weights:
+    """Where weights arrive."""
+
+    def __init__(self, process: RolloutProcess) -> None:
+        self._process = process
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        process = self._process
+        # Those of the present version come again when another process was brought up anew: the update goes on.
+        again = process.engine.version == version
+        target = process.engine if again or process.is_asynchronous else process.source
+        target.update_weights(weights, version)
+
+
+class RolloutProcess(Worker):
+    """Plays and evaluates for the main process, which the methods are called by; ``call`` numbers its requests.
+
+    Args:
+        config: the whole run.
+        log_dir: where the output of the simulators goes.
+    """
+
+    def __init__(self, config: Config, log_dir: str | None = None) -> None:
+        for module in config.extensions:
+            importlib.import_module(module)
+        configure_torch(config, acts=False)
+        share = Share(self.rank, self.world_size)
+        mine = share_config(config, share)
+        placement = solve(config)
+        self.pool = make_pool(
+            mine,
+            mine.env.train.total_num_envs,
+            None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}",
+            places=placement.of("env")[share.rows(config.env.num_processes)],
+        )
+        self.pool.start_async()
+        try:
+            self.policy = build_policy(config)
+            self.pool.wait_started()
+        except BaseException:
+            self.pool.close()
+            raise
+        neighbours = sum(place.node == self.context.node for place in placement.of("rollout"))
+        threads = max(1, num_threads(config) // neighbours)
+        self.config, self.share = mine, share
+        self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count))
+        self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
+        self.evaluator = Evaluator(mine, self.pool, self.engine, should_stop=self._should_stop)
+        self._source: RolloutWorker | None = None
+        self._player: Player | None = None
+        self._inbox: WeightInbox | None = None
+        self._call, self._stopped = -1, False
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @dispatch()
+    def about(self) -> dict[str, Any]:
+        """Return process id, the names of the tasks, and how many random generators there are."""
+        return {"pid": os.getpid(), "tasks": list(self.pool.spec.tasks), "num_envs": self.pool.spec.num_envs}
+
+    @dispatch()
+    def prepare(self, keep_frames: bool) -> None:
+        """Get ready to play; ``keep_frames`` keeps what the first camera sees."""
+        if self.config.runner.max_staleness:
+            # Requests are served one after the other: stages that take turns would only make batches smaller.
+            rollout = self.config.rollout.model_copy(update={"pipeline_stages": 1})
+            config = self.config.model_copy(update={"rollout": rollout})
+            (self._player,) = make_players(config, self.pool, self.engine, keep_frames)
+        else:
+            self._source = rollout_worker(
+                self.config, self.pool, self.engine, self._should_stop, keep_frames, self.share
+            )
+
+    @dispatch()
+    def join(self, options: dict[str, Any]) -> None:
+        """Take weights from a new link (``WeightLink.options``)."""
+        if self._inbox is not None:
+            self._inbox.close()
+        target = _Weights(self)
+        layout = layout_of(self.policy)
+        receiver = make_receiver(options["kind"], target, options, self.channels["weights"], self.rank, layout)
+        self._inbox = WeightInbox(receiver, self.channels["answers"], options["generation"])
+
+    def close(self) -> None:
+        """End the simulators."""
+        if self._inbox is not None:
+            self._inbox.close()
+        self.pool.close()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """The main process says which shards are played."""
+        return self._source is None
+
+    @property
+    def source(self) -> RolloutWorker:
+        """What plays, in a synchronous run."""
+        assert self._source is not None
+        return self._source
+
+    @property
+    def player(self) -> Player:
+        """What plays, in an asynchronous run."""
+        assert self._player is not None
+        return self._player
+
+    @dispatch()
+    def gather(self, call: int, iteration: int) -> dict[str, Any] | None:
+        """Return a batch and what is told of it; None if it was interrupted. See RolloutSource."""
+        return self._played(call, lambda: self.source.gather(iteration)[0])
+
+    @dispatch()
+    def gather_more(self, call: int, iteration: int, epoch: int) -> dict[str, Any] | None:
+        """As ``gather``, of a further rollout."""
+        return self._played(call, lambda: self.source.gather_more(iteration, epoch)[0])
+
+    @dispatch()
+    def play(self, call: int, shard: dict[str, Any]) -> dict[str, Any] | None:
+        """As ``gather``, of a shard of an asynchronous run."""
+        return self._played(call, lambda: self.player.play(Shard(**shard), self._should_stop))
+
+    def _played(self, call: int, play: Any) -> dict[str, Any] | None:
+        self._call, self._stopped = call, False
+        try:
+            batch: TrajectoryBatch = play()
+        except InterruptedError:
+            return None
+        metas = [] if self.is_asynchronous else self.source.metas()
+        return {"batch": batch, "metas": metas, "random": self.engine.random_state(), **self._faults()}
+
+    @dispatch()
+    def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, Any] | None:
+        """Return outcomes and instructions of episodes ``int64[n]``; None if it was interrupted. See Evaluator."""
+        self._call, self._stopped = call, False
+        try:
+            played = self.evaluator.play(episodes, None if video_dir is None else Path(video_dir))
+        except InterruptedError:
+            return None
+        return {**vars(played), **self._faults()}
+
+    def _faults(self) -> dict[str, Any]:
+        return {"faults": dict(vars(self.pool.faults))}
+
+    def _should_stop(self) -> bool:
+        """Tell whether the main process has given up the present request."""
+        try:
+            while not self._stopped:
+                self._stopped = self.channels["stop"].get(0.0) == self._call
+        except ChannelTimeout:
+            pass
+        except ChannelClosed:
+            self._stopped = True
+        return self._stopped
+
+    @dispatch()
+    def rebuild(self) -> None:
+        """See Player."""
+        self.player.rebuild()
+
+    @dispatch()
+    def undo(self) -> None:
+        """See RolloutSource."""
+        self.source.undo()
+
+    @dispatch()
+    def forget_history(self) -> None:
+        """See RolloutSource."""
+        self.source.forget_history()
+
+    @dispatch()
+    def draw_from(self, random: list[str]) -> None:
+        """Go on with the random numbers of a process that has gone."""
+        self.engine.set_random_state(random)
+
+    @dispatch()
+    def state(self) -> dict[str, Any]:
+        """See RolloutSource."""
+        return dict(vars(self.source.state()))
+
+    @dispatch()
+    def load_state(self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]) -> None:
+        """See RolloutSource; the version is that of the last weights."""
+        self.source.load_state(RolloutState(state, tensors, blobs), self.engine.version)

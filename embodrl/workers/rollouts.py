@@ -1,0 +1,116 @@
+"""Who plays: the main process itself, or processes of their own. The training loop sees no difference."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from embodrl.config.schema import Config
+from embodrl.envs.pool import FaultCounts
+from embodrl.hybrid_engines.rollout import make_rollout_engine
+from embodrl.models.base import VLAPolicy
+from embodrl.workers.env import make_pool
+from embodrl.workers.evaluate import EvalResult, Evaluator
+from embodrl.workers.policy import num_threads
+from embodrl.workers.rollout import RolloutSource
+from embodrl.workers.rollout_source import make_rollout_source
+
+
+class Rollouts(ABC):
+    """Simulators, and the policy that acts in them.
+
+    ``start_async``, ``wait_started``, ``prepare``; then ``source`` and ``evaluate`` can be used.
+
+    Attributes:
+        source: where batches come from.
+    """
+
+    source: RolloutSource
+
+    def start_async(self) -> None:  # noqa: B027 - not all can
+        """Begin to start what takes time."""
+
+    @abstractmethod
+    def wait_started(self) -> None:
+        """Wait until all is there.
+
+        Raises:
+            EnvError: a simulator could not be brought up.
+            WorkerError: a process could not be brought up.
+        """
+
+    @property
+    @abstractmethod
+    def tasks(self) -> Sequence[str]:
+        """Names of the tasks, which take turns."""
+
+    @property
+    @abstractmethod
+    def faults(self) -> FaultCounts:
+        """What went wrong in the run so far."""
+
+    @abstractmethod
+    def prepare(self, policy: VLAPolicy, should_stop: Callable[[], bool], keep_frames: bool) -> None:
+        """Get ready to play.
+
+        Args:
+            policy: that trains, or has the weights of what trains.
+            should_stop: asked now and then; True interrupts what is under way.
+            keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        """
+
+    @abstractmethod
+    def evaluate(self, video_dir: Path | None) -> EvalResult:
+        """Play the episodes of ``env.eval`` with the newest weights.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes."""
+
+
+class LocalRollouts(Rollouts):
+    """The main process acts, with the weights that train or a copy of them.
+
+    Args:
+        config: the run.
+        log_dir: where the output of the simulators goes.
+    """
+
+    def __init__(self, config: Config, log_dir: Path | None = None) -> None:
+        self.config = config
+        self.pool = make_pool(config, config.env.train.total_num_envs, log_dir)
+        self._prepared = False
+
+    def start_async(self) -> None:
+        self.pool.start_async()
+
+    def wait_started(self) -> None:
+        self.pool.wait_started()
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        return self.pool.spec.tasks
+
+    @property
+    def faults(self) -> FaultCounts:
+        return self.pool.faults
+
+    def prepare(self, policy: VLAPolicy, should_stop: Callable[[], bool], keep_frames: bool) -> None:
+        acting = make_rollout_engine(self.config, policy, num_threads(self.config))
+        self.source = make_rollout_source(self.config, self.pool, acting, should_stop, keep_frames)
+        self.evaluator = Evaluator(self.config, self.pool, acting, should_stop=should_stop)
+        self._prepared = True
+
+    def evaluate(self, video_dir: Path | None) -> EvalResult:
+        with self.source.quiet():
+            return self.evaluator.run(video_dir)
+
+    def close(self) -> None:
+        if self._prepared:
+            self.source.close()
+        self.pool.close()
