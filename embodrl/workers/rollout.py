@@ -182,6 +182,12 @@ class RolloutWorker:
 
     def load_state(self, saved: RolloutState, version: int) -> None:
         """See RolloutSource."""
+        if "processes" in saved.state:
+            count = len(saved.state["processes"])
+            raise CheckpointError(
+                f"the checkpoint was made with {count} rollout processes, not with one",
+                f"resume with {count} of them in cluster.component_placement",
+            )
         if "random" not in saved.state:
             raise CheckpointError(
                 "the checkpoint is that of an asynchronous run", "resume with runner.max_staleness above 0, as before"

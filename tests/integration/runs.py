@@ -85,7 +85,7 @@ def start(
 ) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("STOP_AT")}
     environ |= {
-        "PYTHONPATH": f"{HERE}{os.pathsep}{search_path or HERE}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), str(search_path or ""), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
         "STOP_AT": stop_at,
         "COLUMNS": "200",

@@ -2,8 +2,9 @@
 
 ``STOP_AT=act:3:SIGINT`` interrupts the third call of the function called ``act`` in POINTS; several are separated by
 commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and waits until it is dead; with
-``fsdp_step:6:SIGKILL:rank_1`` only the training process of that rank takes the signal. The process ids of the children
-at that moment go to the file ``STOP_AT_CHILDREN``.
+``fsdp_step:6:SIGKILL:rank_1`` only the process of that rank takes the signal, with ``rank_1_once`` not the one that is
+brought up in its place, and with ``parent_of_1`` the main process takes it. The process ids of the children at that
+moment go to the file ``STOP_AT_CHILDREN``.
 """
 
 import os
@@ -42,11 +43,13 @@ def install(point, wanted, number, whom):
     for parent in parents:
         owner = getattr(owner, parent)
     original, calls = getattr(owner, name), 0
+    rank, once = os.environ.get("RANK"), whom.endswith("_once")
+    here = whom in ("", "simulator", f"rank_{rank}", f"rank_{rank}_once", f"parent_of_{rank}")
 
     def replacement(*args, **kwargs):
         nonlocal calls
         calls += 1
-        if calls == wanted and whom in ("", "simulator", f"rank_{os.environ.get('RANK')}"):
+        if calls == wanted and here and not (once and Path(os.environ["STOP_AT_CHILDREN"]).exists()):
             children = [child.pid for child in psutil.Process().children(recursive=True)]
             Path(os.environ["STOP_AT_CHILDREN"]).write_text("\n".join(map(str, children)))
             if whom == "simulator":
@@ -55,7 +58,7 @@ def install(point, wanted, number, whom):
                 while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
                     os.sched_yield()
             else:
-                os.kill(os.getpid(), number)
+                os.kill(os.getppid() if whom.startswith("parent") else os.getpid(), number)
         return original(*args, **kwargs)
 
     setattr(owner, name, replacement)

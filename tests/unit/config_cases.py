@@ -90,7 +90,6 @@ FORM = [
     Wrong("enumeration", "algorithm.reward_type", "nearest:  chunk_level", ("algorithm.reward_type=chunklevel",)),
     Wrong("enumeration or number", "env.mesh_decimation", "or auto", ("env.mesh_decimation=automatic",)),
     Wrong("code from checkpoints", "model.trust_remote_code", "allowed:  false", ("model.trust_remote_code=true",)),
-    Wrong("several machines", "cluster.num_nodes", "allowed:  1", ("cluster.num_nodes=2",)),
     Wrong("missing value", "env.env_type", "is missing", text="env:\n  env_type: ???\n", line=2),
     Wrong("duplicate key", "runner.seed", "first in line 2", text="runner:\n  seed: 1\n  seed: 2\n", line=3),
     Wrong("target", "model._target_", "never builds objects", ("model._target_=os.system",)),

@@ -9,6 +9,8 @@ from config_case import Wrong
 PLACES = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 MEGATRON = ("actor=megatron", PLACES, "cluster.device=cpu")
 MEGATRON_MISSING = () if importlib.util.find_spec("megatron") else ("actor.training_backend",)
+RAY_MISSING = () if importlib.util.find_spec("ray") else ("cluster.launcher",)
+TWO_ROLLOUTS = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
 
 CLUSTER = [
     Wrong(
@@ -24,7 +26,75 @@ CLUSTER = [
         ("cluster.hardware.num_gpus=7", "cluster=8xh100"),
         more=("cluster.hardware.name",),
     ),
-    Wrong("a run on several machines", "cluster.num_nodes", "a run is on one so far", ("cluster.num_nodes=2",)),
+    Wrong("a run on several machines", "cluster.num_nodes", "knows this machine only", ("cluster.num_nodes=2",)),
+    Wrong(
+        "several machines and no Ray to join",
+        "cluster.ray_address",
+        "starts Ray on this machine alone",
+        ("cluster.num_nodes=2", "cluster.launcher=ray"),
+        more=RAY_MISSING,
+    ),
+    Wrong(
+        "simulators on another machine than their policy",
+        "cluster.component_placement",
+        "rollout process 1 is on machine 1, and 1 of its 1 simulator process(es) on machine 0",
+        (
+            "cluster.component_placement={actor:0,rollout:0-1,env:0}",
+            "env.num_processes=2",
+            "cluster.device=cpu",
+            "cluster.num_nodes=2",
+            "cluster=ray_local",
+            "cluster.ray_address=auto",
+        ),
+        more=RAY_MISSING,
+    ),
+    Wrong(
+        "a main process that plays for two",
+        "rollout.own_process",
+        "cluster.component_placement has 2 of them",
+        ("rollout.own_process=false", TWO_ROLLOUTS, "cluster.device=cpu"),
+    ),
+    Wrong(
+        "a main process that plays for Ray",
+        "rollout.own_process",
+        "cluster.launcher is ray",
+        ("rollout.own_process=false", "cluster=ray_local"),
+        more=RAY_MISSING,
+    ),
+    Wrong(
+        "a main process that trains for Ray",
+        "actor.own_process",
+        "the main process only says what happens",
+        ("actor.own_process=false", "cluster=ray_local"),
+        more=RAY_MISSING,
+    ),
+    Wrong(
+        "weights shared between processes",
+        "rollout.weight_sync",
+        "share no memory with the main process",
+        ("rollout.weight_sync=shared", "rollout.own_process=true"),
+    ),
+    Wrong(
+        "weights sent to nobody",
+        "rollout.weight_sync",
+        "it has nobody to send weights to",
+        ("rollout.weight_sync=disk",),
+    ),
+    Wrong(
+        "weights in the memory of another machine",
+        "rollout.weight_sync",
+        "there are rollout processes on machine 1",
+        (
+            "rollout.weight_sync=memory",
+            "cluster.component_placement={actor:0,rollout:0-1,env:0-1}",
+            "env.num_processes=2",
+            "cluster.device=cpu",
+            "cluster.num_nodes=2",
+            "cluster=ray_local",
+            "cluster.ray_address=auto",
+        ),
+        more=RAY_MISSING,
+    ),
     Wrong(
         "node group beyond the machines",
         "cluster.node_groups.0.node_ranks",

@@ -30,9 +30,12 @@ def test_main_job() -> None:
     assert loaded.choices == {"env": "maniskill", "model": "openvla"}
 
 
+TWO_TRAINERS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
+
+
 @pytest.mark.parametrize(("group", "name"), PRESETS, ids=lambda part: part)
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str) -> None:
-    extra = ["model=openvla_oft"] if name == "libero_wrist" else []
+    extra = {"libero_wrist": ["model=openvla_oft"], "megatron": [TWO_TRAINERS]}.get(name, [])
     # The hardware of a cluster need not be here, nor the package of a backend.
     loaded = load_config([f"{group}={name}", *extra], planning=group == "cluster" or name in ("vllm", "megatron"))
     assert f"embodrl/configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}

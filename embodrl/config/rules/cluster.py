@@ -80,7 +80,9 @@ def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
 
 
 def is_single(config: Config, component: str) -> bool:
-    """Tell whether the backend of a component is one process on one device."""
+    """Tell whether ``all`` is one process on one device, rather than a process on each."""
+    if component == "rollout" and (config.actor.training_backend != "native" or config.cluster.launcher == "ray"):
+        return False
     backend = {"actor": config.actor.training_backend, "rollout": config.rollout.backend}.get(component, "")
     return backend in SINGLE_PROCESS.get(component, ())
 

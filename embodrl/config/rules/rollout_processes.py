@@ -42,6 +42,20 @@ def ray_is_installed(context: Context) -> Iterator[Finding]:
         yield Finding("cluster.launcher", message, "pip install 'embodrl[ray]', or set it to process", "process")
 
 
+@rule("cluster.ray_address", "cluster.launcher", "cluster.num_nodes")
+def several_machines_are_there(context: Context) -> Iterator[Finding]:
+    """A Ray that a run starts has one machine."""
+    cluster = context.config.cluster
+    if cluster.launcher == "ray" and cluster.num_nodes > 1 and cluster.ray_address is None and not context.planning:
+        yield Finding(
+            "cluster.ray_address",
+            f"is null, which starts Ray on this machine alone, and cluster.num_nodes is {cluster.num_nodes}",
+            "start Ray on all machines (`ray start`), and set it to auto",
+            "auto, or HOST:PORT of a Ray that runs",
+            others=("cluster.num_nodes",),
+        )
+
+
 @rule("rollout.own_process", KEY, "cluster", "env.num_processes", "actor.training_backend", "rollout.backend")
 def several_rollouts_are_processes(context: Context) -> Iterator[Finding]:
     """The main process is one, on machine 0, and no actor of Ray's."""

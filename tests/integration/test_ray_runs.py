@@ -1,0 +1,79 @@
+"""Whole runs on Ray: the same run as in one process, on one machine and on two, also when processes die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import TINY, embodrl, metrics
+
+pytest.importorskip("ray", reason="the extra ray is not installed")
+
+RESTARTS = ("rollout/restarts", "env/restarts")
+PLACES = "cluster.component_placement={actor:0,rollout:0-1,env:0-1}"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """The run in one process with two threads."""
+    run_dir = tmp_path_factory.mktemp("plain") / "run"
+    done = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", "cluster.num_threads=2")
+    assert done.code == 0, done.stderr
+    return metrics(run_dir)
+
+
+@pytest.fixture
+def two_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The address of a Ray with two raylets, whose workers get STOP_AT: a rollout process is killed in its second
+    rollout, and the simulators of each in the eleventh chunk that it plays."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("STOP_AT", "act:6:SIGKILL:rank_1_once,act:11:SIGKILL:simulator")
+    monkeypatch.setenv("STOP_AT_CHILDREN", str(tmp_path / "children"))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=3)
+        cluster.wait_for_nodes()
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def test_on_one_machine(config: Path, plain: list[dict[str, object]], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    order = (f"runner.output_dir={run_dir}", "cluster.launcher=ray", "cluster.num_threads=2")
+    done = embodrl("train", "--config", config, *order)
+    assert done.code == 0, done.stderr
+    assert metrics(run_dir) == plain
+
+
+def test_on_two_machines_with_deaths(
+    config: Path, plain: list[dict[str, object]], tmp_path: Path, two_machines: str
+) -> None:
+    run_dir = tmp_path / "run"
+    ray = ("cluster.launcher=ray", f"cluster.ray_address={two_machines}", "cluster.num_nodes=2")
+    done = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *ray, PLACES)
+    assert done.code == 0, done.stderr
+    rows = metrics(run_dir)
+    assert [row.get("rollout/restarts") for row in rows] == [None, 0, 1, 1, 1]
+    assert [row.get("env/restarts") for row in rows] == [None, 0, 0, 1, 2]
+    assert rows[3]["rollout/lost_episodes"] == 2
+    # Until a simulator is killed: the rollout process that died played again to the bit.
+    assert [without(row) for row in rows[:3]] == [without(row) for row in plain[:3]]
+    log = (run_dir / "logs" / "embodrl.log").read_text()
+    assert "2 rollout process(es), weights by collective" in log
+    assert "restart 1 of 3 of a rollout process: rollout[1] has gone" in log
+
+
+def without(row: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in row.items() if name not in RESTARTS}
