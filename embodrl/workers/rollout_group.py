@@ -152,11 +152,14 @@ class RolloutGroup(Rollouts):
     def _keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Keep hold of what all processes act with, for those that are brought up anew."""
         if not self.config.runner.max_staleness:
-            self._weights = lambda: self.policy.state_dict().items()
+            self._weights = self._state_dict
             return
         # Beside rollouts the policy trains on: what is in it is the weights of no version.
         copies = {name: tensor.detach().cpu().clone() for name, tensor in weights if name in self.trained}
-        self._weights = lambda: ((name, copies.get(name, t)) for name, t in self.policy.state_dict().items())
+        self._weights = lambda: ((name, copies.get(name, tensor)) for name, tensor in self._state_dict())
+
+    def _state_dict(self) -> Iterable[tuple[str, Tensor]]:
+        return self.policy.state_dict().items()
 
     def _join_all(self) -> None:
         """Connect all processes anew, bringing up those that have gone, and send all weights."""
