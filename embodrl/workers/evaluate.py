@@ -236,7 +236,7 @@ def evaluation_result(config: Config, tasks: Sequence[str], played: Played) -> E
         EpisodeRecord(
             number=int(number),
             seed=config.env.eval.seed + int(number),
-            task=tasks[task],
+            task=tasks[int(task)],
             instruction=played.instructions[number],
             success=bool(row[0]),
             episode_return=float(row[1]),
