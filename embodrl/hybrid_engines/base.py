@@ -161,6 +161,7 @@ class RolloutEngine(ABC):
 
     Attributes:
         version: updates that the weights have seen.
+        offload_report: what the last ``offload`` that freed something did; None if there was none.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class RolloutEngine(ABC):
         self.num_threads = num_threads if self.device.type == "cpu" else 1
         self.generators = self.make_generators([seed])
         self.version = 0
+        self.offload_report: OffloadReport | None = None
         self._lock = threading.Lock()
 
     @abstractmethod
