@@ -3,8 +3,9 @@ import pytest
 import torch
 from toy_policy import ToyPolicy
 
+from embodrl.config import load_config
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine, make_rollout_engine
 from embodrl.types import Observation, PolicyOutput
 
 OBSERVATION = Observation(
@@ -74,3 +75,55 @@ def test_rows_on_different_threads_draw_different_numbers():
 def test_a_state_of_another_number_of_threads_is_refused():
     with pytest.raises(ValueError):
         engine_of(2).set_random_state(engine_of(1).random_state())
+
+
+def offloading_engine(may_offload=True):
+    config = RolloutConfig(precision="fp32", enable_offload=True)
+    return NativeRolloutEngine(StatePolicy(), config, SamplingConfig(temperature=0.5), 0, may_offload=may_offload)
+
+
+def sizes_of(engine):
+    return {p.untyped_storage().nbytes() for p in engine.policy.parameters()}
+
+
+def test_weights_leave_and_come_back_when_actions_are_asked_for():
+    engine, twin = offloading_engine(), engine_of(1)
+    num_bytes = sum(p.numel() * 4 for p in engine.policy.parameters())
+    assert engine.offload_report is None
+    for ask in (lambda e: e.act(OBSERVATION, True).values, lambda e: e.values(OBSERVATION)):
+        engine.offload()
+        assert sizes_of(engine) == {0}
+        assert (engine.offload_report.before, engine.offload_report.after) == (num_bytes, 0)
+        assert torch.equal(ask(engine), ask(twin))
+        assert 0 not in sizes_of(engine)
+
+
+def test_weights_come_back_before_new_ones_arrive():
+    engine, source = offloading_engine(), StatePolicy()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(1.0)
+    engine.offload()
+    engine.update_weights(source.named_parameters(), 5)
+    assert engine.version == 5
+    assert all(torch.equal(p, dict(source.named_parameters())[name]) for name, p in engine.policy.named_parameters())
+
+
+def test_weights_that_others_need_stay():
+    engine = offloading_engine(may_offload=False)
+    engine.offload()
+    assert 0 not in sizes_of(engine) and engine.offload_report is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "leaves"),
+    [
+        (["actor.own_process=true", "rollout.enable_offload=true"], True),
+        (["rollout.enable_offload=true"], False),
+        (["actor.own_process=true"], False),
+    ],
+)
+def test_the_factory_knows_whose_weights_they_are(arguments, leaves):
+    engine = make_rollout_engine(load_config(["env=toy", "cluster.device=cpu", *arguments]).config, StatePolicy(), 1)
+    engine.offload()
+    assert (engine.offload_report is not None) == leaves
