@@ -281,8 +281,8 @@ class ActorConfig(Section):
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
     enable_offload: bool = Field(
         default=False,
-        description="keep what only training needs in main memory while rollouts are played: optimizer state, gradients,"
-        " reference, and weights that nobody acts with; on a CPU it is moved as well, which saves nothing",
+        description="keep what only training needs in main memory while rollouts are played: optimizer state,"
+        " gradients, reference, and weights that nobody acts with; on a CPU it is moved as well, which saves nothing",
     )
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 

@@ -176,13 +176,13 @@ class EnvManager:
 
     @property
     def is_offloaded(self) -> bool:
-        """The simulators are away, and their state is kept here."""
+        """The simulators are away."""
         return self._offloaded is not None
 
     @property
     def resident_bytes(self) -> int:
         """Memory of the process, with what it shares; 0 without one."""
-        return 0 if self.pid is None else resident_bytes(self.pid)
+        return resident_bytes(self.pid)
 
     def offload(self, end_process: bool = True) -> None:
         """Take the state out and free the simulators; until ``onload``, nothing can be asked of them.
@@ -199,11 +199,7 @@ class EnvManager:
         self._offloaded = state
 
     def onload(self) -> None:
-        """Continue where ``offload`` stopped, to the bit, in a fresh process if there is none; may be tried again.
-
-        Raises:
-            EnvRaised, EnvWorkerDied, EnvTimeout: the simulators did not come back.
-        """
+        """Continue where ``offload`` stopped, to the bit, in a fresh process if there is none; may be tried again."""
         self.onload_async()
         self.wait_onloaded()
 
@@ -375,8 +371,7 @@ class EnvManager:
 
     def _running(self) -> WorkerProcess:
         if self._process is None:
-            away = self._offloaded is not None
-            state, remedy = ("offloaded", "onload()") if away else ("not running", "start() or restart()")
+            state, remedy = ("offloaded", "onload()") if self.is_offloaded else ("not running", "start() or restart()")
             raise EnvError(f"{self} is {state}", f"call {remedy}")
         return self._process
 

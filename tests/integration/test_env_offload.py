@@ -90,7 +90,7 @@ def test_without_restarts_left_a_death_is_told() -> None:
         begin(pool)
         pool.offload(end_processes=False)
         kill(pool.managers[0].pid)
-        with pytest.raises(EnvWorkerDied, match="no restarts are left.*SIGKILL"):
+        with pytest.raises(EnvWorkerDied, match=r"no restarts are left.*SIGKILL"):
             pool.onload()
 
 
