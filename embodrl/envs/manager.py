@@ -214,15 +214,15 @@ class EnvManager:
 
     def wait_onloaded(self) -> None:
         """Wait until the simulators are back."""
-        if self._pending is None or self._pending[0] != Kind.ONLOAD:
-            self.wait_started()
-            return
         try:
-            self._receive(Kind.ONLOAD, self.timeouts.start_s)
+            if self._pending is not None and self._pending[0] == Kind.ONLOAD:
+                self._receive(Kind.ONLOAD, self.timeouts.start_s)
+                self._offloaded = None
+            else:
+                self.wait_started()
         except EnvRaised:
             self._drop()
             raise
-        self._offloaded = None
 
     def close(self) -> None:
         """End the process; a pending request is given up."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from embodrl.envs.manager import EnvManager
-from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied
 
 logger = logging.getLogger("embodrl.envs")
 
@@ -39,7 +39,8 @@ def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> N
         may_restart: counts a restart; False once there were too many.
 
     Raises:
-        EnvRaised, EnvWorkerDied, EnvTimeout: one did not come back, and there were too many restarts.
+        EnvRaised: one refused its state; another process would as well.
+        EnvWorkerDied, EnvTimeout: one did not come back, and there were too many restarts.
     """
     failed: dict[EnvManager, EnvError] = {}
     away = [manager for manager in managers if manager.is_offloaded]
@@ -53,7 +54,7 @@ def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> N
             if manager in failed:
                 raise failed[manager]
             manager.wait_onloaded()
-        except (EnvRaised, EnvWorkerDied, EnvTimeout) as error:
+        except (EnvWorkerDied, EnvTimeout) as error:
             _come_back(manager, error, may_restart)
 
 
@@ -64,5 +65,5 @@ def _come_back(manager: EnvManager, error: EnvError, may_restart: Callable[[], b
         logger.warning("restart of an offloaded simulator process: %s", error.message)
         try:
             manager.onload()
-        except (EnvRaised, EnvWorkerDied, EnvTimeout) as again:
+        except (EnvWorkerDied, EnvTimeout) as again:
             error = again

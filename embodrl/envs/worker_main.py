@@ -55,6 +55,7 @@ def main(socket_fd: int, memory_fd: int) -> None:
             del env
             give_memory_back()
             channel.send(Frame(Kind.OK, payload=state))
+            del state
             back = come_back(config, channel)
             if back is None:
                 return

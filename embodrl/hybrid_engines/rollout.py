@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodrl.config.rules.actor import has_own_process
 from embodrl.config.schema import Config, RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource
 from embodrl.hybrid_engines.base import RolloutEngine
@@ -25,23 +24,12 @@ class NativeRolloutEngine(RolloutEngine):
     """Acts with a policy: the one that trains, whose weights are always the newest, or a copy that is told of them.
 
     On a CPU a batch is cut into ``num_threads`` parts, each with a random generator of its own. See RolloutEngine.
-
-    Args:
-        policy, config, sampling, seed, num_threads: see RolloutEngine.
-        may_offload: nobody else needs the policy's weights while this engine does not act.
     """
 
     def __init__(
-        self,
-        policy: VLAPolicy,
-        config: RolloutConfig,
-        sampling: SamplingConfig,
-        seed: int,
-        num_threads: int = 1,
-        may_offload: bool = False,
+        self, policy: VLAPolicy, config: RolloutConfig, sampling: SamplingConfig, seed: int, num_threads: int = 1
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads)
-        self._may_offload = may_offload
         self._memory = Offload(lambda: [*policy.parameters(), *policy.buffers()])
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -54,7 +42,7 @@ class NativeRolloutEngine(RolloutEngine):
     def offload(self) -> None:
         """See RolloutEngine; the policy keeps nothing from one batch to the next but its weights."""
         with self._lock:
-            if self._may_offload:
+            if self.may_offload:
                 self.offload_report = self._memory.offload() or self.offload_report
 
     def onload(self) -> None:
@@ -99,7 +87,7 @@ def make_rollout_engine(config: Config, policy: VLAPolicy, num_threads: int) -> 
     """
     arguments = (policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads)
     if config.rollout.backend == "huggingface":
-        return NativeRolloutEngine(*arguments, may_offload=config.rollout.enable_offload and has_own_process(config))
+        return NativeRolloutEngine(*arguments)
     from embodrl.hybrid_engines.vllm_engine import VllmRolloutEngine
 
     most = config.rollout.vllm.max_num_seqs or most_rows(config)

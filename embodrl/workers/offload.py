@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embodrl.algorithms.advantages import Advantages
+from embodrl.config.rules.actor import has_own_process
 from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool import EnvPool
@@ -41,6 +42,7 @@ class PhaseOffload:
     def __init__(self, config: Config, pool: EnvPool, acting: RolloutEngine, engine: TrainEngine) -> None:
         self._actor, self._env = config.actor.enable_offload, config.env.enable_offload
         self._rollout = config.rollout.enable_offload
+        acting.may_offload = self._rollout and has_own_process(config)
         self._ends_processes = config.env.offload_level == "process"
         self._pool, self._acting, self._trains = pool, acting, engine
         self._figures: dict[str, float] = {}
@@ -113,7 +115,7 @@ class _PhasedEngine(TrainEngine):
         self._engine, self._begin = engine, begin
 
     @property
-    def version(self) -> int:  # type: ignore[override]
+    def version(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See TrainEngine."""
         return self._engine.version
 

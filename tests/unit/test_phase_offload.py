@@ -18,6 +18,7 @@ class Part:
 
     def __init__(self, name: str, asked: list[str]) -> None:
         self.name, self.asked, self.version = name, asked, 3
+        self.may_offload = False
         self.offload_report: OffloadReport | None = None
 
     def offload(self, *ends: bool) -> Any:
@@ -99,3 +100,12 @@ def test_without_offload_nothing_is_moved_or_told() -> None:
     phases, nothing = phases_of(asked), cast(Any, None)
     phases.engine.update(nothing, nothing, nothing, nothing)
     assert phases.end_training() == {} and asked == ["update"]
+
+
+@pytest.mark.parametrize(("own_process", "leaves"), [(True, True), (False, False)])
+def test_only_weights_that_nobody_trains_may_leave(own_process: bool, leaves: bool) -> None:
+    sections = {"rollout": {"enable_offload": True}, "actor": {"own_process": own_process}}
+    config = Config.model_validate(sections | {"cluster": {"device": "cpu"}})
+    env, acting, engine = (cast(Any, Part(name, [])) for name in ("env", "rollout", "actor"))
+    PhaseOffload(config, env, acting, engine)
+    assert acting.may_offload == leaves

@@ -3,9 +3,8 @@ import pytest
 import torch
 from toy_policy import ToyPolicy
 
-from embodrl.config import load_config
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine, make_rollout_engine
+from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.types import Observation, PolicyOutput
 
 OBSERVATION = Observation(
@@ -79,7 +78,9 @@ def test_a_state_of_another_number_of_threads_is_refused():
 
 def offloading_engine(may_offload=True):
     config = RolloutConfig(precision="fp32", enable_offload=True)
-    return NativeRolloutEngine(StatePolicy(), config, SamplingConfig(temperature=0.5), 0, may_offload=may_offload)
+    engine = NativeRolloutEngine(StatePolicy(), config, SamplingConfig(temperature=0.5), 0)
+    engine.may_offload = may_offload
+    return engine
 
 
 def sizes_of(engine):
@@ -104,7 +105,12 @@ def test_weights_come_back_before_new_ones_arrive():
         for parameter in source.parameters():
             parameter.add_(1.0)
     engine.offload()
-    engine.update_weights(source.named_parameters(), 5)
+
+    def stream():
+        engine.onload()  # as a train engine does that shares the policy
+        yield from source.named_parameters()
+
+    engine.update_weights(stream(), 5)
     assert engine.version == 5
     assert all(torch.equal(p, dict(source.named_parameters())[name]) for name, p in engine.policy.named_parameters())
 
@@ -113,17 +119,3 @@ def test_weights_that_others_need_stay():
     engine = offloading_engine(may_offload=False)
     engine.offload()
     assert 0 not in sizes_of(engine) and engine.offload_report is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "leaves"),
-    [
-        (["actor.own_process=true", "rollout.enable_offload=true"], True),
-        (["rollout.enable_offload=true"], False),
-        (["actor.own_process=true"], False),
-    ],
-)
-def test_the_factory_knows_whose_weights_they_are(arguments, leaves):
-    engine = make_rollout_engine(load_config(["env=toy", "cluster.device=cpu", *arguments]).config, StatePolicy(), 1)
-    engine.offload()
-    assert (engine.offload_report is not None) == leaves
