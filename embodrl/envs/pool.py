@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.manager import EnvManager
+from embodrl.envs.offload import SimulatorMemory, onload, resident
 from embodrl.envs.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.types import EnvSpec, EnvStep, Observation
@@ -198,18 +199,30 @@ class EnvPool:
         for manager in self.managers:
             manager.close()
 
-    def offload(self) -> None:
-        """Take the states out and free the processes and their memory; ``start`` continues."""
-        for manager in self.managers:
-            manager.offload()
+    def offload(self, end_processes: bool = True) -> SimulatorMemory | None:
+        """Take the states out and free the simulators; the next request brings them back, as does ``onload``.
+
+        A process that has died is started anew first, as between episodes. Returns None if all are away already.
+        """
+        ranks = [rank for rank, manager in enumerate(self.managers) if not manager.is_offloaded]
+        before = resident(self.managers)
+        for rank in ranks:
+            self._answer(rank, lambda manager: manager.offload(end_processes), restart=True)
         self._last = [observation and copy_observation(observation) for observation in self._last]
+        return SimulatorMemory(before, resident(self.managers)) if ranks else None
+
+    def onload(self) -> None:
+        """Bring back simulators that are away; see ``envs.offload.onload``."""
+        onload(self.managers, lambda: self.faults.count("restarts", limit=self.max_restarts))
 
     def get_state(self, *, restart: bool = False) -> list[bytes]:
         """Return the state of every manager; ``restart`` as in ``call``."""
+        self.onload()
         return [self._answer(rank, EnvManager.get_state, restart) for rank in range(len(self.managers))]
 
     def set_state(self, states: Sequence[bytes]) -> None:
         """Continue from states of ``get_state``, to the bit."""
+        self.onload()
         for manager, state in zip(self.managers, states, strict=True):
             manager.set_state(state)
 
@@ -222,6 +235,7 @@ class EnvPool:
             restart: start a process that has died or hangs anew, and ask it again. Only between episodes: those that
                 were under way in it begin again, which nobody is told.
         """
+        self.onload()
         for rank, manager in enumerate(self.managers):
             try:
                 manager.call_async(method, arguments)
@@ -273,6 +287,7 @@ class EnvPool:
         copy: bool = False,
     ) -> Observation:
         """Start new episodes; as ``VectorEnv.reset``, all environments without ``indices``."""
+        self.onload()
         rows = np.arange(self.spec.num_envs) if indices is None else np.asarray(indices)
         seeds, task_ids = np.asarray(seeds), np.asarray(task_ids)
         asked: list[int] = []
@@ -307,6 +322,7 @@ class EnvPool:
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
         """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
+        self.onload()
         batch = self.spec.num_envs
         if len(actions) != batch:
             raise EnvError(f"actions for {len(actions)} of {batch} environments")

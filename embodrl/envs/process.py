@@ -44,6 +44,15 @@ def importable_elsewhere() -> list[str]:
     return [str(path) for path in paths if path.is_dir() and not installed & {path, *path.parents}]
 
 
+def resident_bytes(pid: int | None) -> int:
+    """Return how much of the memory of a process is there, in bytes; 0 if there is none, or it has gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 class WorkerProcess:
     """A running simulator process with its channel and its memory file.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -50,7 +51,15 @@ def main(socket_fd: int, memory_fd: int) -> None:
             channel.send(describe(error))
             sys.exit(1)
         channel.send(Frame(Kind.OK, payload=encode(dataclasses.asdict(env.spec))))
-        serve(env, ring, channel)
+        while (state := serve(env, ring, channel)) is not None:
+            del env
+            give_memory_back()
+            channel.send(Frame(Kind.OK, payload=state))
+            del state
+            back = come_back(config, channel)
+            if back is None:
+                return
+            env = back
     except PeerGoneError:
         sys.exit(0)
 
@@ -124,18 +133,46 @@ def make_ring(env: VectorEnv, memory_fd: int) -> Ring:
     return Ring(memory_fd, env.spec)
 
 
-def serve(env: VectorEnv, ring: Ring, channel: Channel) -> None:
-    """Answer frames until CLOSE."""
+def give_memory_back() -> None:
+    """Hand memory that is not used any more to the system."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def come_back(config: dict[str, Any], channel: Channel) -> VectorEnv | None:
+    """Wait without a simulator until ONLOAD, and return it as it was; None after CLOSE."""
+    frame = channel.receive()
+    if frame.kind == Kind.CLOSE:
+        channel.send(Frame(Kind.OK))
+        return None
+    try:
+        env = build(config)
+        env.set_state(bytes(frame.payload))
+    except Exception as error:  # noqa: BLE001 - the parent raises it
+        channel.send(describe(error))
+        sys.exit(1)
+    channel.send(Frame(Kind.OK))
+    return env
+
+
+def serve(env: VectorEnv, ring: Ring, channel: Channel) -> bytes | None:
+    """Answer frames until CLOSE, or until OFFLOAD: then return the state; the simulator is closed."""
     while True:
         frame = channel.receive()
         try:
+            if frame.kind == Kind.OFFLOAD:
+                state = env.get_state()
+                env.close()
+                return state
             payload = answer(env, ring, frame)
         except Exception as error:  # noqa: BLE001 - the parent raises it; the environment stays usable where it can
             channel.send(describe(error))
         else:
             channel.send(Frame(Kind.OK, frame.slot, frame.argument, payload))
         if frame.kind == Kind.CLOSE:
-            return
+            return None
 
 
 def answer(env: VectorEnv, ring: Ring, frame: Frame) -> bytes:

@@ -163,6 +163,8 @@ class RolloutEngine(ABC):
 
     Attributes:
         version: updates that the weights have seen.
+        may_offload: nobody else needs the weights while this engine does not act, so that ``offload`` may take them.
+        offload_report: what the last ``offload`` that freed something did; None if there was none.
     """
 
     def __init__(
@@ -182,7 +184,10 @@ class RolloutEngine(ABC):
         self.num_threads = num_threads if self.device.type == "cpu" else 1
         self.generators = self.make_generators([seed])
         self.version = 0
-        self._lock = threading.Lock()
+        self.may_offload = False
+        self.offload_report: OffloadReport | None = None
+        # Reentrant: a stream of new weights may bring back memory that was taken away.
+        self._lock = threading.RLock()
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -100,6 +100,7 @@ class FsdpTrainEngine(SharedTrainEngine):
         return {names[id(p)]: like(kept, p) for p, kept in pairs}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.onload()
         for name, tensor in self.policy.state_dict().items():
             yield name, whole(tensor)
 

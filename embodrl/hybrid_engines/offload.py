@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,13 @@ class OffloadReport:
     device: torch.device
     before: int
     after: int
+
+    @staticmethod
+    def total(reports: Sequence[OffloadReport]) -> OffloadReport | None:
+        """Return what several processes freed together; None if none did."""
+        if not reports:
+            return None
+        return OffloadReport(reports[0].device, sum(r.before for r in reports), sum(r.after for r in reports))
 
     def __str__(self) -> str:
         return f"{self.before / 2**20:.1f} -> {self.after / 2**20:.1f} MiB on {self.device}"
@@ -58,11 +65,13 @@ class Offload:
         device = next(iter(storages.values())).device
         before = _allocated(device, storages.values())
         for storage in storages.values():
-            host = torch.UntypedStorage(storage.nbytes(), device="cpu")
-            if storage.device.type == "cuda":
-                host = host.pin_memory()
-            host.copy_(storage)
+            # PyTorch keeps pinned memory for the next time; pinning what was allocated otherwise would cost a copy.
+            pinned = storage.device.type == "cuda"
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+            host.copy_(storage, non_blocking=pinned)
             self._away.append((storage, host))
+        _wait_for(device)
+        for storage in storages.values():
             storage.resize_(0)
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -76,7 +85,8 @@ class Offload:
         before = _allocated(device, [storage for storage, _ in self._away])
         for storage, host in self._away:
             storage.resize_(host.nbytes())
-            storage.copy_(host)
+            storage.copy_(host, non_blocking=host.device != storage.device)
+        _wait_for(device)
         after = _allocated(device, [storage for storage, _ in self._away])
         self._away.clear()
         return OffloadReport(device, before, after)
@@ -100,6 +110,20 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         if storage.nbytes() and storage.resizable() and not mapped:
             found[storage.data_ptr()] = storage
     return found
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until the copies are done, in whatever stream the tensors are used next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return what is taken of a GPU by everybody, in bytes; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def _allocated(device: torch.device, storages: Iterable[torch.UntypedStorage]) -> int:

@@ -9,7 +9,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -238,11 +238,17 @@ class PolicyTrainEngine(TrainEngine):
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def offloadable(self) -> Iterator[Tensor]:
-        """Yield what only training needs: moments, gradients and, unless what acts uses them, weights."""
+        """Yield what only training needs: moments, gradients, the reference and, unless it is what acts, weights."""
         yield from optimizer_tensors(self.optimizer)
+        yield from self._kept_of_reference()
         if not self.shares_weights:
             yield from self.policy.parameters()
-            yield from self.reference_weights().values()
+            yield from self.policy.buffers()
+            yield from self.leaves.values()
+
+    def _kept_of_reference(self) -> Iterable[Tensor]:
+        """Return the memory of ``reference_weights``."""
+        return self.reference_weights().values()
 
     def offload(self) -> OffloadReport | None:
         return self._memory.offload()
@@ -287,6 +293,7 @@ class PolicyTrainEngine(TrainEngine):
         with_values: bool,
     ) -> Tensor:
         """Return ``result float32[T,B,C*A(+K)]`` with a policy's log-probs, and values, of ``wanted bool[T,B]``."""
+        self.onload()
         sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
         chosen = wanted.flatten().nonzero().squeeze(-1)
         inputs = batch.select("forward_inputs").fold()
@@ -309,6 +316,7 @@ class PolicyTrainEngine(TrainEngine):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.onload()
         yield from self.policy.state_dict().items()
 
     def trained(self) -> dict[str, nn.Parameter]:

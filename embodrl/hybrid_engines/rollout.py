@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodrl.config.schema import Config
+from embodrl.config.schema import Config, RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource
 from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.parallel import on_threads
 from embodrl.hybrid_engines.precision import autocast
 from embodrl.models.base import VLAPolicy
@@ -25,17 +26,40 @@ class NativeRolloutEngine(RolloutEngine):
     On a CPU a batch is cut into ``num_threads`` parts, each with a random generator of its own. See RolloutEngine.
     """
 
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: RolloutConfig,
+        sampling: SamplingConfig,
+        seed: int,
+        num_threads: int = 1,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        super().__init__(policy, config, sampling, seed, num_threads, part)
+        self._memory = Offload(lambda: [*policy.parameters(), *policy.buffers()])
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine."""
         with self._lock:
+            self._memory.onload()
             self._copy_weights(weights)
             self.version = version
 
     def offload(self) -> None:
         """See RolloutEngine; the policy keeps nothing from one batch to the next but its weights."""
+        with self._lock:
+            if self.may_offload:
+                self.offload_report = self._memory.offload() or self.offload_report
 
     def onload(self) -> None:
         """See RolloutEngine."""
+        with self._lock:
+            self._memory.onload()
+
+    def values(self, observation: Observation) -> Tensor:
+        """See RolloutEngine."""
+        self.onload()
+        return super().values(observation)
 
     def _predict(
         self,
@@ -51,6 +75,7 @@ class NativeRolloutEngine(RolloutEngine):
         pairs = zip(self._parts(observation), generators, strict=False)
         tasks = [lambda part=part, generator=generator: compute(part, generator) for part, generator in pairs]
         with self._lock:
+            self._memory.onload()
             outputs, version = on_threads(tasks, self.num_threads), self.version
         return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=version)
 

@@ -55,6 +55,9 @@ class SharedTrainEngine(PolicyTrainEngine):
         super().__init__(policy, config, total_iterations, policy.device, may_be_stale)
         self.reference = [held(p).detach().clone() for p in self.policy_parameters] if keep_reference else None
 
+    def _kept_of_reference(self) -> list[Tensor]:
+        return self.reference or []
+
     def _before_backward(self, last: bool) -> None:
         """Prepare for the gradients of a micro-batch, of a minibatch's last one if ``last``."""
 
@@ -142,6 +145,7 @@ class SharedTrainEngine(PolicyTrainEngine):
         """Put the weights of the reference in the place of the policy's."""
         if self.reference is None:
             raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
+        self.onload()
         self._swap(self.reference)
         try:
             yield

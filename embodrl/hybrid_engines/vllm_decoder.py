@@ -110,7 +110,7 @@ class VllmDecoder:
         self.dtype, self.num_threads = dtype, num_threads
         vllm = import_vllm(self.device)
         if can_sleep and self.device.type != "cuda":
-            raise EmbodrlError("rollout.vllm.sleep needs a CUDA GPU", "set rollout.vllm.sleep=false")
+            raise EmbodrlError("vLLM has a sleep mode on CUDA GPUs only", "set rollout.enable_offload=false")
         self._num_bins, self._hidden_size = model.config.n_action_bins, model.config.llama.hidden_size
         self._step = _Step(model.config.first_action_id)
         self._directory = tempfile.TemporaryDirectory(prefix="embodrl-vllm-")

@@ -13,6 +13,7 @@ from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.offload import OffloadReport, allocated_bytes
 from embodrl.hybrid_engines.parallel import on_threads
 from embodrl.hybrid_engines.precision import autocast
 from embodrl.hybrid_engines.vllm_decoder import VllmDecoder
@@ -73,7 +74,7 @@ class VllmRolloutEngine(RolloutEngine):
             )
         self._served = policy
         self._asleep = self._stale = False
-        self._sleeps = config.vllm.sleep
+        self._sleeps = config.enable_offload
         self._num_tokens = policy.num_action_chunks * policy.action_dim
         longest = policy.model.config.num_patches + policy.processor.max_prompt_tokens + self._num_tokens
         self.decoder = VllmDecoder(
@@ -94,11 +95,13 @@ class VllmRolloutEngine(RolloutEngine):
             self.version = version
 
     def offload(self) -> None:
-        """See RolloutEngine; with ``rollout.vllm.sleep``, vLLM's weights go to main memory and its cache is dropped."""
+        """See RolloutEngine; vLLM's weights go to main memory, and its cache is dropped."""
         with self._lock:
             if self._sleeps and not self._asleep:
+                before = allocated_bytes(self.device)
                 self.decoder.sleep()
                 self._asleep = True
+                self.offload_report = OffloadReport(self.device, before, allocated_bytes(self.device))
 
     def onload(self) -> None:
         """See RolloutEngine."""

@@ -28,6 +28,8 @@ SIMULATOR_BYTES = 600 * MIB
 SIMULATOR_BYTES_PER_ENV = 5 * MIB
 PYTHON_BYTES = 420 * MIB
 """Of the main process with torch and transformers loaded, beside its tensors."""
+PHASES = ("training", "handover", "rollouts")
+"""In a handover new weights go from those that train to those that act."""
 # What allocator, kernels and libraries take of a device on top of what is counted.
 HEADROOM = 0.9
 
@@ -44,6 +46,8 @@ ESTIMATED_BY = {
     "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration",
     "simulator": "measured once with ManiSkill on a CPU: 600 MiB a process and 5 MiB an environment; other simulators"
     " and GPU memory of rendering are not counted",
+    "offloaded": "counted: what leaves the GPUs between phases, in pinned main memory that PyTorch keeps, without its"
+    " rounding of every tensor up to a power of two",
     "program": "measured once: Python with torch and transformers, 420 MiB a process of actor or rollout",
 }
 
@@ -57,17 +61,24 @@ class MemoryOf:
         device: GPU of it, or HOST.
         needed: bytes by component.
         available: bytes; 0 if not known.
+        away: components that are not here in a phase, one of PHASES.
     """
 
     node: int
     device: int
     needed: dict[str, int]
     available: int
+    away: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+
+    def in_phase(self, phase: str) -> int:
+        """Return the bytes needed in a phase."""
+        away = self.away.get(phase, frozenset[str]())
+        return sum(num_bytes for component, num_bytes in self.needed.items() if component not in away)
 
     @property
     def total(self) -> int:
-        """Bytes needed."""
-        return sum(self.needed.values())
+        """Bytes needed at a time."""
+        return max(self.in_phase(phase) for phase in PHASES)
 
     @property
     def name(self) -> str:
@@ -199,8 +210,9 @@ def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
         share = -(-config.env.train.total_num_envs // len(simulators))
         for place in simulators:
             add((place.node, HOST), "simulator", SIMULATOR_BYTES + share * SIMULATOR_BYTES_PER_ENV)
+    away = _away(config)
     memories = [
-        MemoryOf(node, device, parts, _available(config, placement, node, device))
+        MemoryOf(node, device, parts, _available(config, placement, node, device), away[device != HOST])
         for (node, device), parts in sorted(needed.items())
     ]
     reason = f"model.model_path '{path}' is not a local directory: its size is not known" if unknown else ""
@@ -221,6 +233,12 @@ def _add_model(
         for where in _memories(place):
             for component, num_bytes in parts.items():
                 add(where, component, num_bytes // len(_memories(place)))
+    if config.actor.enable_offload:
+        for place in (place for place in actors if place.devices):
+            parts = _of_actor(config, figures, len(actors))
+            freed = {"activations"} if config.actor.training_backend == "megatron" else {"activations", "gradients"}
+            moved = sum(parts[component] for component in _training_only(config) - freed)
+            add((place.node, HOST), "offloaded", moved)
     record = figures.recorded * chunks_of(config) // len(rollouts)
     for place in rollouts:
         own = config.rollout.backend == "vllm" or not _shared(config, actors, place)
@@ -228,7 +246,37 @@ def _add_model(
         for where in _memories(place):
             add(where, "rollout weights", weights // len(_memories(place)))
             add(where, "KV cache", figures.kv_cache // len(_memories(place)))
+        if place.devices and _rollout_leaves(config):
+            add((place.node, HOST), "offloaded", weights)
         add((place.node, HOST), "trajectory buffer", record)
+
+
+def _training_only(config: Config) -> frozenset[str]:
+    """Return the components of an actor that nobody acts with."""
+    weights = {"weights"} if has_own_process(config) else set[str]()
+    return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
+
+
+def _rollout_leaves(config: Config) -> bool:
+    """Tell whether the rollout has weights of its own and ``rollout.enable_offload`` takes them away."""
+    return config.rollout.enable_offload and (config.rollout.backend == "vllm" or has_own_process(config))
+
+
+def _away(config: Config) -> dict[bool, dict[str, frozenset[str]]]:
+    """Return what is not there in a phase, for main memory (False) and GPUs (True).
+
+    What leaves a CPU for main memory is there still.
+    """
+    nothing = frozenset[str]()
+    ends = config.env.enable_offload and config.env.offload_level == "process"
+    acts = frozenset({"rollout weights", "KV cache"}) if _rollout_leaves(config) else nothing
+    trains = _training_only(config) if config.actor.enable_offload else nothing
+    simulators = frozenset({"simulator"}) if ends else nothing
+    done = frozenset({"gradients", "activations", "KV cache"}) if acts else nothing
+    return {
+        False: {"training": simulators, "handover": simulators},
+        True: {"training": acts, "handover": done, "rollouts": trains},
+    }
 
 
 def _of_actor(config: Config, figures: ModelFigures, num_actors: int) -> dict[str, int]:
@@ -309,10 +357,14 @@ def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) 
                 lines.append(f"actor.micro_batch_size of at most {rows}")
             if not actor.gradient_checkpointing:
                 lines.append("actor.gradient_checkpointing=true keeps one input a block")
+        elif component == "rollout weights" and not config.rollout.enable_offload and not config.runner.max_staleness:
+            lines.append("rollout.enable_offload=true keeps them in main memory while the policy trains")
         elif component == "KV cache":
             lines.append("a larger rollout.pipeline_stages decides fewer rows at once")
         elif component in ("simulator", "trajectory buffer"):
             lines.append(f"fewer env.train.total_num_envs than {train.total_num_envs}, or env.num_processes")
+            if component == "simulator" and not config.env.enable_offload and not config.runner.max_staleness:
+                lines.append("env.enable_offload=true ends the simulators while the policy trains")
     return list(dict.fromkeys(lines))
 
 
@@ -323,6 +375,7 @@ def as_plain(plan: MemoryPlan) -> list[Mapping[str, object]]:
             "node": memory.node,
             "device": None if memory.device == HOST else memory.device,
             "needed_bytes": {**memory.needed, "total": memory.total},
+            "phase_bytes": {phase: memory.in_phase(phase) for phase in PHASES},
             "available_bytes": memory.available or None,
             "fits": memory.fits if memory.available else None,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,9 @@ class GroupTrainEngine(TrainEngine):
         places: of the processes; None takes the placement of the configuration.
         launcher: brings them up; None takes processes of this machine.
 
+    Attributes:
+        before_use: called before the policy is read or written, so that whoever took its memory away brings it back.
+
     Raises:
         WorkerError: a process could not be brought up; none is left.
     """
@@ -212,6 +215,7 @@ class GroupTrainEngine(TrainEngine):
         launcher: Launcher | None = None,
     ) -> None:
         self.policy = policy
+        self.before_use: Callable[[], None] = lambda: None
         self.version = 0
         self._counters: dict[str, Any] = {"version": 0, "nonfinite_in_row": 0}
         groups = policy.trainable_groups()
@@ -234,6 +238,7 @@ class GroupTrainEngine(TrainEngine):
         metrics, shuffled, counters = results[0]
         restore_generator(generator, shuffled)
         names = {name: p.numel() * p.element_size() for name, p in self._trained.items()}
+        self.before_use()
         with torch.no_grad():
             for name, tensor in self._stream("policy", names):
                 self._trained[name].copy_(tensor)
@@ -247,16 +252,19 @@ class GroupTrainEngine(TrainEngine):
         return self._call("proximal", batch, algorithm.model_dump_json())[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.before_use()
         yield from self.policy.state_dict().items()
 
     def state_dict(self) -> EngineState:
         """Return weights, optimizer state and counters; all but the weights are copies."""
+        self.before_use()
         inventory = self._call("inventory")[0]
         tensors = {s: dict(self._stream(s, names)) for s, names in inventory.items() if s != "policy"}
         return EngineState({"policy": dict(self.policy.state_dict()), **tensors}, dict(self._counters))
 
     def load_state_dict(self, saved: EngineState) -> None:
         check_fit(saved.tensors, self._shapes)
+        self.before_use()
         mine = self.policy.state_dict()
         self._call("begin_load")
         for section, tensors in saved.tensors.items():
@@ -274,10 +282,8 @@ class GroupTrainEngine(TrainEngine):
 
     def offload(self) -> OffloadReport | None:
         """See ``TrainEngine``; weights leave as well, since what acts has its own. Bytes are those of all processes."""
-        reports = [report for report in self._call("offload") if report is not None]
-        if not reports:
-            return None
-        return OffloadReport(torch.device(reports[0][0]), sum(r[1] for r in reports), sum(r[2] for r in reports))
+        found = [report for report in self._call("offload") if report is not None]
+        return OffloadReport.total([OffloadReport(torch.device(name), *num_bytes) for name, *num_bytes in found])
 
     def check(self) -> None:
         self.group.check()

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from embodrl.config.schema import Config
+from embodrl.envs.offload import SimulatorMemory
 from embodrl.envs.pool import FaultCounts
 from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied
+from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
 from embodrl.models.base import VLAPolicy
@@ -330,6 +333,22 @@ class RolloutGroup(Rollouts):
                     incarnations[rank] = self._incarnations[rank]
                     handle = self.group.call_on(rank, method, *own)
         return answers
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def offload_policies(self) -> OffloadReport | None:
+        found = [answer for answer in self.all("offload_policy") if answer is not None]
+        return OffloadReport.total([OffloadReport(torch.device(name), *num_bytes) for name, *num_bytes in found])
+
+    def offload_simulators(self, end_processes: bool) -> SimulatorMemory | None:
+        found = [answer for answer in self.all("offload_simulators", [end_processes] * self.size) if answer is not None]
+        return SimulatorMemory(sum(b for b, _ in found), sum(a for _, a in found)) if found else None
+
+    def onload(self) -> None:
+        self.all("onload")
+
+    def onload_policy(self) -> None:
+        """The policy of this process does not act, and stays."""
 
     def evaluate(self, video_dir: Path | None) -> EvalResult:
         episodes = np.array_split(np.arange(self.config.env.eval.num_episodes), self.size)

@@ -81,6 +81,7 @@ class RolloutProcess(Worker):
         threads = max(1, num_threads(config) // neighbours)
         self.config, self.share = mine, share
         self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count))
+        self.engine.may_offload = config.rollout.enable_offload
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
         self.evaluator = Evaluator(mine, self.pool, self.engine, should_stop=self._should_stop)
         self._source: RolloutWorker | None = None
@@ -195,6 +196,25 @@ class RolloutProcess(Worker):
     def rebuild(self) -> None:
         """See Player."""
         self.player.rebuild()
+
+    @dispatch()
+    def offload_policy(self) -> tuple[str, int, int] | None:
+        """Take the weights off the device; return the device, and the bytes there before and after."""
+        self.engine.offload()
+        report = self.engine.offload_report
+        return None if report is None else (str(report.device), report.before, report.after)
+
+    @dispatch()
+    def offload_simulators(self, end_processes: bool) -> tuple[int, int] | None:
+        """Take the simulators out of memory; return the bytes before and after."""
+        memory = self.pool.offload(end_processes)
+        return None if memory is None else (memory.before, memory.after)
+
+    @dispatch()
+    def onload(self) -> None:
+        """Bring back weights and simulators."""
+        self.engine.onload()
+        self.pool.onload()
 
     @dispatch()
     def undo(self) -> None:

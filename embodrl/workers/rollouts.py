@@ -6,8 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from embodrl.config.rules.actor import has_own_process
 from embodrl.config.schema import Config
+from embodrl.envs.offload import SimulatorMemory
 from embodrl.envs.pool import FaultCounts
+from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.models.base import VLAPolicy
 from embodrl.workers.env import make_pool
@@ -69,6 +72,22 @@ class Rollouts(ABC):
         """
 
     @abstractmethod
+    def offload_policies(self) -> OffloadReport | None:
+        """Take the weights that only act off their device, with what else acting needs; return what that freed."""
+
+    @abstractmethod
+    def offload_simulators(self, end_processes: bool) -> SimulatorMemory | None:
+        """Take the simulators out of memory; return what that freed. See ``EnvPool.offload``."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Bring back policies and simulators."""
+
+    @abstractmethod
+    def onload_policy(self) -> None:
+        """Bring back the policy of this process."""
+
+    @abstractmethod
     def close(self) -> None:
         """End all processes."""
 
@@ -101,7 +120,8 @@ class LocalRollouts(Rollouts):
         return self.pool.faults
 
     def prepare(self, policy: VLAPolicy, should_stop: Callable[[], bool], keep_frames: bool) -> None:
-        acting = make_rollout_engine(self.config, policy, num_threads(self.config))
+        self.acting = acting = make_rollout_engine(self.config, policy, num_threads(self.config))
+        acting.may_offload = self.config.rollout.enable_offload and has_own_process(self.config)
         self.source = make_rollout_source(self.config, self.pool, acting, should_stop, keep_frames)
         self.evaluator = Evaluator(self.config, self.pool, acting, should_stop=should_stop)
         self._prepared = True
@@ -109,6 +129,20 @@ class LocalRollouts(Rollouts):
     def evaluate(self, video_dir: Path | None) -> EvalResult:
         with self.source.quiet():
             return self.evaluator.run(video_dir)
+
+    def offload_policies(self) -> OffloadReport | None:
+        self.acting.offload()
+        return self.acting.offload_report
+
+    def offload_simulators(self, end_processes: bool) -> SimulatorMemory | None:
+        return self.pool.offload(end_processes)
+
+    def onload(self) -> None:
+        self.acting.onload()
+        self.pool.onload()
+
+    def onload_policy(self) -> None:
+        self.acting.onload()
 
     def close(self) -> None:
         if self._prepared:

@@ -111,6 +111,15 @@ def test_a_saved_state_goes_on_cut_up_otherwise(two: WorkerGroup) -> None:
         assert found["other"] < EQUAL and found["native"] < EQUAL
 
 
+@pytest.mark.parametrize("actor", [{}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor parallel"])
+@pytest.mark.parametrize("reference", [False, True])
+def test_offload_between_updates_changes_no_bit(two: WorkerGroup, actor: dict[str, Any], reference: bool) -> None:
+    config = fsdp_config(actor=actor, algorithm=ALGORITHM | {"kl": {"coef": 0.1 if reference else 0.0}})
+    for apart, left, reports in two.offload(config).result(CALL_S):
+        assert apart == 0 and left == [0, 0, 0]
+        assert all(before > after == 0 for before, after in reports)
+
+
 def test_a_state_of_another_policy_is_refused(two: WorkerGroup) -> None:
     for message in two.refuse(fsdp_config()).result(CALL_S):
         assert "'value_head.out.weight' is (3,) instead of (1, 16)" in message

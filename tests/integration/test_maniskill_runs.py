@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from runs import TINY_POLICY, assert_gone, embodrl, metrics
+from safetensors.torch import load_file
 
 pytest.importorskip("mani_skill")
 pytestmark = [pytest.mark.slow, pytest.mark.sim, pytest.mark.timeout(600)]
@@ -43,3 +44,22 @@ def test_a_killed_and_an_interrupted_run_are_resumed_bit_exactly(tmp_path: Path)
         assert outcome.code == 0, outcome.stderr
         assert f"step_{2 if name == 'killed' else 1}" in outcome.stdout
         assert metrics(run_dir) == whole
+
+
+@pytest.mark.parametrize("level", ["process", "simulator"])
+def test_a_run_whose_simulators_leave_is_the_same(tmp_path: Path, level: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    offload = ("actor.enable_offload=true", "env.enable_offload=true", f"env.offload_level={level}")
+    for name, settings in (("stays", ()), ("leaves", offload)):
+        arguments = (f"runner.output_dir={tmp_path / name}", "runner.max_iterations=2", *settings)
+        outcome = embodrl("train", "--config", config, *arguments)
+        if outcome.code == 1 and "Vulkan" in outcome.stderr:
+            pytest.skip(outcome.stderr)
+        assert outcome.code == 0, outcome.stderr
+    stays, leaves = ([dict(row) for row in metrics(tmp_path / name)] for name in ("stays", "leaves"))
+    told = [{name: row.pop(name) for name in list(row) if name.startswith("memory/")} for row in leaves]
+    assert stays == leaves
+    assert all(row["memory/env_before_mib"] > row["memory/env_after_mib"] for row in told[1:])
+    left, right = (load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("stays", "leaves"))
+    assert all(left[name].equal(right[name]) for name in left | right)

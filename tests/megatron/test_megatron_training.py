@@ -122,6 +122,33 @@ def test_checkpoints_of_parts_are_read_with_layers_cut_otherwise(tmp_path: Path)
         assert any(name.startswith("exp_avg.") for name in saved.tensors["optimizer"])
 
 
+def train_with_offload(distributed: bool) -> list[tuple[int, int]]:
+    """Return bytes before and after, and check that nothing else is different."""
+    if distributed:
+        cuda_names.install()
+    engine, found = megatron_engine(CONFIG, 2, distributed), list[tuple[int, int]]()
+    metrics: list[dict[str, float]] = []
+    for number in range(3):
+        metrics += updates(engine, CONFIG, range(number, number + 1))
+        report = engine.offload()
+        assert report is not None
+        found.append((report.before, report.after))
+        kept = (*engine.policy.parameters(), *engine.leaves.values(), *(engine.reference or []))
+        assert not any(tensor.untyped_storage().nbytes() for tensor in kept)
+    state = copied(engine)
+    stop()
+    straight = megatron_engine(CONFIG, 2, distributed)
+    assert updates(straight, CONFIG, range(3)) == metrics
+    assert equal(copied(straight), state)
+    return found
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicas", "distributed optimizer"])
+def test_offload_between_updates_changes_no_bit(distributed: bool) -> None:
+    for found in on_ranks(2, train_with_offload, distributed):
+        assert all(before > after == 0 for before, after in found)
+
+
 def train_in_bf16(size: int) -> list[dict[str, float]]:
     config = config_of(precision="bf16", gradient_checkpointing=True)
     return updates(megatron_engine(config, size) if size else native_engine(config), config, range(2))

@@ -133,4 +133,28 @@ ALGORITHMS = [
         "rollouts are played while the policy trains",
         ("actor.enable_offload=true", "runner.max_staleness=1"),
     ),
+    Wrong(
+        "simulators that leave beside training",
+        "env.enable_offload",
+        "rollouts are played while the policy trains",
+        ("env.enable_offload=true", "runner.max_staleness=2"),
+    ),
+    Wrong(
+        "rollouts that leave beside training",
+        "rollout.enable_offload",
+        "set it to false, or runner.max_staleness to 0",
+        ("rollout.enable_offload=true", "actor.own_process=true", "runner.max_staleness=1"),
+    ),
+    Wrong(
+        "GPU physics that leaves",
+        "env.enable_offload",
+        "closely, but not to the bit",
+        ("env.enable_offload=true", "env.sim_backend=physx_cuda", "cluster.device=cuda", "env.num_processes=1"),
+    ),
+    Wrong(
+        "offload of what is offloaded",
+        "actor.enable_offload",
+        "in main memory already",
+        ("actor.enable_offload=true", "actor=fsdp", "actor.fsdp.cpu_offload=true", "cluster.device=cuda"),
+    ),
 ]

@@ -18,6 +18,7 @@ from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.sharding import held
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.policy import build_policy, configure_torch
 
@@ -57,6 +58,37 @@ class Comparer(Worker):
             broken = engine.update(batch, advantages, patient, torch.Generator().manual_seed(0))
             results.append([early, {n: value for n, value in broken.items() if not math.isnan(value)}])
         return results[0], results[1]
+
+    @dispatch("one_to_all")
+    def offload(self, config: Config) -> tuple[float, list[int], list[tuple[int, int]]]:
+        """Train with offload between updates and without.
+
+        Returns:
+            the largest difference of metrics and state; how many bytes are left of weights, leaves, moments and
+            reference while they are away; and bytes before and after, an update.
+        """
+        _, batches = self._native("openvla", config, 3)
+        straight, offloaded = self._cut(config), self._cut(config)
+        whole: list[Metrics] = []
+        cut: list[Metrics] = []
+        left: list[int] = []
+        reports: list[tuple[int, int]] = []
+        for batch in batches:
+            whole += update_all(straight, [batch], config)
+            cut += update_all(offloaded, [batch], config)
+            report = offloaded.offload()
+            assert report is not None
+            reports.append((report.before, report.after))
+            kept = (*offloaded.policy.parameters(), *offloaded.leaves.values(), *(offloaded.reference or []))
+            moments = [t for state in offloaded.optimizer.state.values() for t in state.values()]
+            left.append(sum(held(t).untyped_storage().nbytes() for t in (*kept, *moments)))
+        weights = dict(offloaded.weights())  # brings them back
+        assert largest_difference(weights, dict(straight.weights())) == 0
+        offloaded.offload()
+        mine, theirs = offloaded.state_dict().tensors, straight.state_dict().tensors
+        assert mine.keys() == theirs.keys()
+        found = max(largest_difference(mine[section], theirs[section]) for section in theirs)
+        return max(found, difference(cut, whole)), left, reports
 
     @dispatch("one_to_all")
     def go_on(self, config: Config, other: Config) -> dict[str, float]:

@@ -229,6 +229,8 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
             ["env.num_processes=4096", "env.train.total_num_envs=4096", "env.eval.total_num_envs=4096"],
             "env.num_processes",
         ),
+        (["rollout.enable_offload=true"], "rollout.enable_offload"),
+        (["env.offload_level=simulator"], "env.offload_level"),
     ],
 )
 def test_settings_without_effect_are_noted(arguments: list[str], key: str) -> None:

@@ -140,3 +140,41 @@ make_plan(load_config(["cluster=8xh100"], planning=True).config)
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+APART = (*SEVEN_B, "actor.own_process=true", "actor.param_dtype=bf16", "actor.micro_batch_size=4")
+
+
+def test_what_leaves_between_phases_counts_once():
+    stays = plan_of(*APART)
+    leaves = plan_of(*APART, "actor.enable_offload=true", "rollout.enable_offload=true", "env.enable_offload=true")
+    gpu = memory_of(leaves, 0)
+    assert gpu.needed == memory_of(stays, 0).needed
+    assert memory_of(stays, 0).total == sum(gpu.needed.values())
+    trains = [gpu.needed[name] for name in ("weights", "gradients", "optimizer", "reference", "activations")]
+    acts = [gpu.needed[name] for name in ("rollout weights", "KV cache")]
+    assert gpu.in_phase("training") == sum(trains) and gpu.in_phase("rollouts") == sum(acts)
+    kept = [gpu.needed[name] for name in ("weights", "optimizer", "reference")]
+    assert gpu.in_phase("handover") == sum(kept) + gpu.needed["rollout weights"]
+    assert gpu.total == max(gpu.in_phase(phase) for phase in ("training", "handover", "rollouts")) == sum(trains)
+    host, before = memory_of(leaves, HOST), memory_of(stays, HOST)
+    assert host.needed["offloaded"] == sum(kept) + gpu.needed["rollout weights"]
+    assert host.in_phase("training") == sum(host.needed.values()) - host.needed["simulator"]
+    assert before.total == sum(before.needed.values()) == host.total - host.needed["offloaded"]
+
+
+def test_shared_weights_stay_on_the_gpu():
+    plan = plan_of(*SEVEN_B, "actor.micro_batch_size=1", "actor.enable_offload=true")
+    gpu = memory_of(plan, 0)
+    assert gpu.in_phase("rollouts") == gpu.needed["weights"] + gpu.needed["KV cache"]
+    assert memory_of(plan, HOST).needed["offloaded"] == gpu.needed["optimizer"] + gpu.needed["reference"]
+
+
+def test_on_a_cpu_only_simulators_leave_memory():
+    plan = plan_of("cluster=laptop", "actor.enable_offload=true", "env.enable_offload=true")
+    host = memory_of(plan, HOST)
+    assert "offloaded" not in host.needed
+    assert host.total == host.in_phase("rollouts") == sum(host.needed.values())
+    assert host.in_phase("training") == host.total - host.needed["simulator"]
+    kept = plan_of("cluster=laptop", "env.enable_offload=true", "env.offload_level=simulator")
+    assert memory_of(kept, HOST).in_phase("training") == memory_of(kept, HOST).total

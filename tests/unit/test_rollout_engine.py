@@ -74,3 +74,48 @@ def test_rows_on_different_threads_draw_different_numbers():
 def test_a_state_of_another_number_of_threads_is_refused():
     with pytest.raises(ValueError):
         engine_of(2).set_random_state(engine_of(1).random_state())
+
+
+def offloading_engine(may_offload=True):
+    config = RolloutConfig(precision="fp32", enable_offload=True)
+    engine = NativeRolloutEngine(StatePolicy(), config, SamplingConfig(temperature=0.5), 0)
+    engine.may_offload = may_offload
+    return engine
+
+
+def sizes_of(engine):
+    return {p.untyped_storage().nbytes() for p in engine.policy.parameters()}
+
+
+def test_weights_leave_and_come_back_when_actions_are_asked_for():
+    engine, twin = offloading_engine(), engine_of(1)
+    num_bytes = sum(p.numel() * 4 for p in engine.policy.parameters())
+    assert engine.offload_report is None
+    for ask in (lambda e: e.act(OBSERVATION, True).values, lambda e: e.values(OBSERVATION)):
+        engine.offload()
+        assert sizes_of(engine) == {0}
+        assert (engine.offload_report.before, engine.offload_report.after) == (num_bytes, 0)
+        assert torch.equal(ask(engine), ask(twin))
+        assert 0 not in sizes_of(engine)
+
+
+def test_weights_come_back_before_new_ones_arrive():
+    engine, source = offloading_engine(), StatePolicy()
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(1.0)
+    engine.offload()
+
+    def stream():
+        engine.onload()  # as a train engine does that shares the policy
+        yield from source.named_parameters()
+
+    engine.update_weights(stream(), 5)
+    assert engine.version == 5
+    assert all(torch.equal(p, dict(source.named_parameters())[name]) for name, p in engine.policy.named_parameters())
+
+
+def test_weights_that_others_need_stay():
+    engine = offloading_engine(may_offload=False)
+    engine.offload()
+    assert 0 not in sizes_of(engine) and engine.offload_report is None

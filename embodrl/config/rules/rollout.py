@@ -87,16 +87,6 @@ def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
         yield Finding("runner.max_staleness", message, remedy, "0", others=(BACKEND,))
 
 
-@rule(BACKEND, "rollout.vllm.sleep", "cluster.device")
-def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
-    """Only CUDA has a sleep mode."""
-    config = context.config
-    if config.rollout.backend == "vllm" and config.rollout.vllm.sleep and config.cluster.device == "cpu":
-        message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
-        remedy = "set it to false, or cluster.device=cuda"
-        yield Finding("rollout.vllm.sleep", message, remedy, "false", others=("cluster.device",))
-
-
 @note(BACKEND, "rollout.vllm")
 def vllm_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that only matter with vLLM."""

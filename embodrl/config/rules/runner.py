@@ -57,21 +57,6 @@ def wandb_is_installed(context: Context) -> Iterator[Finding]:
         yield Finding("runner.logger.wandb_project", "the project has no name", "give one, e.g. embodrl", "text")
 
 
-@rule("actor.enable_offload", "runner.max_staleness")
-def offload_needs_turns(context: Context) -> Iterator[Finding]:
-    """What training needs can leave the device only while nothing trains."""
-    config = context.config
-    if config.actor.enable_offload and config.runner.max_staleness:
-        yield Finding(
-            "actor.enable_offload",
-            f"is true, and with runner.max_staleness = {config.runner.max_staleness} rollouts are played while the"
-            " policy trains",
-            "set it to false, or runner.max_staleness to 0",
-            "false",
-            others=("runner.max_staleness",),
-        )
-
-
 @rule("sft")
 def sft_warm_up_ends(context: Context) -> Iterator[Finding]:
     """The warm-up is shorter than the fine-tuning."""

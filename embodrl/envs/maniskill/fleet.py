@@ -204,7 +204,10 @@ class Fleet:
         """Return all that ``set_state`` needs."""
         if self._batched is not None:
             return {"task_id": self.task_id, "physics": self._batched.get_state()}
-        scenes = [{"key": list(key), "journal": self._journals[key].to_arrays()} for key in self._sims]
+        scenes = [
+            {"key": list(key), "journal": self._journals[key].to_arrays(), "mark": self._marks.get(key)}
+            for key in self._sims
+        ]
         return {"task_id": self.task_id, "scenes": scenes}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -215,9 +218,11 @@ class Fleet:
             return
         for sim in self._sims.values():
             sim.close()
-        self._sims, self._journals = {}, {}
+        self._sims, self._journals, self._marks = {}, {}, {}
         for scene in state["scenes"]:
             row, task = scene["key"]
+            if scene.get("mark") is not None:  # a checkpoint of an earlier version has none
+                self._marks[row, task] = scene["mark"]
             self._sims[row, task] = ManiSkillSim(self.tasks[task], 1, **self._kwargs)
             self._journals[row, task] = Journal.replay(scene["journal"], self._sims[row, task])
 

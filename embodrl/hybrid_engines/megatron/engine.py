@@ -72,6 +72,11 @@ class MegatronTrainEngine(SharedTrainEngine):
         # Of an optimizer, the update uses what the two have in common.
         return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
 
+    def offloadable(self) -> Iterator[Tensor]:
+        yield from super().offloadable()
+        if self.zero is not None:
+            yield from self.zero.memory()
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def _clip_gradients(self) -> float:
@@ -125,6 +130,7 @@ class MegatronTrainEngine(SharedTrainEngine):
 
     def _parts(self, section: str, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield what this process holds of a section by public names, one after the other; all by default."""
+        self.onload()
         if section != "optimizer":
             yield from publish(self._holders(section), self.pieces, self.tensor_mesh, wanted)
             return
@@ -148,6 +154,7 @@ class MegatronTrainEngine(SharedTrainEngine):
         return {section: dict(self._parts(section)) for section in sections}
 
     def inventory(self) -> dict[str, dict[str, int]]:
+        self.onload()
         found: dict[str, dict[str, int]] = {"policy": {}, "optimizer": {}}
         for section in ("policy", "reference"):
             for name, holder in self._holders(section).items():
@@ -210,6 +217,7 @@ class MegatronTrainEngine(SharedTrainEngine):
             name: public; of a moment with the moment's in front.
             part: see ``layout.Piece.cut``; how many steps were taken is whole.
         """
+        self.onload()
         if section == "optimizer":
             key, _, owner = name.partition(".")
             self._put_moment(key, owner, part.to(self.device))

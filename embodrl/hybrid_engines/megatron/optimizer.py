@@ -8,6 +8,7 @@ megatron-core allocates the buffers on ``torch.cuda.current_device()``, so that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -101,6 +102,11 @@ class DistributedAdamW:
     def take_weights(self) -> None:
         """Copy the weights, which were loaded, into the stretches."""
         self.inner.reload_model_params()
+
+    def memory(self) -> Iterator[Tensor]:
+        """Yield the buffers that megatron-core keeps for weights and gradients."""
+        for buffer in self.buffers.buffers:
+            yield from (data for data in (buffer.param_data, buffer.grad_data) if data is not None)
 
     def span(self, parameter: nn.Parameter) -> slice:
         """Return which elements of a parameter this process's stretch has; empty where it has none."""

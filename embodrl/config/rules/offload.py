@@ -1,0 +1,81 @@
+"""What leaves memory between the phases of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from embodrl.config.placement import PlacementError
+from embodrl.config.rules.actor import has_own_process
+from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.rollout_processes import has_rollout_processes
+
+ACTOR, ROLLOUT, ENV, LEVEL = "actor.enable_offload", "rollout.enable_offload", "env.enable_offload", "env.offload_level"
+
+
+@rule(ACTOR, ROLLOUT, ENV, "runner.max_staleness")
+def offload_needs_turns(context: Context) -> Iterator[Finding]:
+    """What a phase does not need can leave only where phases take turns."""
+    config = context.config
+    keys = {ACTOR: config.actor.enable_offload, ROLLOUT: config.rollout.enable_offload, ENV: config.env.enable_offload}
+    if not config.runner.max_staleness:
+        return
+    for key in (key for key, wanted in keys.items() if wanted):
+        yield Finding(
+            key,
+            f"is true, and with runner.max_staleness = {config.runner.max_staleness} rollouts are played while the"
+            " policy trains",
+            "set it to false, or runner.max_staleness to 0",
+            "false",
+            others=("runner.max_staleness",),
+        )
+
+
+@rule(ROLLOUT, "rollout.backend", "cluster.device")
+def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
+    """Only CUDA has a sleep mode of vLLM."""
+    config = context.config
+    if config.rollout.backend == "vllm" and config.rollout.enable_offload and config.cluster.device == "cpu":
+        message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
+        remedy = "set it to false, or cluster.device=cuda, or rollout.backend=huggingface"
+        yield Finding(ROLLOUT, message, remedy, "false", others=("cluster.device", "rollout.backend"))
+
+
+@rule(ENV, "env.env_type", "env.sim_backend")
+def simulators_come_back_to_the_bit(context: Context) -> Iterator[Finding]:
+    """GPU physics comes back closely, not to the bit."""
+    env = context.config.env
+    if env.enable_offload and env.env_type == "maniskill" and env.sim_backend == "physx_cuda":
+        message = "is true, and physx_cuda comes back from a saved state closely, but not to the bit"
+        remedy = "set it to false, or env.sim_backend=physx_cpu"
+        yield Finding(ENV, message, remedy, "false", others=("env.sim_backend",))
+
+
+@rule(ACTOR, "actor.fsdp.cpu_offload")
+def main_memory_has_no_offload(context: Context) -> Iterator[Finding]:
+    """What is in main memory already has nowhere to go."""
+    actor = context.config.actor
+    if actor.training_backend == "fsdp" and actor.enable_offload and actor.fsdp.cpu_offload:
+        message = "is true, and with actor.fsdp.cpu_offload all that trains is in main memory already"
+        yield Finding(ACTOR, message, "set one of the two to false", "false", others=("actor.fsdp.cpu_offload",))
+
+
+@note(ROLLOUT, "rollout.backend", "rollout.own_process", "actor", "cluster", "env.num_processes")
+def shared_weights_stay(context: Context) -> Iterator[Finding]:
+    """Weights that both act and train are needed in every phase."""
+    config = context.config
+    if not config.rollout.enable_offload or config.rollout.backend != "huggingface":
+        return
+    try:
+        shared = not (has_own_process(config) or has_rollout_processes(config))
+    except (PlacementError, KeyError):
+        return  # told by others
+    if shared:
+        message = "has no effect: the rollout acts with the weights that train, which every phase needs"
+        yield Finding(ROLLOUT, message, "leave it out, or set actor.own_process=true")
+
+
+@note(ENV, LEVEL)
+def offload_level_needs_offload(context: Context) -> Iterator[Finding]:
+    """A level of what does not happen."""
+    if context.by_user(LEVEL) and not context.config.env.enable_offload:
+        yield Finding(LEVEL, "has no effect: env.enable_offload is false", f"leave it out, or set {ENV}=true")
