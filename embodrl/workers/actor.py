@@ -302,8 +302,8 @@ class GroupTrainEngine(TrainEngine):
         Raises:
             WorkerError: one died or raised.
         """
-        self.group.check()
         try:
+            self.group.check()
             return self.group.call(method, *args).result()
         except WorkerError:
             self.group.kill()

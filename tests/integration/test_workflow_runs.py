@@ -35,6 +35,9 @@ class Fixed:
     def row_generators(self, seeds: Any) -> None:
         return None
 
+    def offload(self) -> None:
+        """There is nothing to free."""
+
     def random_state(self) -> list[str]:
         return []
 
