@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import struct
@@ -9,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _BLOCK = 16 * 2**20
@@ -55,9 +54,13 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryv
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor, on the CPU and contiguous; a copy only where it is not so already."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return array.data
+    flat = tensor.detach().to("cpu").contiguous()
+    if not flat.numel():
+        return memoryview(b"")
+    # Not Tensor.numpy(), after which the memory could never be given up again.
+    memory: Any = (ctypes.c_uint8 * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
+    memory.tensor = flat  # as long as somebody looks at it
+    return memoryview(memory).cast("B")
 
 
 def write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> int:

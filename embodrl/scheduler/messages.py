@@ -19,6 +19,7 @@ from torch import Tensor
 from embodrl import types
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
+from embodrl.data.files import raw_bytes
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import MessageError
 
@@ -95,7 +96,7 @@ def _blob(array: Blob, blobs: list[Blob]) -> int:
 def _describe_tensor(value: Tensor, blobs: list[Blob], where: str) -> Any:
     if value.layout != torch.strided or value.is_quantized:
         raise MessageError(f"{where} is a {value.layout} tensor", "send a dense tensor")
-    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw = np.frombuffer(raw_bytes(value), np.uint8)
     return {"tensor": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "blob": _blob(raw, blobs)}
 
 

@@ -1,9 +1,13 @@
 """Tensors that leave the device come back to the bit, as the same tensors."""
 
+import struct
+
 import pytest
 import torch
 
+from embodrl.data.files import raw_bytes
 from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
+from embodrl.scheduler.messages import pack
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -54,3 +58,15 @@ def test_memory_of_others_stays(tmp_path):
     offload = Offload(lambda: [shared])
     assert offload.offload() is None
     assert shared.sum() == 100
+
+
+def test_what_was_written_or_sent_can_still_leave() -> None:
+    """Tensor.numpy() would have made it stay for good, silently."""
+    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    assert bytes(raw_bytes(tensor.t())) == tensor.t().contiguous().numpy().tobytes()
+    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    data = raw_bytes(tensor)
+    assert bytes(data) == struct.pack("6f", *range(6)) and len(raw_bytes(tensor[:0])) == 0
+    pack(tensor)
+    report = Offload(lambda: [tensor]).offload()
+    assert report is not None and report.before == 24 and report.after == 0
