@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import subprocess
@@ -13,14 +12,14 @@ import numpy as np
 
 from embodrl.config.isolated import installed_python
 from embodrl.envs.manager import EnvManager, EnvTimeouts
+from embodrl.envs.mujoco_scene import GL_REMEDY
 from embodrl.errors import EnvError, MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
+from embodrl.scheduler.simulators import missing_gl
 
 INSTALL = "embodrl env install libero"
 ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
-# Library -> Debian and Ubuntu packages that bring it and a driver behind it.
-LIBRARIES = {"libEGL.so.1": "libegl1 libegl-mesa0", "libOSMesa.so.8": "libosmesa6"}
 CHECK_TIMEOUT_S = 300.0
 _PROBE = (
     "import importlib.util as u, pathlib; s = u.find_spec('libero'); "
@@ -54,17 +53,9 @@ def problems(python: str | None, assets: str | None) -> list[tuple[str, str]]:
         found.append(("no folder of LIBERO's assets is named", ASSETS))
     elif not (folder / "scenes").is_dir():
         found.append((f"LIBERO's assets are not in {folder}", ASSETS))
-    if not any(_loads(library) for library in LIBRARIES):
-        found.append(("neither libEGL nor libOSMesa can be loaded", f"apt install {LIBRARIES['libEGL.so.1']}"))
+    if missing_gl():
+        found.append((missing_gl(), GL_REMEDY))
     return found
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 def preflight_libero(python: str | None, assets: str | None) -> None:

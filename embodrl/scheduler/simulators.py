@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.util
 import json
 import os
@@ -10,7 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
-from embodrl.envs.mujoco_scene import GL_LIBRARIES, GL_REMEDY
+from embodrl.envs.mujoco_scene import GL_LIBRARIES, GL_REMEDY, loads
 from embodrl.errors import MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
@@ -50,9 +49,9 @@ def check_packages(env_type: str) -> Finding:
 
 def missing_gl() -> str:
     """Return what keeps MuJoCo from drawing, as far as files tell; "" for nothing."""
-    if os.environ.get("MUJOCO_GL") or any(ctypes.util.find_library(library) for library in GL_LIBRARIES.values()):
+    if os.environ.get("MUJOCO_GL") or any(map(loads, GL_LIBRARIES.values())):
         return ""
-    return "neither libEGL nor libOSMesa is installed"
+    return "neither libEGL nor libOSMesa can be loaded"
 
 
 def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:

@@ -7,6 +7,7 @@ from typing import Any
 
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config
+from embodrl.envs.faults import Bounds
 from embodrl.envs.manager import EnvTimeouts
 from embodrl.envs.pool import EnvPool
 from embodrl.registry import ENVS
@@ -90,4 +91,6 @@ def make_pool(
         timeouts=EnvTimeouts(env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s),
         log_dir=log_dir,
         extensions=config.extensions,
+        max_restarts=env.max_restarts,
+        bounds=Bounds(env.max_abs_reward, env.max_abs_state),
     )

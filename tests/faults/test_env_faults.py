@@ -230,6 +230,41 @@ def test_a_request_within_an_episode_does_not_hide_that_it_is_lost(tmp_path):
         assert pool.faults.restarts == 0
 
 
+def test_a_process_started_anew_is_told_what_was_asked_of_the_one_before(tmp_path):
+    with faulty_pool("kill", tmp_path / "fired", max_episode_steps=6) as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        pool.call("set_auto_reset", {"value": False})
+        actions = np.zeros((4, 3, 7), np.float32)
+        pool.step(actions)
+        assert not pool.step(actions).valid[:2].any() and pool.faults.restarts == 1
+        pool.step(actions)
+        ended = pool.step(actions, copy=True)  # the sixth step of the new episodes
+        assert ended.done[:2].all()
+        np.testing.assert_array_equal(ended.observation.images[:2], ended.final_observation.images[:2])
+
+
+def test_a_request_that_finds_its_process_dead_leaves_the_others_in_order(tmp_path):
+    with faulty_pool("none", tmp_path / "fired") as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        pid = pool.managers[0].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        for _ in range(2):
+            with pytest.raises(EnvWorkerDied):
+                pool.call("expert_actions")
+        first = pool.reset(np.arange(10, 14), np.ones(4, np.int32), copy=True)  # not to the seeds that it had
+        assert pool.faults.restarts == 1 and pool.faults.lost_episodes == 0
+        np.testing.assert_array_equal(pool.reset(np.arange(10, 14), np.ones(4, np.int32)).images, first.images)
+        pid = pool.managers[1].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        with pytest.raises(EnvWorkerDied):
+            pool.call_one(1, "expert_actions")
+        step = pool.step(np.zeros((4, 3, 7), np.float32))
+        assert step.valid.any(axis=1).tolist() == [True, True, False, False]
+        assert pool.faults.restarts == 2 and pool.faults.lost_episodes == 2
+
+
 def test_a_request_that_raises_is_not_repeated(tmp_path):
     with faulty_pool("none", tmp_path / "fired") as pool:
         pool.reset(np.arange(4), np.zeros(4, np.int32))
