@@ -5,22 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import time
 from pathlib import Path
 
-import numpy as np
-
 from embodrl.config.isolated import installed_python
-from embodrl.envs.manager import EnvManager, EnvTimeouts
 from embodrl.envs.mujoco_scene import GL_REMEDY
-from embodrl.errors import EnvError, MissingDependencyError
+from embodrl.errors import MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
-from embodrl.scheduler.simulators import missing_gl
+from embodrl.scheduler.simulators import draw_frame, missing_gl
 
 INSTALL = "embodrl env install libero"
 ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
-CHECK_TIMEOUT_S = 300.0
 _PROBE = (
     "import importlib.util as u, pathlib; s = u.find_spec('libero'); "
     "print(pathlib.Path(s.submodule_search_locations[0]) / 'libero' if s else '')"
@@ -89,24 +84,11 @@ def check_libero() -> Finding:
         return Finding("LIBERO", "warning", message, remedy)
     suite, facts = next(iter(ENVS.entry("libero").facts["suites"].items()))
     kwargs = {
-        "num_envs": 1,
         "suite": suite,
         "tasks": [next(iter(facts["tasks"]))],
         "cameras": [{"name": "agentview", "height": 64, "width": 64}],
         "settle_steps": 0,
         "max_episode_steps": 1,
     }
-    timeouts = EnvTimeouts(CHECK_TIMEOUT_S, CHECK_TIMEOUT_S, CHECK_TIMEOUT_S)
     interpreter = None if python is None else str(python)
-    start = time.monotonic()
-    try:
-        with EnvManager("libero", kwargs, name="doctor", python=interpreter, timeouts=timeouts) as manager:
-            picture = manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images
-            contrast = float(picture.std())
-    except EnvError as error:
-        lines = [line for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
-        return Finding("LIBERO", "error", lines[-1].strip(), error.remedy or f"{INSTALL} --force")
-    if contrast == 0:
-        return Finding("LIBERO", "error", "it draws an empty picture", "try MUJOCO_GL=osmesa, or another driver")
-    where = python or "this environment"
-    return Finding("LIBERO", "ok", f"one environment and one frame in {time.monotonic() - start:.1f} s ({where})")
+    return draw_frame("LIBERO", "libero", kwargs, interpreter, remedy=f"{INSTALL} --force")
