@@ -67,6 +67,14 @@ class Bounds:
         return bad
 
 
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames of an error that is dealt with: they hold the memory of a process that is gone."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+
+
 def _beyond(values: NDArray[np.float32], bound: float) -> NDArray[np.bool_]:
     """Return ``bool[B]`` of ``float32[B,N]``; a comparison with a number that is not one is False."""
     return ~(np.abs(values) <= bound).all(axis=1)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.faults import Bounds, FaultCounts, end_as_invalid, lost_step
+from embodrl.envs.faults import Bounds, FaultCounts, end_as_invalid, forget_frames, lost_step
 from embodrl.envs.manager import EnvManager
 from embodrl.envs.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
@@ -387,6 +387,7 @@ class EnvPool:
                     error.remedy,
                 ) from error
             logger.warning("restart %d of %d: %s", self.faults.restarts, self.max_restarts, error.message)
+            forget_frames(error)
             try:
                 manager.restart()
                 for method, arguments in self._lasting.items():
