@@ -171,10 +171,11 @@ def preflight(env_type: str, python: str | None = None) -> None:
     """
     missing = missing_packages(env_type, python)
     if missing:
+        extra = ENVS.entry(env_type).facts.get("extra")  # one of the user's own has none
+        install = f"pip install 'embodrl[{extra}]'" if extra else f"install {', '.join(missing)}"
         raise MissingDependencyError(
             f"env.env_type {env_type} needs {', '.join(missing)}, which {python or 'this environment'} has not",
-            f"pip install 'embodrl[{ENVS.entry(env_type).facts['extra']}]', or set env.python to an interpreter that"
-            " has it",
+            f"{install}, or set env.python to an interpreter that has it",
         )
     if env_type == "metaworld" and missing_gl():
         raise MissingDependencyError(f"MuJoCo can't draw: {missing_gl()}", GL_REMEDY)
