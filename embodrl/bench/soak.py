@@ -33,6 +33,7 @@ SAMPLE_S = 2.0
 STOPPED_PART = 0.25  # of the faults: stopped, not killed
 NUM_ENVS, STEPS, CHUNK = 8, 40, 5
 END_S = 300.0
+WARM_ITERATIONS = 3  # before the time counts, and before the first fault
 SETTINGS = (
     "model=openvla",
     f"model.num_action_chunks={CHUNK}",
@@ -46,6 +47,7 @@ SETTINGS = (
     "env.max_restarts=1000000",
     f"actor.global_batch_size={NUM_ENVS * STEPS // CHUNK}",
     "actor.micro_batch_size=16",
+    "actor.optim.critic_warmup_iterations=0",  # what training needs is there from the first iteration on
     "runner.max_iterations=1000000",
     "runner.eval_interval=0",
     "runner.eval_at_start=false",
@@ -118,9 +120,9 @@ class Soak:
         self._launch("train", f"runner.output_dir={self.run_dir}", *SETTINGS, *self.plan.settings)
         every = self.plan.kill_training_every_s
         try:
-            while not read_metrics(self.run_dir / METRICS_FILE) and self._process.poll() is None:
+            while len(read_metrics(self.run_dir / METRICS_FILE)) < WARM_ITERATIONS and self._process.poll() is None:
                 time.sleep(POLL_S)
-            self._start = time.monotonic()  # of the soak: the first iteration is done
+            self._start = time.monotonic()
             end = self._start + 60 * self.plan.minutes
             next_fault, next_sample = self._next_fault(), self._start
             next_death = self._start + every if every else float("inf")

@@ -258,7 +258,7 @@ class EnvPool:
                 raise
             fault: EnvError = error
         while True:
-            self._last[rank] = self._recover(rank, fault)
+            self._last[rank] = copy_observation(self._recover(rank, fault))  # a view would hold the memory for long
             try:
                 return (again or request)(manager)
             except _LOSSES as error:
