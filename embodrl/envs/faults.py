@@ -77,7 +77,7 @@ def forget_frames(error: BaseException) -> None:
 
 def _beyond(values: NDArray[np.float32], bound: float) -> NDArray[np.bool_]:
     """Return ``bool[B]`` of ``float32[B,N]``; a comparison with a number that is not one is False."""
-    return ~(np.abs(values) <= bound).all(axis=1)
+    return np.asarray(~(np.abs(values) <= bound).all(axis=1))
 
 
 def lost_step(

@@ -222,6 +222,7 @@ def test_random_faults_in_both_processes_neither_hang_nor_break_anything(
         late: list[bool] = []
         for rank, manager in enumerate(shared.managers):
             fault = dice.choice(["none", "kill", "stop", "kill during", "slow start", *inside])
+            manager.timeouts = EnvTimeouts(**PATIENT)
             certain = fault not in ("none", "kill during")  # which may come after the end of the chunk
             hit[2 * rank : 2 * rank + 2] = certain
             if fault in inside:
@@ -249,6 +250,8 @@ def test_random_faults_in_both_processes_neither_hang_nor_break_anything(
         assert not step.reward[gone].any() and not step.valid[gone].any()
         assert (np.abs(step.reward) < 1e6).all() and (np.abs(step.observation.state) < 1e6).all()
         assert step.observation.images.any(axis=(1, 2, 3, 4)).all()
+    for manager in shared.managers:
+        manager.timeouts = EnvTimeouts(**PATIENT)
     shared.reset(SEEDS, TASKS)  # what was killed after its last chunk
     assert shared.step(actions(shared)).valid.all()
 
