@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import secrets
 import signal
 import subprocess
@@ -236,7 +237,9 @@ def judge(soak: Soak, processes: int = 2) -> list[Check]:
     if len(record.samples) < 2:
         return [*checks, Check("samples", False, f"{len(record.samples)}: it ended too soon, see output.log")]
     checks += [*check_memory(record.samples), *check_leaks(record.samples, processes)]
-    return [*checks, *check_steps(rows, NUM_ENVS * STEPS, CHUNK), check_faults(rows, sent, record.resumed)]
+    log = (soak.plan.output / "output.log").read_text(errors="replace")
+    faults = check_faults(len(re.findall(r"restart \d+ of", log)), sent, processes * (1 + record.resumed))
+    return [*checks, *check_steps(rows, NUM_ENVS * STEPS, CHUNK), faults]
 
 
 def draw(record: Record, path: Path, title: str) -> None:

@@ -54,8 +54,7 @@ def test_every_step_is_counted_but_those_lost() -> None:
 
 
 def test_every_fault_costs_a_restart() -> None:
-    assert check_faults([row(1, 100, restarts=5)], 6, 0).passed
-    assert not check_faults([row(1, 100, restarts=3)], 6, 0).passed
-    assert not check_faults([row(1, 100, restarts=7)], 6, 0).passed
-    assert check_faults([row(1, 100, restarts=3)], 6, 1).passed
-    assert not check_faults([row(1, 100)], 0, 0).passed
+    assert check_faults(16, 16, 2).passed and check_faults(14, 16, 2).passed
+    assert not check_faults(13, 16, 2).passed  # one was not noticed
+    assert not check_faults(17, 16, 2).passed  # something else failed
+    assert not check_faults(0, 0, 2).passed
