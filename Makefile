@@ -9,7 +9,7 @@ ARGS ?=
 PYTEST_WORKERS ?= 2
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-megatron test-vllm lint format warm-start clean
+.PHONY: help setup train test test-megatron test-vllm soak lint format warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -32,6 +32,13 @@ test-megatron: setup ## install megatron-core, too, and run its tests
 test-vllm: ## make .venv-vllm with vLLM for CPUs and run its tests there
 	@scripts/setup_vllm.sh
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 0 tests/vllm $(ARGS)
+
+# SOAK_ENV is any arguments of `embodrl train`; SOAK_ARGS are options of benchmarks/soak.py.
+SOAK_MINUTES ?= 120
+SOAK_ENV ?= env=toy env.step_timeout_s=20
+SOAK_ARGS ?=
+soak: setup ## train for two hours while simulators are killed at random (SOAK_MINUTES=10, SOAK_ENV="env=maniskill")
+	@$(BIN)/python benchmarks/soak.py --minutes $(SOAK_MINUTES) $(SOAK_ARGS) $(SOAK_ENV)
 
 lint: setup ## style, types, layers, sizes
 	@scripts/lint.sh

@@ -6,24 +6,35 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli.common import Debug, execute
+from embodrl.cli.common import Debug, Overrides, execute
 
 
 def doctor(
+    overrides: Overrides = None,
     json_output: Annotated[bool, typer.Option("--json", help="one JSON object in place of tables")] = False,
     debug: Debug = False,
 ) -> None:
     """Check this machine: packages, Vulkan driver, GPU, disk. Exits 0 if training can run, else 1.
 
+    With ARGS, one environment of that configuration is made and one frame drawn, too, in the interpreter that
+    env.python names.
+
     \b
     Examples:
       embodrl doctor
       embodrl doctor --json
+      embodrl doctor env=metaworld env.python=/path/to/python
     """
 
     def action() -> int | None:
         from embodrl.scheduler.doctor import run_doctor
 
-        return run_doctor(json_output=json_output)
+        if not overrides:
+            return run_doctor(json_output=json_output)
+        from embodrl.config import load_config
+        from embodrl.workers.env import try_simulator
+
+        config = load_config(overrides).config
+        return run_doctor(json_output=json_output, further=lambda: try_simulator(config))
 
     execute(action, debug)

@@ -19,7 +19,10 @@ AUTO = "auto"
 KEY = "env.num_processes"
 MAX_CANDIDATES = 4
 # Settings of section env that do not change how fast a step is.
-WITHOUT_EFFECT = ("num_processes", "train", "eval", "video", "start_timeout_s", "reset_timeout_s", "step_timeout_s")
+WITHOUT_EFFECT = (
+    *("num_processes", "train", "eval", "video", "start_timeout_s", "reset_timeout_s", "step_timeout_s"),
+    *("max_restarts", "max_abs_reward", "max_abs_state"),
+)
 USED = ("env.train.total_num_envs", "env.eval.total_num_envs", "algorithm.group_size", "rollout.pipeline_stages")
 
 

@@ -181,6 +181,16 @@ class EnvConfig(Section):
     start_timeout_s: PositiveFloat = Field(default=180.0, description="seconds a process may take to come up")
     reset_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a reset may take")
     step_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a chunk may take")
+    max_restarts: NonNegativeInt = Field(
+        default=10,
+        description="processes that died, hung or raised and are started anew; one more stops the run",
+    )
+    max_abs_reward: PositiveFloat = Field(
+        default=1e6, description="a reward beyond it is taken for a fault of the simulator, as one that is no number is"
+    )
+    max_abs_state: PositiveFloat = Field(
+        default=1e6, description="the same of each number of the robot's state; see include_state"
+    )
     train: EnvTrainConfig = Field(default=EnvTrainConfig(), description="environments that gather experience")
     eval: EnvEvalConfig = Field(default=EnvEvalConfig(), description="environments that measure the policy")
     video: VideoConfig = Field(default=VideoConfig(), description="evaluation videos")

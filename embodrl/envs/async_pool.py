@@ -137,7 +137,7 @@ class _Process:
             return False
         self.lost.discard(request.row)
         self.playing.discard(request.row)
-        self.pool.faults.lost_episodes += 1
+        self.pool.faults.count("lost_episodes")
         self._settle(request, None)
         return True
 

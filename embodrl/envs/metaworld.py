@@ -58,6 +58,7 @@ class MetaWorldSimulator(Simulator):
         except ImportError as error:
             raise MissingDependencyError(f"Meta-World can't be imported: {error}", REMEDY) from error
         self.instruction = INSTRUCTIONS[task]
+        self._mujoco: Any = import_module("mujoco")
         self._task = task
         env = environments[task]()
         env._set_task_called = True
@@ -82,6 +83,8 @@ class MetaWorldSimulator(Simulator):
         self._env.seed(seed)
         self._obs, _ = self._env.reset()
         self._expert = None
+        # Meta-World moves the marks of the goal last: without this, they are drawn where the episode before had them.
+        self._mujoco.mj_kinematics(self._env.model, self._env.data)
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
         """See Simulator."""

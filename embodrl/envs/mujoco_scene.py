@@ -5,8 +5,7 @@ Legend: H x W image.
 
 from __future__ import annotations
 
-import copy
-import ctypes.util
+import ctypes
 import math
 import os
 from functools import cache
@@ -16,14 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.mujoco_meshes import lighten_meshes
 from embodrl.errors import EnvError, MissingDependencyError
 
 RENDER_DETAILS = ("auto", "full", "fast")
-GL_LIBRARIES = {"egl": "EGL", "osmesa": "OSMesa"}
+GL_LIBRARIES = {"egl": "libEGL.so.1", "osmesa": "libOSMesa.so.8"}
 GL_REMEDY = "apt install libegl1 libegl-mesa0 (or libosmesa6, for MUJOCO_GL=osmesa)"
-MIN_TRIANGLES = 1000
-"""Meshes up to this size are drawn as they are."""
-REDUCTION = 0.85
 _SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast", "software")
 
 
@@ -36,15 +33,23 @@ def choose_gl(required: bool = True) -> str:
     Raises:
         MissingDependencyError: there is neither, and one is required.
     """
-    found = [name for name, library in GL_LIBRARIES.items() if ctypes.util.find_library(library)]
-    chosen = os.environ.get("MUJOCO_GL") or next(iter(found), "")
+    chosen = os.environ.get("MUJOCO_GL") or next((name for name, lib in GL_LIBRARIES.items() if loads(lib)), "")
     if not chosen and not required:
         return ""
     if not chosen:
-        raise MissingDependencyError("MuJoCo can't draw: neither libEGL nor libOSMesa is installed", GL_REMEDY)
+        raise MissingDependencyError("MuJoCo can't draw: neither libEGL nor libOSMesa can be loaded", GL_REMEDY)
     os.environ["MUJOCO_GL"] = chosen
     os.environ.setdefault("PYOPENGL_PLATFORM", chosen)
     return chosen
+
+
+def loads(library: str) -> bool:
+    """Tell whether a shared library is there."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def draws_in_software() -> bool:
@@ -60,14 +65,8 @@ def is_fast(detail: str) -> bool:
     """Tell what ``auto`` means on this machine: fast where OpenGL draws on the CPU. Makes a context to find out."""
     if detail != "auto":
         return detail == "fast"
-    mujoco: Any = import_module("mujoco")
-
-    context = mujoco.GLContext(16, 16)
-    context.make_current()
-    try:
-        return draws_in_software()
-    finally:
-        context.free()
+    _shared_context().make_current()
+    return draws_in_software()
 
 
 def simplify(model: Any) -> None:
@@ -76,83 +75,52 @@ def simplify(model: Any) -> None:
     model.vis.quality.offsamples = 0
 
 
-def lighten_meshes(model: Any) -> Any:
-    """Return a copy of the model, for an OpenGL context only, whose larger meshes have 15 % of their triangles.
-
-    Meshes with texture coordinates stay. Geometry for collisions is read from the model that is simulated.
-
-    Raises:
-        MissingDependencyError: fast_simplification is not installed.
-    """
-    try:
-        decimate: Any = import_module("fast_simplification").simplify
-    except ImportError as error:
-        remedy = "pip install 'embodrl[metaworld]', or set env.render_detail=full"
-        raise MissingDependencyError(f"fast_simplification can't be imported: {error}", remedy) from error
-    light = copy.copy(model)
-    for mesh in range(model.nmesh):
-        if model.mesh_facenum[mesh] <= MIN_TRIANGLES or model.mesh_texcoordadr[mesh] >= 0:
-            continue
-        first_vertex, first_face = int(model.mesh_vertadr[mesh]), int(model.mesh_faceadr[mesh])
-        vertices = model.mesh_vert[first_vertex : first_vertex + int(model.mesh_vertnum[mesh])]
-        faces = model.mesh_face[first_face : first_face + int(model.mesh_facenum[mesh])]
-        # Corners that lie in one place are one point, or the surface would tear along them.
-        welded, index = np.unique(vertices, axis=0, return_inverse=True)
-        points, triangles = decimate(welded, index[faces].astype(np.int32), target_reduction=REDUCTION)
-        if len(points) > min(len(vertices), int(model.mesh_normalnum[mesh])) or not len(triangles):
-            continue
-        rows = slice(first_face, first_face + len(triangles))
-        light.mesh_face[rows] = light.mesh_facenormal[rows] = triangles
-        light.mesh_vert[first_vertex : first_vertex + len(points)] = points
-        first_normal = int(model.mesh_normaladr[mesh])
-        light.mesh_normal[first_normal : first_normal + len(points)] = _vertex_normals(points, triangles)
-        light.mesh_facenum[mesh], light.mesh_vertnum[mesh] = len(triangles), len(points)
-    return light
-
-
-def _vertex_normals(points: NDArray[np.float32], triangles: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return ``float32[P,3]``: the mean of the normals of the triangles around a point, weighted by their area."""
-    corners = points[triangles]
-    normals = np.zeros_like(points)
-    cross = np.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
-    for corner in range(3):
-        np.add.at(normals, triangles[:, corner], cross)
-    return normals / np.maximum(np.linalg.norm(normals, axis=1, keepdims=True), 1e-12)
+@cache
+def _shared_context() -> Any:
+    """Return this process's OpenGL context, in which all scenes have their own buffers and meshes."""
+    mujoco: Any = import_module("mujoco")
+    context = mujoco.GLContext(64, 64)
+    context.make_current()
+    return context
 
 
 class SceneRenderer:
     """Draws the scenes of models that differ in positions only, such as the simulators of one task.
 
     Args:
-        model: one of them.
-        height, width: pixels of the largest picture.
+        model: one of them; its ``vis`` is changed.
+        height: pixels of the largest picture.
+        width: the same.
         detail: ``full`` draws as MuJoCo does, ``fast`` with fewer triangles, without shadows, reflections and
             anti-aliasing; ``auto`` is fast where a CPU draws.
+        hidden_groups: groups of geoms that are not drawn.
     """
 
-    def __init__(self, model: Any, height: int, width: int, detail: str) -> None:
-        mujoco: Any = import_module("mujoco")
-
-        self.fast = is_fast(detail)
-        self._gl = mujoco.GLContext(width, height)
-        self._gl.make_current()
-        if self.fast:
+    def __init__(self, model: Any, height: int, width: int, detail: str, hidden_groups: tuple[int, ...] = ()) -> None:
+        self._mujoco: Any = import_module("mujoco")
+        self._gl = _shared_context()
+        fast = is_fast(detail)
+        if fast:
             simplify(model)
-        drawn = lighten_meshes(model) if self.fast else model
-        self._context = mujoco.MjrContext(drawn, mujoco.mjtFontScale.mjFONTSCALE_100.value)
-        mujoco.mjr_resizeOffscreen(width, height, self._context)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
-        self._scene = mujoco.MjvScene(model, maxgeom=10_000)
-        self._option = mujoco.MjvOption()
-        if self.fast:
-            self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
-            self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        elif not model.light_castshadow.any():
+            model.vis.quality.shadowsize = 0  # a shadow map of 64 MB that nothing is drawn into
+        model.vis.global_.offheight, model.vis.global_.offwidth = height, width
+        self._gl.make_current()
+        drawn = lighten_meshes(model, hidden_groups) if fast else model
+        self._context = self._mujoco.MjrContext(drawn, self._mujoco.mjtFontScale.mjFONTSCALE_100.value)
+        self._scene = self._mujoco.MjvScene(model, maxgeom=10_000)
+        self._option = self._mujoco.MjvOption()
+        for group in hidden_groups:
+            self._option.geomgroup[group] = 0
+        if fast:
+            self._scene.flags[self._mujoco.mjtRndFlag.mjRND_SHADOW] = 0
+            self._scene.flags[self._mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
 
     def draw(self, model: Any, data: Any, camera: Any, height: int, width: int) -> NDArray[np.uint8]:
-        """Return ``uint8[H,W,3]`` of an ``MjvCamera``."""
-        mujoco: Any = import_module("mujoco")
-
+        """Return ``uint8[H,W,3]``, upright, of an ``MjvCamera``."""
+        mujoco = self._mujoco
         self._gl.make_current()
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
         everything = mujoco.mjtCatBit.mjCAT_ALL.value
         mujoco.mjv_updateScene(model, data, self._option, None, camera, everything, self._scene)
         view = mujoco.MjrRect(0, 0, width, height)
@@ -162,9 +130,9 @@ class SceneRenderer:
         return picture[::-1]
 
     def close(self) -> None:
-        """Free the OpenGL context."""
+        """Free what lies on the graphics side."""
+        self._gl.make_current()
         self._context.free()
-        self._gl.free()
 
 
 def make_camera(model: Any, settings: dict[str, Any]) -> Any:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.faults import Bounds, FaultCounts, end_as_invalid, forget_frames, lost_step
 from embodrl.envs.manager import EnvManager
 from embodrl.envs.offload import SimulatorMemory, onload, resident
 from embodrl.envs.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
@@ -26,36 +26,8 @@ logger = logging.getLogger("embodrl.envs")
 _FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
 # A request that raises is as likely to be wrong as the simulator: a new process would raise again.
 _LOSSES = (EnvWorkerDied, EnvTimeout)
-_COUNTING = threading.Lock()
-
-
-@dataclass
-class FaultCounts:
-    """What went wrong in a run so far.
-
-    Attributes:
-        restarts: processes started anew.
-        lost_episodes: episodes ended as not valid, for whatever reason.
-        quarantined: of those, the ones with a reward or state that was not finite.
-        rollout_restarts: rollout processes brought up anew, each with its simulators.
-    """
-
-    restarts: int = 0
-    lost_episodes: int = 0
-    quarantined: int = 0
-    rollout_restarts: int = 0
-
-    def count(self, name: str, number: int = 1, limit: int | None = None) -> bool:
-        """Count more of what ``name`` says, unless there are ``limit`` already: then return False.
-
-        Pools of several threads share these counts.
-        """
-        with _COUNTING:
-            known = getattr(self, name)
-            if limit is not None and known >= limit:
-                return False
-            setattr(self, name, known + number)
-            return True
+# Requests that change how an environment goes on: a process that is started anew is asked again.
+_LASTING = ("set_auto_reset",)
 
 
 class EnvPool:
@@ -63,8 +35,8 @@ class EnvPool:
 
     A manager whose process dies, hangs or raises is restarted and reset to the seeds it had, and the episodes under
     way there end: the chunk is not valid, ``truncated`` at its first action, and the final observation is the last
-    good one. The same happens to a single environment with a reward or state that is not finite. Both are counted in
-    ``faults``. Once ``max_restarts`` are used up, the error is raised.
+    good one. The same happens to a single environment with a reward or state that is not finite or out of bounds. Both
+    are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised.
 
     Results are valid until the next but one result of the pool; ask for ``copy=True`` to keep them longer.
 
@@ -72,16 +44,23 @@ class EnvPool:
         managers: equal but for their number of environments.
         max_restarts: process restarts over the life of the pool and its parts.
         faults: counts to go on with.
+        bounds: of rewards and states.
     """
 
     def __init__(
-        self, managers: Sequence[EnvManager], *, max_restarts: int = 3, faults: FaultCounts | None = None
+        self,
+        managers: Sequence[EnvManager],
+        *,
+        max_restarts: int = 3,
+        faults: FaultCounts | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         if not managers:
             raise EnvError("a pool needs at least one manager")
         self.managers = tuple(managers)
         self.max_restarts = max_restarts
         self.faults = faults or FaultCounts()
+        self.bounds = bounds or Bounds()
         self._spec: EnvSpec | None = None
         self._offsets: list[int] = []
         self._batch: list[ResultSlot] = []
@@ -89,6 +68,7 @@ class EnvPool:
         self._turn = 0
         self._last: list[Observation | None] = [None] * len(self.managers)
         self._failed: dict[int, EnvError] = {}
+        self._lasting: dict[str, Mapping[str, Any] | None] = {}
         self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._chunk = 0
 
@@ -104,6 +84,7 @@ class EnvPool:
         numa_nodes: Sequence[int | None] | None = None,
         name: str = "env",
         max_restarts: int = 3,
+        bounds: Bounds | None = None,
         **manager_options: Any,
     ) -> EnvPool:
         """Return a pool of even shards, not yet started.
@@ -118,6 +99,7 @@ class EnvPool:
             numa_nodes: the NUMA node of each process.
             name: managers are called ``<name>/<number>``.
             max_restarts: see the class.
+            bounds: see the class.
             manager_options: handed to every EnvManager.
         """
         if total_num_envs % num_processes:
@@ -138,7 +120,7 @@ class EnvPool:
             )
             for rank in range(num_processes)
         ]
-        return EnvPool(managers, max_restarts=max_restarts)
+        return EnvPool(managers, max_restarts=max_restarts, bounds=bounds)
 
     @property
     def spec(self) -> EnvSpec:
@@ -192,7 +174,8 @@ class EnvPool:
             )
         size = len(self.managers) // num_parts
         parts = (self.managers[start : start + size] for start in range(0, len(self.managers), size))
-        return [EnvPool(part, max_restarts=self.max_restarts, faults=self.faults) for part in parts]
+        options = {"max_restarts": self.max_restarts, "faults": self.faults, "bounds": self.bounds}
+        return [EnvPool(part, **options) for part in parts]
 
     def close(self) -> None:
         """End all processes."""
@@ -236,19 +219,41 @@ class EnvPool:
                 were under way in it begin again, which nobody is told.
         """
         self.onload()
-        for rank, manager in enumerate(self.managers):
+        if method in _LASTING:
+            self._lasting[method] = arguments
+        for rank in range(len(self.managers)):
+            self._send_call(rank, method, arguments)
+        answers: list[Any] = []
+        fault: EnvError | None = None
+        for rank in range(len(self.managers)):  # all of them: an answer that nobody takes blocks the next request
             try:
-                manager.call_async(method, arguments)
+                answers.append(self._wait_call(rank, method, arguments, restart))
+            except EnvError as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault
+        return answers
+
+    def call_one(self, rank: int, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """As ``call``, of one manager. If its process is lost, the next step or reset starts it anew."""
+        self._send_call(rank, method, arguments)
+        return self._wait_call(rank, method, arguments, restart=False)
+
+    def _send_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None) -> None:
+        if rank not in self._failed:
+            try:
+                self.managers[rank].call_async(method, arguments)
             except _LOSSES as error:
                 self._failed[rank] = error
 
+    def _wait_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None, restart: bool) -> Any:
         def ask(manager: EnvManager) -> Any:
             return manager.call(method, arguments)
 
         def collect(manager: EnvManager) -> Any:
             return manager.wait_call(method)
 
-        return [self._answer(rank, collect, restart, ask) for rank in range(len(self.managers))]
+        return self._answer(rank, collect, restart, ask)
 
     def _answer(
         self,
@@ -262,14 +267,16 @@ class EnvPool:
             self._raise_failed(rank)
             return request(manager)
         except _LOSSES as error:
+            if not restart:
+                self._failed[rank] = error  # the next step or reset finds it
+                raise
             fault: EnvError = error
-        while restart:
-            self._last[rank] = self._recover(rank, fault)
+        while True:
+            self._last[rank] = copy_observation(self._recover(rank, fault))  # a view would hold the memory for long
             try:
                 return (again or request)(manager)
             except _LOSSES as error:
                 fault = error
-        raise fault
 
     def __enter__(self) -> EnvPool:
         self.start()
@@ -291,14 +298,11 @@ class EnvPool:
         rows = np.arange(self.spec.num_envs) if indices is None else np.asarray(indices)
         seeds, task_ids = np.asarray(seeds), np.asarray(task_ids)
         asked: list[int] = []
-        for rank, manager in enumerate(self.managers):
+        for rank in range(len(self.managers)):
             mine = (rows >= self._offsets[rank]) & (rows < self._offsets[rank + 1])
             if mine.any():
                 asked.append(rank)
-                try:
-                    manager.reset_async(seeds[mine], task_ids[mine], rows[mine] - self._offsets[rank])
-                except _FAULTS as error:
-                    self._failed[rank] = error
+                self._send_reset(rank, seeds[mine], task_ids[mine], rows[mine] - self._offsets[rank])
         parts: list[Observation] = []
         for rank, manager in enumerate(self.managers):
             last = self._last[rank]
@@ -320,6 +324,18 @@ class EnvPool:
         result = self._batch[self._turn].observation()
         return copy_observation(result) if copy else result
 
+    def _send_reset(
+        self, rank: int, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], rows: NDArray[np.int64]
+    ) -> None:
+        manager = self.managers[rank]
+        if rank in self._failed:  # it begins with these once it has been started anew
+            manager.seeds[rows], manager.task_ids[rows] = seeds, task_ids
+            return
+        try:
+            manager.reset_async(seeds, task_ids, rows)
+        except _FAULTS as error:
+            self._failed[rank] = error
+
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
         """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
         self.onload()
@@ -330,6 +346,8 @@ class EnvPool:
         self._chunk = actions.shape[1] if actions.ndim == 3 else 0
         for rank, manager in enumerate(self.managers):
             rows = slice(self._offsets[rank], self._offsets[rank + 1])
+            if rank in self._failed:
+                continue
             try:
                 manager.step_async(actions[rows], self._active[rows])
             except _FAULTS as error:
@@ -367,8 +385,11 @@ class EnvPool:
             raise error
 
     def _checked(self, manager: EnvManager, observation: Observation) -> Observation:
-        if not np.isfinite(observation.state).all():
-            raise EnvRaised(f"{manager}: the state after a reset is not finite", "look at the simulator")
+        if self.bounds.broken_states(observation).any():
+            raise EnvRaised(
+                f"{manager}: the state after a reset is not finite or beyond env.max_abs_state={self.bounds.state:g}",
+                "look at the simulator, or raise env.max_abs_state",
+            )
         return observation
 
     def _recover(self, rank: int, error: EnvError) -> Observation:
@@ -377,74 +398,51 @@ class EnvPool:
         while True:
             if not self.faults.count("restarts", limit=self.max_restarts):
                 raise type(error)(
-                    f"given up after {self.max_restarts} restarts: {error.message}", error.remedy
+                    f"given up after {self.max_restarts} restarts (env.max_restarts), rank {rank} of"
+                    f" {len(self.managers)}: {error.message}",
+                    error.remedy,
                 ) from error
             logger.warning("restart %d of %d: %s", self.faults.restarts, self.max_restarts, error.message)
+            forget_frames(error)
             try:
                 manager.restart()
-                seeds = np.where(manager.seeds < 0, manager.first_env + np.arange(len(manager.seeds)), manager.seeds)
-                return self._checked(manager, manager.reset(seeds, manager.task_ids.copy()))
+                for method, arguments in self._lasting.items():
+                    manager.call(method, arguments)
+                return self._checked(manager, manager.reset(self._seeds(manager), manager.task_ids.copy()))
             except _FAULTS as again:
                 error = again
 
+    def _seeds(self, manager: EnvManager) -> NDArray[np.int64]:
+        """Return ``int64[B]``: the seeds of its episodes, or some where none has begun yet."""
+        return np.where(manager.seeds < 0, manager.first_env + np.arange(len(manager.seeds)), manager.seeds)
+
     def _lost_step(self, rank: int, error: EnvError) -> EnvStep:
-        batch, last = self.managers[rank].spec.num_envs, self._last[rank]
+        last = self._last[rank]
         last = None if last is None else copy_observation(last)
         observation = copy_observation(self._recover(rank, error))
-        step = EnvStep(
-            observation=observation,
-            reward=np.zeros((batch, self._chunk), np.float32),
-            valid=np.zeros((batch, self._chunk), np.bool_),
-            terminated=np.zeros((batch, self._chunk), np.bool_),
-            truncated=np.zeros((batch, self._chunk), np.bool_),
-            success=np.zeros(batch, np.bool_),
-            episode_return=np.zeros(batch, np.float32),
-            episode_length=np.zeros(batch, np.int32),
-            episode_seed=self.managers[rank].seeds.copy(),
-            final_mask=np.zeros(batch, np.bool_),
-            final_observation=None,
-        )
         rows = np.flatnonzero(self._active[self._offsets[rank] : self._offsets[rank + 1]])
-        self._end_as_invalid(step, rows, last)
-        return step
+        self.faults.count("lost_episodes", len(rows))
+        return lost_step(observation, self.managers[rank].seeds, self._chunk, rows, last)
 
     def _quarantine(self, rank: int, step: EnvStep) -> EnvStep:
-        """End the episodes of environments with a reward or state that is not finite, and reset those environments."""
-        bad = ~np.isfinite(step.reward).all(axis=1) | ~np.isfinite(step.observation.state).all(axis=1)
-        if step.final_observation is not None:
-            bad |= step.final_mask & ~np.isfinite(step.final_observation.state).all(axis=1)
+        """End the episodes of environments with a reward or state that can't be true, and reset those environments."""
+        bad = self.bounds.broken_rows(step)
         if not bad.any():
             return step
         manager, last = self.managers[rank], self._last[rank]
         rows = np.flatnonzero(bad)
         logger.warning(
-            "%s: reward or state of environments %s is not finite", manager, (rows + manager.first_env).tolist()
+            "%s: a reward or the state of environments %s is not finite, or beyond env.max_abs_reward (%g) or"
+            " env.max_abs_state (%g)",
+            manager,
+            (rows + manager.first_env).tolist(),
+            self.bounds.reward,
+            self.bounds.state,
         )
         step, last = copy_step(step), None if last is None else copy_observation(last)
-        seeds = np.where(manager.seeds < 0, manager.first_env + np.arange(len(manager.seeds)), manager.seeds)
-        step.observation = copy_observation(
-            self._checked(manager, manager.reset(seeds[rows], manager.task_ids[rows], rows))
-        )
-        self._end_as_invalid(step, rows, last)
+        again = manager.reset(self._seeds(manager)[rows], manager.task_ids[rows], rows)
+        step.observation = copy_observation(self._checked(manager, again))
+        end_as_invalid(step, rows, last)
+        self.faults.count("lost_episodes", len(rows))
         self.faults.count("quarantined", len(rows))
         return step
-
-    def _end_as_invalid(self, step: EnvStep, rows: NDArray[np.int64], last: Observation | None) -> None:
-        for array in (step.reward, step.valid, step.terminated, step.truncated, step.success):
-            array[rows] = 0
-        step.episode_return[rows], step.episode_length[rows] = 0.0, 0
-        step.truncated[rows, 0] = True
-        step.final_mask[rows] = last is not None
-        if last is not None:
-            if step.final_observation is None:
-                step.final_observation = last
-            else:
-                final = step.final_observation
-                final.images[rows], final.state[rows], final.task_id[rows] = (
-                    last.images[rows],
-                    last.state[rows],
-                    last.task_id[rows],
-                )
-                for row in rows.tolist():
-                    final.instruction[row] = last.instruction[row]
-        self.faults.count("lost_episodes", len(rows))

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from embodrl.errors import MissingDependencyError
 from embodrl.scheduler import libero, vulkan
+from embodrl.scheduler.extras import check_extras
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
 from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, preset_lacks
@@ -91,14 +92,15 @@ def check_memory() -> Finding:
 
 
 def check_shared_memory(path: Path = Path("/dev/shm"), min_mib: float = MIN_SHARED_MEMORY_MIB) -> Finding:
-    """Room for the rings that carry observations and actions."""
+    """Room for Ray and NCCL; the memory that simulators share with the run is not there."""
     if not path.is_dir():
-        return Finding("shared memory", "error", f"{path} is missing", "mount it: mount -t tmpfs tmpfs /dev/shm")
+        remedy = "mount it: mount -t tmpfs tmpfs /dev/shm"
+        return Finding("shared memory", "warning", f"{path} is missing, which Ray and NCCL use", remedy)
     free_mib = shutil.disk_usage(path).free / (1 << 20)
     text = f"{free_mib:.0f} MiB free in {path}"
     if free_mib < min_mib:
         remedy = "give the container more (docker run --shm-size=1g), or remount: mount -o remount,size=1g /dev/shm"
-        return Finding("shared memory", "error" if free_mib < min_mib / 8 else "warning", text, remedy)
+        return Finding("shared memory", "warning", f"{text}, which Ray and NCCL use", remedy)
     return Finding("shared memory", "ok", text)
 
 
@@ -245,7 +247,7 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
     findings += check_others()
     if libero.wanted():
         findings.append(libero.check_libero())
-    return findings
+    return findings + check_extras()
 
 
 def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
@@ -269,20 +271,26 @@ def libero_trouble(findings: list[Finding]) -> str:
     return "; ".join(f"LIBERO: {f.detail}" for f in checked if f.status != "ok")
 
 
-def run_doctor(json_output: bool = False, output_dir: Path = Path("outputs"), console: Console | None = None) -> int:
+def run_doctor(
+    json_output: bool = False,
+    output_dir: Path = Path("outputs"),
+    console: Console | None = None,
+    further: Callable[[], Finding] | None = None,
+) -> int:
     """Examine the machine and show what was found.
 
     Args:
         json_output: one JSON object in place of tables.
         output_dir: where runs will be written.
         console: where to write; standard output by default.
+        further: one check more, such as of the simulator of a configuration.
 
     Returns:
         0 if training can run, 1 otherwise.
     """
     console = console or Console()
     gpus = list_gpus() if importlib.util.find_spec("pynvml") else []
-    findings = examine(output_dir, gpus)
+    findings = examine(output_dir, gpus) + ([further()] if further else [])
     presets = preset_lacks(summarize(findings, gpus))
     if json_output:
         console.out(as_json(findings, presets), highlight=False)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import subprocess
-import time
 from pathlib import Path
 
-import numpy as np
-
 from embodrl.config.isolated import installed_python
-from embodrl.envs.manager import EnvManager, EnvTimeouts
-from embodrl.errors import EnvError, MissingDependencyError
+from embodrl.envs.mujoco_scene import GL_REMEDY
+from embodrl.errors import MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
+from embodrl.scheduler.simulators import draw_frame, missing_gl
 
 INSTALL = "embodrl env install libero"
 ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
-# Library -> Debian and Ubuntu packages that bring it and a driver behind it.
-LIBRARIES = {"libEGL.so.1": "libegl1 libegl-mesa0", "libOSMesa.so.8": "libosmesa6"}
-CHECK_TIMEOUT_S = 300.0
 _PROBE = (
     "import importlib.util as u, pathlib; s = u.find_spec('libero'); "
     "print(pathlib.Path(s.submodule_search_locations[0]) / 'libero' if s else '')"
@@ -54,17 +48,9 @@ def problems(python: str | None, assets: str | None) -> list[tuple[str, str]]:
         found.append(("no folder of LIBERO's assets is named", ASSETS))
     elif not (folder / "scenes").is_dir():
         found.append((f"LIBERO's assets are not in {folder}", ASSETS))
-    if not any(_loads(library) for library in LIBRARIES):
-        found.append(("neither libEGL nor libOSMesa can be loaded", f"apt install {LIBRARIES['libEGL.so.1']}"))
+    if missing_gl():
+        found.append((missing_gl(), GL_REMEDY))
     return found
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 def preflight_libero(python: str | None, assets: str | None) -> None:
@@ -98,24 +84,11 @@ def check_libero() -> Finding:
         return Finding("LIBERO", "warning", message, remedy)
     suite, facts = next(iter(ENVS.entry("libero").facts["suites"].items()))
     kwargs = {
-        "num_envs": 1,
         "suite": suite,
         "tasks": [next(iter(facts["tasks"]))],
         "cameras": [{"name": "agentview", "height": 64, "width": 64}],
         "settle_steps": 0,
         "max_episode_steps": 1,
     }
-    timeouts = EnvTimeouts(CHECK_TIMEOUT_S, CHECK_TIMEOUT_S, CHECK_TIMEOUT_S)
     interpreter = None if python is None else str(python)
-    start = time.monotonic()
-    try:
-        with EnvManager("libero", kwargs, name="doctor", python=interpreter, timeouts=timeouts) as manager:
-            picture = manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images
-            contrast = float(picture.std())
-    except EnvError as error:
-        lines = [line for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
-        return Finding("LIBERO", "error", lines[-1].strip(), error.remedy or f"{INSTALL} --force")
-    if contrast == 0:
-        return Finding("LIBERO", "error", "it draws an empty picture", "try MUJOCO_GL=osmesa, or another driver")
-    where = python or "this environment"
-    return Finding("LIBERO", "ok", f"one environment and one frame in {time.monotonic() - start:.1f} s ({where})")
+    return draw_frame("LIBERO", "libero", kwargs, interpreter, remedy=f"{INSTALL} --force")

@@ -1,21 +1,36 @@
-"""Whether a simulator other than ManiSkill can run here: its packages, and a way to draw. Imports none of them."""
+"""Whether a simulator other than ManiSkill can run: its packages, and a way to draw. Imports none of them.
+
+A simulator is proved by making one environment and drawing one frame, in the interpreter that would run it.
+"""
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from embodrl.envs.mujoco_scene import GL_LIBRARIES, GL_REMEDY
-from embodrl.errors import MissingDependencyError
+import numpy as np
+
+from embodrl.envs.manager import EnvManager, EnvTimeouts
+from embodrl.envs.mujoco_scene import GL_LIBRARIES, GL_REMEDY, loads
+from embodrl.errors import EnvError, MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
 
 RENDER_TIMEOUT_S = 120.0
+FRAME_TIMEOUTS = EnvTimeouts(300.0, 300.0, 300.0)
+CAMERA = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "metaworld": {"tasks": ["reach-v3"], "cameras": [{**CAMERA, "name": "corner2"}]},
+    "gymnasium": {"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [CAMERA]},
+}
+"""Arguments of an environment of each, which `embodrl doctor` makes where the packages are there."""
+FIND_MODULES = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
 DRAW = """
 import json
 from embodrl.envs.mujoco_scene import choose_gl, draws_in_software
@@ -33,26 +48,74 @@ print(json.dumps({"contrast": contrast, "gl": gl, "software": draws_in_software(
 """
 
 
-def missing_packages(env_type: str) -> list[str]:
-    """Return the modules that an environment needs and this interpreter has not."""
+def missing_packages(env_type: str, python: str | None = None) -> list[str]:
+    """Return the modules that an environment needs and an interpreter (None: this one) has not.
+
+    Raises:
+        MissingDependencyError: the interpreter can't be run.
+    """
     needs: tuple[str, ...] = ENVS.entry(env_type).facts.get("needs", ()) if env_type in ENVS else ()
-    return [name for name in needs if importlib.util.find_spec(name) is None]
+    if python is None:
+        return [name for name in needs if importlib.util.find_spec(name) is None]
+    remedy = "set env.python to the interpreter of a virtual environment that has the simulator"
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    command = [python, "-c", FIND_MODULES, *needs]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MissingDependencyError(f"env.python {python} can't be run: {error}", remedy) from error
+    if done.returncode != 0:
+        raise MissingDependencyError(f"env.python {python} can't be run: {done.stderr.strip()[-200:]}", remedy)
+    return done.stdout.split()
 
 
-def check_packages(env_type: str) -> Finding:
-    """The packages of a simulator; that they are absent is no error, as nobody has to have it."""
+def check_simulator(env_type: str) -> Finding:
+    """One environment and one frame; that the packages are absent is no error, as nobody has to have them."""
     facts, missing = ENVS.entry(env_type).facts, missing_packages(env_type)
     if missing:
         detail = f"not installed: {', '.join(missing)}; for env={env_type} only"
         return Finding(env_type, "ok", detail, f"pip install 'embodrl[{facts['extra']}]'")
-    return Finding(env_type, "ok", "all packages are there")
+    found = draw_frame(env_type, env_type, EXAMPLES[env_type])
+    return found if found.status == "ok" else Finding(found.name, "warning", found.detail, found.remedy)
+
+
+def draw_frame(
+    name: str,
+    env_type: str,
+    kwargs: Mapping[str, Any],
+    python: str | None = None,
+    extensions: Sequence[str] = (),
+    remedy: str = "",
+) -> Finding:
+    """Make one environment, reset it and draw one frame, in a process of its own.
+
+    Args:
+        name: of the finding.
+        env_type: a name of the environment registry.
+        kwargs: of the VectorEnv, without ``num_envs``.
+        python: the interpreter; None is this one.
+        extensions: modules that register environments.
+        remedy: where the error has none.
+    """
+    start = time.monotonic()
+    options: dict[str, Any] = {"python": python, "timeouts": FRAME_TIMEOUTS, "extensions": extensions}
+    try:
+        with EnvManager(env_type, {**kwargs, "num_envs": 1}, name="doctor", **options) as manager:
+            contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
+    except EnvError as error:
+        lines = [line for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
+        return Finding(name, "error", lines[-1].strip(), error.remedy or remedy)
+    if contrast == 0:
+        return Finding(name, "error", "it draws an empty picture", "try MUJOCO_GL=osmesa, or another driver")
+    seconds = time.monotonic() - start
+    return Finding(name, "ok", f"one environment and one frame in {seconds:.1f} s ({python or 'this environment'})")
 
 
 def missing_gl() -> str:
     """Return what keeps MuJoCo from drawing, as far as files tell; "" for nothing."""
-    if os.environ.get("MUJOCO_GL") or any(ctypes.util.find_library(library) for library in GL_LIBRARIES.values()):
+    if os.environ.get("MUJOCO_GL") or any(map(loads, GL_LIBRARIES.values())):
         return ""
-    return "neither libEGL nor libOSMesa is installed"
+    return "neither libEGL nor libOSMesa can be loaded"
 
 
 def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
@@ -78,7 +141,7 @@ def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
 
 def check_others() -> list[Finding]:
     """Run the checks of all simulators but ManiSkill."""
-    findings = [check_packages(name) for name in ("metaworld", "gymnasium")]
+    findings = [check_simulator(name) for name in EXAMPLES]
     if importlib.util.find_spec("mujoco") is not None:
         findings.append(check_mujoco_rendering())
     return findings
@@ -88,25 +151,31 @@ def troubles(findings: list[Finding]) -> dict[str, str]:
     """Return env_type -> why it does not run here; "" if it does."""
     drawing = "; ".join(f"{f.name}: {f.detail}" for f in findings if f.name == "MuJoCo rendering" and f.status != "ok")
     result: dict[str, str] = {}
-    for name in ("metaworld", "gymnasium"):
+    for name in EXAMPLES:
         missing = missing_packages(name)
         text = f"not installed: {', '.join(missing)} (pip install 'embodrl[{ENVS.entry(name).facts['extra']}]')"
-        result[name] = text if missing else drawing if name == "metaworld" else ""
+        frame = "; ".join(f"{f.name}: {f.detail}" for f in findings if f.name == name and f.status != "ok")
+        result[name] = text if missing else frame or (drawing if name == "metaworld" else "")
     return result
 
 
-def preflight(env_type: str) -> None:
-    """Refuse a simulator before anything is started. Takes some milliseconds.
+def preflight(env_type: str, python: str | None = None) -> None:
+    """Refuse a simulator before anything is started. Takes some milliseconds, more for another interpreter.
+
+    Args:
+        env_type: a name of the environment registry.
+        python: interpreter of the simulator processes; None for this one.
 
     Raises:
         MissingDependencyError: a package, or for Meta-World a way to draw, is missing.
     """
-    missing = missing_packages(env_type)
+    missing = missing_packages(env_type, python)
     if missing:
+        extra = ENVS.entry(env_type).facts.get("extra")  # one of the user's own has none
+        install = f"pip install 'embodrl[{extra}]'" if extra else f"install {', '.join(missing)}"
         raise MissingDependencyError(
-            f"env.env_type {env_type} needs {', '.join(missing)}, which is not installed here",
-            f"pip install 'embodrl[{ENVS.entry(env_type).facts['extra']}]', or set env.python to an interpreter that"
-            " has it",
+            f"env.env_type {env_type} needs {', '.join(missing)}, which {python or 'this environment'} has not",
+            f"{install}, or set env.python to an interpreter that has it",
         )
     if env_type == "metaworld" and missing_gl():
         raise MissingDependencyError(f"MuJoCo can't draw: {missing_gl()}", GL_REMEDY)

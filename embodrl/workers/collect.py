@@ -15,7 +15,7 @@ from embodrl.config.schema import Config
 from embodrl.data.demos import DemoWriter, Episode, Writer
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, EnvTimeout, EnvWorkerDied
 from embodrl.metrics.progress import Progress
 from embodrl.types import Observation
 from embodrl.workers.stop import StopSignal
@@ -76,13 +76,20 @@ class Collector:
         observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
         if self.pool.faults.restarts != restarts:
             # A process started anew has begun all its episodes again, which no result of a step will tell.
-            return self.begin(np.arange(self.pool.spec.num_envs))
+            return self.begin_anew()
         size = self.pool.spec.num_envs // len(self.pool.managers)
-        for rank, manager in enumerate(self.pool.managers):
+        for rank in range(len(self.pool.managers)):
             mine = rows[(rows >= rank * size) & (rows < (rank + 1) * size)] - rank * size
             if len(mine):
-                manager.call("expert_reset", {"rows": mine.tolist()})
+                try:
+                    self.pool.call_one(rank, "expert_reset", {"rows": mine.tolist()})
+                except (EnvWorkerDied, EnvTimeout):
+                    return self.begin_anew()
         return observation
+
+    def begin_anew(self) -> Observation:
+        """Give up all attempts under way: a process is lost, and the experts of its next one know nothing of them."""
+        return self.begin(np.arange(self.pool.spec.num_envs))
 
     @property
     def finished(self) -> bool:
@@ -97,7 +104,11 @@ class Collector:
         """
         observation = self.begin(np.arange(self.pool.spec.num_envs))
         while not (self.finished or self.should_stop()):
-            expert = np.concatenate(self.pool.call("expert_actions")).astype(np.float32)
+            try:
+                expert = np.concatenate(self.pool.call("expert_actions")).astype(np.float32)
+            except (EnvWorkerDied, EnvTimeout):
+                observation = self.begin_anew()
+                continue
             for row, frames in enumerate(self.frames):
                 frames.append((observation.images[row].copy(), observation.state[row].copy(), expert[row]))
             noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]

@@ -8,9 +8,12 @@ from typing import Any
 
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config
+from embodrl.envs.faults import Bounds
 from embodrl.envs.manager import EnvTimeouts
 from embodrl.envs.pool import EnvPool
+from embodrl.errors import MissingDependencyError
 from embodrl.registry import ENVS
+from embodrl.scheduler.findings import Finding
 from embodrl.scheduler.placement import ProcessPlace
 from embodrl.scheduler.topology import assign_cpus
 
@@ -29,10 +32,22 @@ def check_simulator(config: Config) -> None:
         from embodrl.scheduler.libero import preflight_libero
 
         preflight_libero(interpreter_of(config), config.env.libero_assets)
-    elif config.env.python is None:
+    else:
         from embodrl.scheduler.simulators import preflight
 
-        preflight(config.env.env_type)
+        preflight(config.env.env_type, interpreter_of(config))
+
+
+def try_simulator(config: Config) -> Finding:
+    """Make one environment as configured, in the interpreter that would run it, and draw one frame."""
+    from embodrl.scheduler.simulators import draw_frame
+
+    name = f"env={config.env.env_type}"
+    try:
+        check_simulator(config)
+    except MissingDependencyError as error:
+        return Finding(name, "error", error.message, error.remedy)
+    return draw_frame(name, config.env.env_type, env_kwargs(config), interpreter_of(config), config.extensions)
 
 
 def interpreter_of(config: Config) -> str | None:
@@ -103,4 +118,6 @@ def make_pool(
         timeouts=EnvTimeouts(env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s),
         log_dir=log_dir,
         extensions=config.extensions,
+        max_restarts=env.max_restarts,
+        bounds=Bounds(env.max_abs_reward, env.max_abs_state),
     )

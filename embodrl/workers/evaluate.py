@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from embodrl.config.schema import Config
 from embodrl.envs.pool import EnvPool
+from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.metrics.json_file import check_json_file, write_json_file
 
@@ -149,7 +151,6 @@ class Evaluator:
         self.pool.call("rebuild", restart=True)
         self.pool.call("mark", restart=True)
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
-        self._restarts = self.pool.faults.restarts
         for start in range(0, len(episodes), spec.num_envs):
             places = np.arange(start, min(start + spec.num_envs, len(episodes)))
             try:
@@ -175,7 +176,6 @@ class Evaluator:
         # A last wave may be short; every environment is reset, since a pool wants to know the state of all.
         padded = np.pad(wave, (0, spec.num_envs - len(wave)), mode="edge")
         observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
-        self._after_restart()
         for row in rows:
             played.instructions[places[row]] = observation.instruction[row]
         if video_dir is not None:
@@ -191,7 +191,6 @@ class Evaluator:
             actions[chosen] = self.engine.act_greedily(observation.select(chosen)).actions
             clock = self._lap("policy", clock)
             step = self.pool.step(actions, active)
-            self._after_restart()
             observation = step.observation
             for row in np.flatnonzero(active & step.done & step.valid.any(axis=1)):
                 found = step.success[row], step.episode_return[row], step.episode_length[row]
@@ -199,19 +198,13 @@ class Evaluator:
             active = active & ~step.done
         self._lap("env", clock)
 
-    def _after_restart(self) -> None:
-        """Tell processes that were started anew what they can't know: that environments are to stay as they end."""
-        if self.pool.faults.restarts != self._restarts:
-            self._restarts = self.pool.faults.restarts
-            self.pool.call("set_auto_reset", {"value": False})
-
     def _film(self, wave: np.ndarray, video_dir: Path) -> None:
         size = self.pool.spec.num_envs // len(self.pool.managers)
         for row, episode in enumerate(wave):
             if episode < self.config.env.video.num_episodes:
                 path = video_dir.resolve() / f"episode_{episode:03d}"
-                manager = self.pool.managers[row // size]
-                manager.call("start_video", {"row": row % size, "path": str(path)})
+                with suppress(EnvWorkerDied, EnvTimeout):  # the next step finds it, and counts its episodes as lost
+                    self.pool.call_one(row // size, "start_video", {"row": row % size, "path": str(path)})
 
     def _lap(self, name: str, clock: float) -> float:
         now = time.perf_counter()

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from embodrl.config.schema import Config
+from embodrl.envs.faults import FaultCounts
 from embodrl.envs.offload import SimulatorMemory
-from embodrl.envs.pool import FaultCounts
 from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from embodrl.config.rules.actor import has_own_process
 from embodrl.config.schema import Config
+from embodrl.envs.faults import FaultCounts
 from embodrl.envs.offload import SimulatorMemory
-from embodrl.envs.pool import FaultCounts
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.models.base import VLAPolicy

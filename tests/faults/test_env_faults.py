@@ -1,5 +1,6 @@
 """Simulator processes that raise, die, hang or return nonsense, and parents that are killed."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ def faulty_pool(fault, marker, **kwargs):
     """Two processes of two environments; the first process to reach its second chunk has the fault, once."""
     options = {"extensions": ["faulty_envs"], "timeouts": EnvTimeouts(step_s=HANG_S if "hang" in fault else 60)}
     shards = [{"fault": fault, "at_step": 2, "marker": str(marker)}, {"fault": "none"}]
+    options["max_restarts"] = 10
     return EnvPool.create("faulty", kwargs, total_num_envs=4, num_processes=2, shard_kwargs=shards, **options)
 
 
@@ -228,6 +230,63 @@ def test_a_request_within_an_episode_does_not_hide_that_it_is_lost(tmp_path):
         with pytest.raises(EnvWorkerDied):
             pool.call("mark")
         assert pool.faults.restarts == 0
+
+
+def test_a_process_started_anew_is_told_what_was_asked_of_the_one_before(tmp_path):
+    with faulty_pool("kill", tmp_path / "fired", max_episode_steps=6) as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        pool.call("set_auto_reset", {"value": False})
+        actions = np.zeros((4, 3, 7), np.float32)
+        pool.step(actions)
+        assert not pool.step(actions).valid[:2].any() and pool.faults.restarts == 1
+        pool.step(actions)
+        ended = pool.step(actions, copy=True)  # the sixth step of the new episodes
+        assert ended.done[:2].all()
+        np.testing.assert_array_equal(ended.observation.images[:2], ended.final_observation.images[:2])
+
+
+def test_a_request_that_finds_its_process_dead_leaves_the_others_in_order(tmp_path):
+    with faulty_pool("none", tmp_path / "fired") as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        pid = pool.managers[0].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        for _ in range(2):
+            with pytest.raises(EnvWorkerDied):
+                pool.call("expert_actions")
+        first = pool.reset(np.arange(10, 14), np.ones(4, np.int32), copy=True)  # not to the seeds that it had
+        assert pool.faults.restarts == 1 and pool.faults.lost_episodes == 0
+        np.testing.assert_array_equal(pool.reset(np.arange(10, 14), np.ones(4, np.int32)).images, first.images)
+        pid = pool.managers[1].pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until_gone([pid])
+        with pytest.raises(EnvWorkerDied):
+            pool.call_one(1, "expert_actions")
+        step = pool.step(np.zeros((4, 3, 7), np.float32))
+        assert step.valid.any(axis=1).tolist() == [True, True, False, False]
+        assert pool.faults.restarts == 2 and pool.faults.lost_episodes == 2
+
+
+def test_the_memory_of_a_lost_process_is_freed_at_once(tmp_path):
+    def mapped():
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return {line.split()[4] for line in maps if "memfd:embodrl-env" in line}
+
+    gc.collect()
+    before = mapped()
+    gc.disable()  # errors and frames that hold one another would wait for it
+    try:
+        with faulty_pool("raise", tmp_path / "fired") as pool:
+            pool.reset(np.arange(4), np.zeros(4, np.int32))
+            actions = np.zeros((4, 3, 7), np.float32)
+            for number in range(4):
+                os.kill(pool.managers[number % 2].pid, signal.SIGKILL)
+                for _ in range(3):
+                    pool.step(actions)
+                assert len(mapped() - before) == 2
+            assert pool.faults.restarts >= 4
+    finally:
+        gc.enable()
 
 
 def test_a_request_that_raises_is_not_repeated(tmp_path):

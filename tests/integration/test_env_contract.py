@@ -1,144 +1,22 @@
-"""What every environment must do alike, each in a process of its own.
-
-Simulators that this interpreter lacks are skipped, unless EMBODRL_SIMULATORS_PYTHON names an interpreter that has them.
-LIBERO needs what test_libero.py says.
-"""
+"""What every environment must do alike, each in a process of its own; env_cases.py says which are skipped."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import pytest
+from env_cases import CASES, CHUNK, LIMIT, Case, interpreter, started
 
-from embodrl.config.isolated import installed_python
 from embodrl.envs.manager import EnvManager
-from embodrl.envs.pool import EnvPool
 from embodrl.envs.stepping import next_seed
-from embodrl.errors import EmbodrlError
 from embodrl.registry import ENVS
 from embodrl.types import EnvStep, Observation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-ELSEWHERE = os.environ.get("EMBODRL_SIMULATORS_PYTHON")
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "libero_assets" / "assets"
-ASSETS = os.environ.get("EMBODRL_LIBERO_ASSETS") or (str(SHARED) if SHARED.is_dir() else "")
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "new_environment"))  # processes inherit it
-LIMIT, CHUNK = 10, 4
-CAMERA = {"name": "base_camera", "height": 24, "width": 32, "fov_rad": None, "eye": None, "target": None}
 EVERYONE = np.ones(3, np.bool_)
-
-
-@dataclass(frozen=True)
-class Case:
-    """An environment with small pictures and episodes of 10 steps, which random actions do not end sooner.
-
-    Attributes:
-        env_type: as registered.
-        kwargs: beside those of all.
-        ending: kwargs with which an episode that goes on is terminated early by random actions, or by the expert.
-        expert: it is the expert that succeeds, within so many steps; 0 for random actions.
-        modules: that must be importable.
-        extensions: modules that register it.
-        isolated: it has an interpreter of its own.
-        ends_early: random actions or the expert can end an episode.
-    """
-
-    env_type: str
-    kwargs: dict[str, Any]
-    ending: dict[str, Any] = field(default_factory=dict)
-    expert: int = 0
-    modules: tuple[str, ...] = ()
-    extensions: tuple[str, ...] = ()
-    isolated: bool = False
-    ends_early: bool = True
-
-
-def gym(env_id: str, ending: dict[str, Any], *modules: str) -> Case:
-    camera = CAMERA | {"height": 48, "width": 64}  # fast pictures miss what is smaller than a pixel
-    kwargs = {"tasks": ["task"], "cameras": [camera], "id": env_id, "instruction": "do it"}
-    return Case("gymnasium", kwargs, ending, 0, ("gymnasium", "PIL", *modules))
-
-
-CASES = {
-    "toy": Case("toy", {"tasks": ["reach-red", "reach-green"], "image_size": 16}, expert=40),
-    "line_world": Case(
-        "line_world", {"tasks": ["push-right"], "cameras": [CAMERA]}, {"max_episode_steps": 60}, 0, (), ("line_world",)
-    ),
-    "maniskill": Case(
-        "maniskill",
-        {"tasks": ["PullCube-v1", "PushCube-v1"], "cameras": [CAMERA], "render_backend": "cpu"},
-        expert=40,
-        modules=("mani_skill",),
-    ),
-    "metaworld": Case(
-        "metaworld",
-        {"tasks": ["push-v3", "drawer-close-v3"], "cameras": [CAMERA | {"name": "corner2"}]},
-        expert=90,
-        modules=("metaworld", "fast_simplification"),
-    ),
-    "libero": Case(
-        "libero",
-        {
-            "suite": "libero_goal",
-            "tasks": ["turn_on_the_stove", "open_the_middle_drawer_of_the_cabinet"],
-            "cameras": [CAMERA | {"name": "agentview"}],
-            "reward_mode": "sparse",
-            "libero_assets": ASSETS,
-        },
-        isolated=True,
-        ends_early=False,
-    ),
-    "Reacher-v5": gym("Reacher-v5", {"success_key": "reward_dist", "success_threshold": -10.0}, "mujoco"),
-    "Hopper-v5": gym("Hopper-v5", {"max_episode_steps": 200}, "mujoco"),
-    "Pendulum-v1": gym("Pendulum-v1", {"success_key": "return", "success_threshold": -1e9}, "pygame"),
-}
-"""``ending`` of line_world pushes to the right by luck, of Hopper-v5 lets it fall."""
-
-
-@cache
-def missing_elsewhere(python: str, modules: tuple[str, ...]) -> bool:
-    import subprocess
-
-    return (
-        subprocess.run([python, "-c", f"import {', '.join(modules)}"], capture_output=True, check=False).returncode != 0
-    )
-
-
-def interpreter(case: Case) -> str | None:
-    """Return the interpreter that has the packages; None is this one."""
-    if case.isolated:
-        python = installed_python(case.env_type)
-        if python is None or not ASSETS:
-            pytest.skip(f"embodrl env install {case.env_type} has not been run, or its assets are not here")
-        return str(python)
-    missing = [name for name in case.modules if importlib.util.find_spec(name) is None]
-    if not missing:
-        return None
-    if ELSEWHERE is None or missing_elsewhere(ELSEWHERE, case.modules):
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    return ELSEWHERE
-
-
-@contextmanager
-def started(made: EnvManager | EnvPool) -> Iterator[Any]:
-    """Start what is given, skip where nothing can be drawn, and close it in the end."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(made)
-        except EmbodrlError as error:
-            if "Vulkan" in str(error) or "can't draw" in str(error):
-                pytest.skip(str(error))
-            raise
-        yield made
 
 
 def manager(case: Case, **kwargs: Any) -> AbstractContextManager[EnvManager]:
@@ -350,30 +228,6 @@ def test_the_state_of_one_row_goes_on_in_any_row_and_disturbs_no_other(env: EnvM
 def vars_of(observation: Observation) -> tuple[np.ndarray, ...]:
     assert observation.task_id is not None
     return observation.images, observation.state, np.array(observation.instruction), observation.task_id
-
-
-@pytest.mark.parametrize("fault", ["raise", "nan"])
-def test_a_simulator_that_fails_ends_its_episodes_and_no_others(case: Case, fault: str, tmp_path: Path) -> None:
-    python = interpreter(case)
-    kwargs = {"max_episode_steps": LIMIT, "include_state": True, **case.kwargs, "env_type": case.env_type}
-    kwargs |= {"fault": fault, "marker": str(tmp_path / "failed")}
-    extensions = ["broken_simulators", *case.extensions]
-    shards = {"total_num_envs": 3, "num_processes": 1, "python": python, "extensions": extensions}
-    with started(EnvPool.create("broken", {**kwargs, "max_chunk": CHUNK}, **shards)) as pool:
-        seeds, tasks = seeds_of(31, 32, 33), np.arange(3, dtype=np.int32) % len(pool.spec.tasks)
-        first = pool.reset(seeds, tasks)
-        images = first.images.copy()
-        actions = np.zeros((3, CHUNK, pool.spec.action_dim), np.float32)
-        step = pool.step(actions, copy=True)
-        lost = EVERYONE if fault == "raise" else np.array([False, True, False])
-        np.testing.assert_array_equal(step.valid.any(axis=1), ~lost)
-        np.testing.assert_array_equal(step.truncated[:, 0], lost)
-        assert np.isfinite(step.reward).all() and not step.reward[lost].any()
-        assert pool.faults.lost_episodes == lost.sum()
-        assert (pool.faults.restarts, pool.faults.quarantined) == ((1, 0) if fault == "raise" else (0, 1))
-        np.testing.assert_array_equal(step.observation.images[lost], images[lost])  # its seed again
-        again = pool.step(actions, copy=True)
-        assert again.valid[lost].all() and np.isfinite(again.reward).all()
 
 
 def test_every_shipped_environment_is_held_to_it() -> None:

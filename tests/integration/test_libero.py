@@ -23,7 +23,8 @@ from embodrl.config.isolated import installed_python
 from embodrl.envs.libero.suites import SUITES
 from embodrl.envs.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EnvRaised
-from embodrl.scheduler.libero import LIBRARIES, _loads, check_libero
+from embodrl.scheduler.libero import check_libero
+from embodrl.scheduler.simulators import missing_gl
 from embodrl.types import EnvStep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ pytestmark = [
     pytest.mark.xdist_group("libero"),
     pytest.mark.skipif(PYTHON is None, reason="embodrl env install libero has not been run"),
     pytest.mark.skipif(not ASSETS, reason="LIBERO's assets are not here (EMBODRL_LIBERO_ASSETS)"),
-    pytest.mark.skipif(not any(map(_loads, LIBRARIES)), reason="neither libEGL nor libOSMesa"),
+    pytest.mark.skipif(bool(missing_gl()), reason="neither libEGL nor libOSMesa"),
 ]
 TIMEOUTS = EnvTimeouts(600, 600, 600)
 TASKS = list(SUITES["libero_goal"].tasks)

@@ -54,6 +54,9 @@ class LocalPool:
             return []
         return [self.env.expert_actions() * (self.env.episode_seed % 2 == 0)[:, None]]
 
+    def call_one(self, rank, method, arguments=None):
+        return self.call(method, arguments)
+
     def step(self, actions):
         self.num_steps += 1
         return self.env.chunk_step(actions, np.ones(NUM_ENVS, np.bool_))

@@ -113,7 +113,6 @@ class FailingPool(LocalPool):
         if len(self.resets) != 2 or self.faults.restarts:
             return super().step(actions, active)
         self.faults.restarts += 1
-        self.env.set_auto_reset(True)
         seeds, task_ids = self.resets[-1]
         self.env.reset(np.array(seeds), np.array(task_ids, np.int32), np.arange(4))
         step = super().step(actions, np.zeros(4, np.bool_))
@@ -133,19 +132,6 @@ def test_episodes_lost_to_a_fault_are_left_out():
     metrics = result.metrics()
     assert (metrics["eval/episodes"], metrics["eval/lost_episodes"]) == (6, 4)
     assert expected.metrics()["eval/lost_episodes"] == 0
-
-
-def test_a_process_started_anew_does_not_reset_by_itself():
-    pool = FailingPool()
-    seen = []
-    step = pool.step
-    pool.step = lambda actions, active: (
-        step(actions, active),
-        seen.append((len(pool.resets), pool.env.rules.auto_reset)),
-    )[0]
-    Evaluator(CONFIG, pool, Expert(pool.env)).run()
-    assert (2, True) in seen  # right after the fault
-    assert {auto_reset for wave, auto_reset in seen if wave == 3} == {False}
 
 
 def test_an_evaluation_that_lost_everything_has_no_rate():

@@ -14,8 +14,8 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.envs.libero.init_states import parse_init_states, read_init_states
-from embodrl.envs.libero.meshes import corner_normals
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES, init_state_of
+from embodrl.envs.mujoco_meshes import corner_normals
 from embodrl.errors import ConfigError, EnvError
 from embodrl.registry import ENVS
 

@@ -16,7 +16,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         num_envs: B.
         suite: a key of ``suites.SUITES``.
         tasks: of that suite.
-        cameras: ``[{name, height, width}]``, names of ``rendering.CAMERAS``, all of one size.
+        cameras: ``[{name, height, width}]``, names of ``sim.CAMERAS``, all of one size.
         include_state: add end effector position (m), rotation vector (rad) and both finger positions (m).
         max_chunk: largest number of actions in a chunk.
         libero_assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.

@@ -20,11 +20,20 @@ from numpy.typing import NDArray
 
 from embodrl.envs.libero.controller import ArmModel, OscController
 from embodrl.envs.libero.init_states import read_init_states
-from embodrl.envs.libero.rendering import CAMERAS, Renderer, choose_backend, renders_in_software
 from embodrl.envs.libero.suites import SUITES, TaskFacts, init_state_of
+from embodrl.envs.mujoco_scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, MissingDependencyError
 
+# Name in the configuration -> name in LIBERO's scenes.
+CAMERAS = {
+    "agentview": "agentview",
+    "wrist": "robot0_eye_in_hand",
+    "frontview": "frontview",
+    "birdview": "birdview",
+    "sideview": "sideview",
+}
+COLLISION_GROUP = 0  # of geoms that are not for the eye
 CONTROL_HZ = 20
 NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)  # an action that holds still, gripper open
 
@@ -68,7 +77,7 @@ def import_libero(assets: str | None) -> Path:
     Raises:
         MissingDependencyError: the package or the assets are not there.
     """
-    choose_backend()
+    choose_gl()
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Its first import reads a configuration file from here, and asks for one where there is none.
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
@@ -150,10 +159,10 @@ class LiberoScene:
         self.place(0)
         self.arm = ArmModel(self.env)
         self.rest = self.arm.measure(self.env.sim.data._data)
-        fast = options.render_detail == "fast" or (options.render_detail == "auto" and renders_in_software())
         height, width = max(options.height, options.video_size[0]), max(options.width, options.video_size[1])
-        self.renderer = Renderer(self.model, height, width, fast)
-        self.cameras = [self.env.sim.model.camera_name2id(CAMERAS[name]) for name in options.cameras]
+        self.renderer = SceneRenderer(self.model, height, width, options.render_detail, (COLLISION_GROUP,))
+        self.cameras = [make_camera(self.model, {"name": CAMERAS[name]}) for name in options.cameras]
+        self.film_camera = make_camera(self.model, {"name": CAMERAS["agentview"]})
         self._active: LiberoSim | None = None
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves a lot behind
@@ -241,11 +250,11 @@ class LiberoSim(Simulator):
         self.scene.env._post_process()
 
     def images(self) -> NDArray[np.uint8]:
-        """See Simulator; turned by 180 degrees against OpenGL, as published policies want it."""
+        """See Simulator; left and right exchanged, as published policies want it (turned by 180 degrees in OpenGL)."""
         scene, options = self.scene, self.scene.options
         self._show()
         views = [
-            scene.renderer.draw(self.data._data, camera, options.height, options.width)[::-1, ::-1]
+            scene.renderer.draw(scene.model, self.data._data, camera, options.height, options.width)[:, ::-1]
             for camera in scene.cameras
         ]
         return np.stack(views)
@@ -253,8 +262,8 @@ class LiberoSim(Simulator):
     def film(self) -> NDArray[np.uint8]:
         """See Simulator; agentview, upright."""
         self._show()
-        camera = self.scene.env.sim.model.camera_name2id("agentview")
-        return self.scene.renderer.draw(self.data._data, camera, *self.scene.options.video_size)[::-1]
+        scene, size = self.scene, self.scene.options.video_size
+        return scene.renderer.draw(scene.model, self.data._data, scene.film_camera, *size)
 
     def _show(self) -> None:
         self.scene.activate(self)

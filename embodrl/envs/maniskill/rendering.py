@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.mesh_cache import cached, simplifier
 from embodrl.errors import MissingDependencyError
 
 GROUND_WIDTH_M = 100.0
@@ -80,15 +81,25 @@ def decimate(
     Returns:
         Vertices ``[N',3]``, triangles ``[M',3]`` and area-weighted vertex normals ``[N',3]``.
     """
-    import fast_simplification
+    fast_simplification, version = simplifier("embodrl[maniskill]")
+    found: Any = cached(
+        f"maniskill 1, {reduction} {MIN_PART_TRIANGLES}, {version}",
+        (vertices, triangles),
+        lambda: _decimate(vertices, triangles, reduction, fast_simplification),
+    )
+    return found
 
+
+def _decimate(
+    vertices: NDArray[np.float32], triangles: NDArray[np.uint32], reduction: float, fast_simplification: Any
+) -> tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.float32]]:
     # Seams split vertices by normal and texture; the simplifier would tear the mesh there.
     unique, inverse = np.unique(np.round(vertices, 6), axis=0, return_inverse=True)
     faces = inverse.reshape(-1)[triangles.astype(np.int64)].reshape(-1, 3)
     faces = faces[(faces[:, 0] != faces[:, 1]) & (faces[:, 1] != faces[:, 2]) & (faces[:, 2] != faces[:, 0])]
     if len(faces) * (1 - reduction) >= MIN_PART_TRIANGLES:
-        simplify: Any = fast_simplification.simplify  # its annotations want float64, its code takes both
-        unique, faces = simplify(unique.astype(np.float32), faces.astype(np.int32), target_reduction=reduction)
+        points, indices = unique.astype(np.float32), faces.astype(np.int32)
+        unique, faces = fast_simplification.simplify(points, indices, target_reduction=reduction)
     faces = np.asarray(faces, dtype=np.uint32)
     points = np.asarray(unique, dtype=np.float32)
     corners = points[faces.astype(np.int64)]

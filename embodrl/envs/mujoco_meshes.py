@@ -1,13 +1,14 @@
-"""Fewer triangles for MuJoCo's renderer, written into the compiled model; what collides stays as it is."""
+"""Fewer triangles for MuJoCo's renderer; what collides is read from the model that is simulated, and stays as it is."""
 
 from __future__ import annotations
 
-import hashlib
-from importlib import import_module
+import copy
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from embodrl.envs.mesh_cache import cached, simplifier
 
 REDUCTION = 0.9
 MIN_FACES = 1000  # a mesh with fewer is left alone
@@ -15,27 +16,28 @@ KEPT_FACES = 600  # and this many stay at least
 KEPT_TEXTURED = 2000  # of those with a picture on them, whose seams would tear
 CREASE_COSINE = 0.7  # faces that differ by more than 45 degrees meet in an edge that shows
 _MESH_GEOM = 7  # mjGEOM_MESH
+_ALGORITHM = f"mujoco 1, {REDUCTION} {KEPT_FACES} {KEPT_TEXTURED} {CREASE_COSINE}"
 
-_Reduced = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32] | None, NDArray[np.int32]]
-_done: dict[bytes, _Reduced] = {}
+_Reduced = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]
 
 
-def decimate_visuals(model: Any) -> int:
-    """Reduce the meshes that are only drawn; return how many triangles are left of all that are drawn.
+def lighten_meshes(model: Any, hidden_groups: tuple[int, ...] = ()) -> Any:
+    """Return a copy of an ``MjModel``, for an OpenGL context only, whose larger visible meshes are lighter.
 
-    A mesh shared with a geom that collides is left alone. Works on ``mujoco.MjModel`` in place, before a renderer
-    uploads it. Results are kept by content, since the robot is the same in every scene.
+    Args:
+        model: compiled.
+        hidden_groups: groups of geoms that are not drawn, whose meshes may stay.
+
+    Raises:
+        MissingDependencyError: fast_simplification is not installed.
     """
-    is_mesh = model.geom_type == _MESH_GEOM
-    collides = (model.geom_contype != 0) | (model.geom_conaffinity != 0)
-    solid = set(model.geom_dataid[is_mesh & collides].tolist())
-    drawn = set(model.geom_dataid[is_mesh & ~collides].tolist()) - solid
-    visual = np.flatnonzero(is_mesh & ~collides).tolist()
-    textured = {int(model.geom_dataid[geom]) for geom in visual if _has_texture(model, geom)}
-    for mesh in sorted(drawn):
+    shown = (model.geom_type == _MESH_GEOM) & ~np.isin(model.geom_group, hidden_groups)
+    textured = {int(model.geom_dataid[geom]) for geom in np.flatnonzero(shown).tolist() if _has_texture(model, geom)}
+    light = copy.copy(model)
+    for mesh in sorted(set(model.geom_dataid[shown].tolist())):
         if model.mesh_facenum[mesh] >= MIN_FACES:
-            _reduce(model, mesh, mesh in textured)
-    return int(sum(model.mesh_facenum[mesh] for mesh in drawn))
+            _reduce(light, mesh, mesh in textured)
+    return light
 
 
 def _has_texture(model: Any, geom: int) -> bool:
@@ -50,23 +52,20 @@ def _reduce(model: Any, mesh: int, textured: bool) -> None:
     texcoord, num_texcoords = int(model.mesh_texcoordadr[mesh]), int(model.mesh_texcoordnum[mesh])
     faces = model.mesh_face[first : first + count]
     corners = model.mesh_vert[vertex : vertex + num_vertices][faces.ravel()]
-    uv = None
+    uv = np.zeros((0, 2), np.float32)
     if textured and texcoord >= 0:
         index = model.mesh_facetexcoord[first : first + count].ravel()
         uv = model.mesh_texcoord[texcoord : texcoord + num_texcoords][index]
-    key = hashlib.sha256(corners.tobytes() + (b"" if uv is None else uv.tobytes())).digest()
-    if key not in _done:
-        _done[key] = simplify(corners, uv)
-    points, normals, points_uv, triangles = _done[key]
+    points, normals, points_uv, triangles = lighter(corners, uv)
     has_room = len(points) <= num_vertices and len(normals) <= num_normals and len(triangles) < count
-    if not has_room or (points_uv is not None and len(points) > num_texcoords):
+    if not has_room or len(points_uv) > max(num_texcoords, 0):
         return
     stop = first + len(triangles)
     model.mesh_vert[vertex : vertex + len(points)] = points
     model.mesh_normal[normal : normal + len(normals)] = normals
     model.mesh_face[first:stop] = triangles
     model.mesh_facenormal[first:stop] = np.arange(len(normals)).reshape(-1, 3)
-    if points_uv is not None:
+    if len(points_uv):
         model.mesh_texcoord[texcoord : texcoord + len(points)] = points_uv
         model.mesh_facetexcoord[first:stop] = triangles
     elif texcoord >= 0:
@@ -74,25 +73,31 @@ def _reduce(model: Any, mesh: int, textured: bool) -> None:
     model.mesh_facenum[mesh] = len(triangles)
 
 
-def simplify(corners: NDArray[np.float32], uv: NDArray[np.float32] | None) -> _Reduced:
+def lighter(corners: NDArray[np.float32], uv: NDArray[np.float32]) -> _Reduced:
     """Return vertices, normals of corners, texture coordinates and triangles of a lighter mesh.
 
     Args:
         corners: ``float32[3F,3]``, three a triangle.
-        uv: ``float32[3F,2]``; corners are one vertex where position and texture agree, so that seams stay seams.
+        uv: ``float32[3F,2]``; corners are one vertex where position and texture agree, so that seams stay seams. Empty
+            for none, and then the texture coordinates that are returned are, too.
     """
-    fast_simplification: Any = import_module("fast_simplification")
-    keys = corners if uv is None else np.concatenate([corners, uv], axis=1)
+    simplify, version = simplifier("embodrl[metaworld]")
+    result: Any = cached(f"{_ALGORITHM}, {version}", (corners, uv), lambda: _lighter(corners, uv, simplify))
+    return result
+
+
+def _lighter(corners: NDArray[np.float32], uv: NDArray[np.float32], fast_simplification: Any) -> _Reduced:
+    has_uv = len(uv) > 0
+    keys = np.concatenate([corners, uv], axis=1) if has_uv else corners
     unique, index = np.unique(keys, axis=0, return_inverse=True)
     points = np.ascontiguousarray(unique[:, :3])
     faces = np.ascontiguousarray(index.reshape(-1, 3).astype(np.int32))
-    kept = KEPT_FACES if uv is None else KEPT_TEXTURED
+    kept = KEPT_TEXTURED if has_uv else KEPT_FACES
     target = 1 - min(max(kept, (1 - REDUCTION) * len(faces)) / len(faces), 1)
     _, _, collapses = fast_simplification.simplify(points, faces, target, return_collapses=True)
     points, faces, origin = fast_simplification.replay_simplification(points, faces, collapses)
-    points_uv = None
-    if uv is not None:
-        points_uv = np.zeros((len(points), 2), np.float32)
+    points_uv = np.zeros((len(points) if has_uv else 0, 2), np.float32)
+    if has_uv:
         points_uv[origin[::-1]] = unique[::-1, 3:]  # of the first vertex that went into each
     return points.astype(np.float32), corner_normals(points, faces), points_uv, faces.astype(np.int32)
 

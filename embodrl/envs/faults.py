@@ -1,0 +1,136 @@
+"""What counts as broken, what became of it, and the step that ends an episode which a fault has cost.
+
+Legend: B environments, C actions in a chunk.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.types import EnvStep, Observation
+
+_COUNTING = threading.Lock()
+
+
+@dataclass
+class FaultCounts:
+    """What went wrong in a run so far.
+
+    Attributes:
+        restarts: processes started anew.
+        lost_episodes: episodes ended as not valid, for whatever reason.
+        quarantined: of those, the ones with a reward or state that was not finite or out of bounds.
+        rollout_restarts: rollout processes brought up anew, each with its simulators.
+    """
+
+    restarts: int = 0
+    lost_episodes: int = 0
+    quarantined: int = 0
+    rollout_restarts: int = 0
+
+    def count(self, name: str, number: int = 1, limit: int | None = None) -> bool:
+        """Count more of what ``name`` says, unless there are ``limit`` already: then return False.
+
+        Pools of several threads share these counts.
+        """
+        with _COUNTING:
+            known = getattr(self, name)
+            if limit is not None and known >= limit:
+                return False
+            setattr(self, name, known + number)
+            return True
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Beyond these a number is taken for a fault of the simulator, as one that is not finite is.
+
+    Attributes:
+        reward: largest absolute value of a reward.
+        state: largest absolute value of a number of the state.
+    """
+
+    reward: float = 1e6
+    state: float = 1e6
+
+    def broken_states(self, observation: Observation) -> NDArray[np.bool_]:
+        """Return ``bool[B]``: where the state can't be true."""
+        return _beyond(observation.state, self.state)
+
+    def broken_rows(self, step: EnvStep) -> NDArray[np.bool_]:
+        """Return ``bool[B]``: where a reward or a state, the final one included, can't be true."""
+        bad = _beyond(step.reward, self.reward) | self.broken_states(step.observation)
+        if step.final_observation is not None:
+            bad |= step.final_mask & self.broken_states(step.final_observation)
+        return bad
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames of an error that is dealt with: they hold the memory of a process that is gone."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+
+
+def _beyond(values: NDArray[np.float32], bound: float) -> NDArray[np.bool_]:
+    """Return ``bool[B]`` of ``float32[B,N]``; a comparison with a number that is not one is False."""
+    return np.asarray(~(np.abs(values) <= bound).all(axis=1))
+
+
+def lost_step(
+    observation: Observation, seeds: NDArray[np.int64], chunk: int, rows: NDArray[np.int64], last: Observation | None
+) -> EnvStep:
+    """Return the outcome of a chunk that was not simulated, in a shard whose process has been started anew.
+
+    Args:
+        observation: of the episodes that have begun there.
+        seeds: ``int64[B]`` of theirs.
+        chunk: C.
+        rows: whose episodes were under way.
+        last: what was seen before the chunk; None if nothing was.
+    """
+    batch = len(seeds)
+    step = EnvStep(
+        observation=observation,
+        reward=np.zeros((batch, chunk), np.float32),
+        valid=np.zeros((batch, chunk), np.bool_),
+        terminated=np.zeros((batch, chunk), np.bool_),
+        truncated=np.zeros((batch, chunk), np.bool_),
+        success=np.zeros(batch, np.bool_),
+        episode_return=np.zeros(batch, np.float32),
+        episode_length=np.zeros(batch, np.int32),
+        episode_seed=seeds.copy(),
+        final_mask=np.zeros(batch, np.bool_),
+        final_observation=None,
+    )
+    end_as_invalid(step, rows, last)
+    return step
+
+
+def end_as_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation | None) -> None:
+    """End the episodes of ``rows`` with a chunk that is not valid, ``truncated`` at its first action.
+
+    Args:
+        step: in private memory; changed.
+        rows: ``int64[N]``.
+        last: the last good observation, which becomes the final one.
+    """
+    for array in (step.reward, step.valid, step.terminated, step.truncated, step.success):
+        array[rows] = 0
+    step.episode_return[rows], step.episode_length[rows] = 0.0, 0
+    step.truncated[rows, 0] = True
+    step.final_mask[rows] = last is not None
+    if last is None:
+        return
+    if step.final_observation is None:
+        step.final_observation = last
+        return
+    final = step.final_observation
+    final.images[rows], final.state[rows], final.task_id[rows] = last.images[rows], last.state[rows], last.task_id[rows]
+    for row in rows.tolist():
+        final.instruction[row] = last.instruction[row]

@@ -1,0 +1,112 @@
+"""Lighter meshes are computed once a machine and kept on disk, by content; any number of processes share them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.codec import decode, encode
+from embodrl.errors import MissingDependencyError
+
+logger = logging.getLogger("embodrl.envs")
+
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+
+Arrays = tuple[NDArray[Any], ...]
+_in_process: dict[str, Arrays] = {}
+
+
+def cache_directory() -> Path:
+    """Return where meshes are kept: ``$XDG_CACHE_HOME/embodrl/meshes``, or below ``~/.cache``."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "embodrl" / "meshes"
+
+
+def simplifier(package: str) -> tuple[Any, str]:
+    """Return fast_simplification and its version, which belongs to the key of what it makes.
+
+    Args:
+        package: what brings it, as for pip.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        return import_module("fast_simplification"), version("fast-simplification")
+    except ImportError as error:
+        remedy = f"pip install '{package}', or set env.render_detail=full (ManiSkill: env.mesh_decimation=0)"
+        raise MissingDependencyError(f"fast_simplification can't be imported: {error}", remedy) from error
+
+
+def cached(algorithm: str, inputs: Sequence[NDArray[Any]], compute: Callable[[], Arrays]) -> Arrays:
+    """Return what ``compute`` returns for these inputs, from memory or disk where it has been computed before.
+
+    A file that is torn or altered (its checksum tells) is computed anew and replaced. Where nothing can be kept, the
+    result is as good and a warning is logged.
+
+    Args:
+        algorithm: what is computed, with every parameter and a version: part of the key.
+        inputs: the arrays that the result depends on; their bytes, shapes and dtypes are the rest of the key.
+        compute: makes the result.
+    """
+    key = _key(algorithm, inputs)
+    if key not in _in_process:
+        path = cache_directory() / f"{key[:40]}.mesh"
+        found = _read(path)
+        if found is None:
+            found = compute()
+            _write(path, found)
+        _in_process[key] = found
+    return _in_process[key]
+
+
+def _key(algorithm: str, inputs: Sequence[NDArray[Any]]) -> str:
+    digest = hashlib.sha256(algorithm.encode())
+    for array in inputs:
+        digest.update(f"|{array.dtype.str}{array.shape}|".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> Arrays | None:
+    """Return the arrays of a whole file; None if there is none or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("the mesh cache can't be read, the mesh is computed anew: %s", error)
+        return None
+    checksum, payload = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    if hashlib.sha256(payload).digest() != checksum:
+        logger.warning("%s is damaged; the mesh is computed anew", path)
+        return None
+    return tuple(decode(payload))
+
+
+def _write(path: Path, arrays: Arrays) -> None:
+    """Put a whole file in place at once; of processes that do so at the same time, one wins, with the same content."""
+    payload = encode(list(arrays))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", dir=path.parent)
+        partial = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(payload).digest() + payload)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        logger.warning("the mesh can't be kept for later starts: %s", error)

@@ -1,0 +1,84 @@
+"""Any environment of the registry, whose simulator fails on request: ``call("break_next", {"fault": NAME})``."""
+
+import ctypes
+import time
+from pathlib import Path
+
+import numpy as np
+
+from embodrl.registry import ENVS
+
+
+def raise_it(*_):
+    raise RuntimeError("contact solver diverged")
+
+
+def crash(*_):
+    print("simulator: lost the device", flush=True)
+    ctypes.string_at(0)
+
+
+def spoil_reward(value):
+    def spoil(step):
+        step.reward[-1, 0] = value
+
+    return spoil
+
+
+def spoil_state(value):
+    def spoil(result):
+        getattr(result, "observation", result).state[-1, 0] = value
+
+    return spoil
+
+
+def draw_floats(step):
+    step.observation.images = step.observation.images.astype(np.float32) * np.nan
+
+
+# name -> the method that fails, before it does anything or in what it returns.
+BEFORE = {
+    "raise in step": ("chunk_step", raise_it),
+    "raise in reset": ("reset", raise_it),
+    "crash": ("chunk_step", crash),
+    "hang": ("chunk_step", lambda *_: time.sleep(1000)),
+}
+AFTER = {
+    "reward is no number": ("chunk_step", spoil_reward(np.nan)),
+    "reward is infinite": ("chunk_step", spoil_reward(np.inf)),
+    "reward out of bounds": ("chunk_step", spoil_reward(-1e30)),
+    "state is no number": ("chunk_step", spoil_state(np.nan)),
+    "state out of bounds": ("chunk_step", spoil_state(1e30)),
+    "state is no number in reset": ("reset", spoil_state(np.nan)),
+    "picture is no picture": ("chunk_step", draw_floats),
+}
+
+
+def break_next(env, fault):
+    """Let the next step or reset fail, and no other."""
+    name, action = (BEFORE | AFTER)[fault]
+    sound = getattr(env, name)
+
+    def broken(*arguments):
+        setattr(env, name, sound)
+        if fault in BEFORE:
+            action()
+        result = sound(*arguments)
+        action(result)
+        return result
+
+    setattr(env, name, broken)
+
+
+def make(env_type, slow_start, **kwargs):
+    """Return the environment, once the file ``slow_start`` does not exist."""
+    while Path(slow_start).exists():
+        time.sleep(0.01)
+    env = ENVS.get(env_type)(**kwargs)
+    env.REQUESTS = (*env.REQUESTS, "break_next")
+    env.break_next = lambda fault: break_next(env, fault)
+    return env
+
+
+ENVS.register("broken", make)
+"""The name under which ``make`` is registered."""

@@ -1,0 +1,110 @@
+"""A process that dies between two requests costs evaluations and collections its episodes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_env_faults import wait_until_gone
+
+from embodrl.config import load_config
+from embodrl.data.demos import DemoWriter
+from embodrl.envs.pool import EnvPool
+from embodrl.envs.toy import ToyVectorEnv
+from embodrl.metrics.progress import Progress
+from embodrl.types import PolicyOutput
+from embodrl.workers.collect import Collector
+from embodrl.workers.evaluate import Evaluator
+
+SETTINGS = [
+    "env=toy",
+    "env.tasks=[reach-red]",
+    "env.max_episode_steps=20",
+    "env.train.total_num_envs=4",
+    "env.eval.total_num_envs=4",
+    "env.eval.num_episodes=12",
+    "model.num_action_chunks=2",
+    "model.warm_start=null",
+    "actor.global_batch_size=8",
+    "actor.micro_batch_size=8",
+    "collect.noise_fraction=0",
+    "collect.num_episodes=12",
+]
+
+
+class Mortal(EnvPool):
+    """Before the given call of the given name, its second process dies."""
+
+    def doom(self, name: str, number: int) -> None:
+        self.doomed, self.left = name, number
+
+    def _send_call(self, rank: int, method: str, arguments: object) -> None:
+        if method == self.doomed and rank == 1:
+            self.left -= 1
+            if self.left == 0:
+                pid = self.managers[1].pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                wait_until_gone([pid])
+        super()._send_call(rank, method, arguments)  # type: ignore[arg-type]
+
+
+def mortal(**kwargs: object) -> Mortal:
+    settings = {"tasks": ["reach-red"], "image_size": 8, "max_episode_steps": 20, "max_chunk": 2, **kwargs}
+    return Mortal(EnvPool.create("toy", settings, total_num_envs=4, num_processes=2).managers)
+
+
+@pytest.mark.parametrize(("name", "number"), [("expert_actions", 5), ("expert_reset", 1), ("expert_reset", 3)])
+def test_a_collection_begins_its_attempts_anew(name: str, number: int, tmp_path: Path) -> None:
+    config = load_config([*SETTINGS, f"collect.output_dir={tmp_path}"]).config
+    with mortal(auto_reset=False) as pool:
+        pool.doom(name, number)
+        collector = Collector(config, pool, DemoWriter(tmp_path))
+        collector.run(Progress("collect", 1, "episodes", "off"))
+        collector.close()
+        assert pool.left <= 0 and pool.faults.restarts == 1
+    assert collector.kept.tolist() == [12] and collector.solved.tolist() == collector.tried.tolist()
+    episodes = json.loads((tmp_path / "index.json").read_text())["episodes"]
+    assert len({episode["seed"] for episode in episodes}) == 12
+    assert [episode["length"] for episode in episodes] == [expert_steps(episode["seed"]) for episode in episodes]
+
+
+def expert_steps(seed: int) -> int:
+    """Return how many actions the expert takes: an episode put together from two attempts would have more or fewer."""
+    env = ToyVectorEnv(1, ["reach-red"], image_size=8, auto_reset=False)
+    env.reset(np.array([seed]), np.zeros(1, np.int32), np.zeros(1, np.int64))
+    steps = 0
+    while True:
+        steps += 1
+        if env.chunk_step(env.expert_actions()[:, None], np.ones(1, np.bool_)).done.any():
+            return steps
+
+
+class Idle:
+    """A policy that does nothing."""
+
+    def offload(self) -> None: ...
+
+    def act_greedily(self, observation: object) -> PolicyOutput:
+        count = len(observation.images)  # type: ignore[attr-defined]
+        return PolicyOutput(np.zeros((count, 2, 7), np.float32), None, None, {})  # type: ignore[arg-type]
+
+
+DOOMS = [("start_video", 1, 2), ("start_video", 2, 2), ("mark", 1, 0)]
+
+
+@pytest.mark.parametrize(("name", "number", "lost"), DOOMS)
+def test_an_evaluation_counts_what_it_lost_and_plays_the_rest(
+    name: str, number: int, lost: int, tmp_path: Path
+) -> None:
+    config = load_config(SETTINGS).config
+    with mortal() as pool:
+        pool.doom(name, number)
+        result = Evaluator(config, pool, Idle()).run(tmp_path)  # type: ignore[arg-type]
+        assert pool.left <= 0 and pool.faults.restarts == 1
+        assert (result.episodes, result.lost_episodes) == (12 - lost, lost)
+        assert result.mean_length == 20, "restarted processes do not reset by themselves, either"
