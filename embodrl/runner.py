@@ -21,6 +21,7 @@ from embodrl.errors import (
     EnvError,
     OutputError,
     PipelineError,
+    RolloutEngineError,
     WorkerError,
 )
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
@@ -382,7 +383,7 @@ def _execute(
                 code = runner.run()
             finally:
                 runner.rollout.close()
-        except (EnvError, WorkerError) as error:
+        except (EnvError, RolloutEngineError, WorkerError) as error:
             raise type(error)(error.message, f"{error.remedy}; then {how_to_go_on(run_dir)}") from error
         finally:
             pool.close()
