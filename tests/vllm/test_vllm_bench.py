@@ -27,13 +27,3 @@ def test_rollout_backends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
             assert side["actions_s"] == pytest.approx(1000 * actions / side["median_ms"], rel=0.02)
             assert side["samples"] == 2
     assert 0 < result["max_logprob_difference"] < 1e-4
-
-
-def test_sides_that_do_not_agree_are_told() -> None:
-    first, second = [[[0.0]]], [[[0.5]]]
-    ways = {
-        name: lambda _, actions=actions: rollout_backends.np.array(actions, "float32")
-        for name, actions in (("native", first), ("vllm", second))
-    }
-    with pytest.raises(RuntimeError, match=r"vllm and native .* differ by 0\.5"):
-        rollout_backends.measure(ways, None)
