@@ -13,6 +13,8 @@ if importlib.util.find_spec("vllm") is None:
 
 from embodrl.bench import rollout_backends
 
+pytestmark = pytest.mark.timeout(1800)
+
 
 def test_rollout_backends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rollout_backends, "NUM_ROUNDS", 2)

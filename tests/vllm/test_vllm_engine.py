@@ -24,6 +24,7 @@ from embodrl.hybrid_engines import vllm_decoder
 from embodrl.hybrid_engines.vllm_decoder import import_vllm
 from embodrl.hybrid_engines.vllm_engine import VllmRolloutEngine, language_weights
 
+pytestmark = pytest.mark.timeout(1800)  # importing and starting vLLM takes minutes on a machine that others use
 ROWS = 5
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 SHAPE = {
