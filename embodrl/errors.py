@@ -210,6 +210,10 @@ class WorkerRaised(WorkerError):
     """A method of a worker raised; carries the worker's traceback."""
 
 
+class RolloutEngineError(EmbodrlError):
+    """A rollout engine failed and can't act any more."""
+
+
 class MessageError(EmbodrlError):
     """A value can't be sent between processes."""
 

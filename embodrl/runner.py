@@ -20,6 +20,7 @@ from embodrl.errors import (
     EnvError,
     OutputError,
     PipelineError,
+    RolloutEngineError,
     WorkerError,
 )
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
@@ -374,7 +375,7 @@ def _execute(
             # Only now: settings with which it could not be resumed are not kept.
             write_config(run_dir, config_yaml)
             code = runner.run()
-        except (EnvError, WorkerError) as error:
+        except (EnvError, RolloutEngineError, WorkerError) as error:
             raise type(error)(error.message, f"{error.remedy}; then {how_to_go_on(run_dir)}") from error
         finally:
             rollouts.close()

@@ -2,7 +2,9 @@
 
 All sides have the same random weights at tiny size in float32, on one core, and the same images and prompts; each runs
 the policy's own vision and projector, and chooses the actions of evaluation. They take turns within one run and must
-agree. Plain ``generate`` gets the whole batch, and a mask that leaves action tokens only.
+agree. Plain ``generate`` gets the whole batch, and a mask that leaves action tokens only; it returns actions, whereas
+the engines return what training needs as well. Besides, both engines draw actions from the same random numbers, and
+their log-probs are compared.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from embodrl.bench.hardware import describe_hardware
 from embodrl.bench.inference import make_observation, make_policy
 from embodrl.bench.plain import stock_llama
 from embodrl.config.schema import RolloutConfig, SamplingConfig
+from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.hybrid_engines.vllm_engine import VllmRolloutEngine
 from embodrl.metrics.json_file import write_json_file
@@ -31,8 +34,9 @@ from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.types import Observation, SamplingParams
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-NUM_BLOCKS = 5
+NUM_ROUNDS = 9
 Actions = NDArray[np.float32]
+Way = Callable[[Observation], Actions]
 
 
 class OnlyActions(LogitsProcessor):
@@ -71,11 +75,15 @@ def generate_actions(policy: TokenPolicy, llama: LlamaForCausalLM, observation: 
     return policy.make_output({}, index, logits, None, SamplingParams()).actions
 
 
-def sides(policy: TokenPolicy, max_batch: int) -> dict[str, Callable[[Observation], Actions]]:
-    """Return the ways to choose actions, by name."""
+def engines(policy: TokenPolicy, max_batch: int) -> tuple[RolloutEngine, RolloutEngine]:
+    """Return the native engine and vLLM's."""
     config, sampling = RolloutConfig(precision="fp32"), SamplingConfig()
     native = NativeRolloutEngine(policy, config, sampling, 0)
-    vllm = VllmRolloutEngine(policy, config, sampling, 0, max_num_seqs=max_batch)
+    return native, VllmRolloutEngine(policy, config, sampling, 0, max_num_seqs=max_batch)
+
+
+def sides(policy: TokenPolicy, native: RolloutEngine, vllm: RolloutEngine) -> dict[str, Way]:
+    """Return the ways to choose actions, by name."""
     llama = stock_llama(policy)
     return {
         "native": lambda observation: native.act_greedily(observation).actions,
@@ -84,9 +92,20 @@ def sides(policy: TokenPolicy, max_batch: int) -> dict[str, Callable[[Observatio
     }
 
 
-def measure(
-    ways: dict[str, Callable[[Observation], Actions]], observation: Observation, blocks: int = NUM_BLOCKS
-) -> dict[str, dict[str, float]]:
+def logprob_difference(native: RolloutEngine, vllm: RolloutEngine, observation: Observation) -> float:
+    """Return the largest difference between the log-probs of actions that both draw from the same random numbers.
+
+    Raises:
+        RuntimeError: they draw different actions.
+    """
+    vllm.set_random_state(native.random_state())
+    found, wanted = (engine.act(observation, compute_values=False) for engine in (vllm, native))
+    if not np.array_equal(found.actions, wanted.actions):
+        raise RuntimeError("native and vllm draw different actions from the same random numbers")
+    return float((found.logprobs - wanted.logprobs).abs().max())
+
+
+def measure(ways: dict[str, Way], observation: Observation) -> dict[str, dict[str, float]]:
     """Return the figures of each way for one batch.
 
     Raises:
@@ -98,7 +117,7 @@ def measure(
             difference = float(np.abs(actions - first["native"]).max())
             raise RuntimeError(f"{name} and native choose actions that differ by {difference}")
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(blocks):
+    for _ in range(NUM_ROUNDS):
         for name, way in ways.items():
             start, start_cpu = time.perf_counter(), time.process_time()
             way(observation)
@@ -124,14 +143,18 @@ def run(batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
     try:
         policy = make_policy("openvla", False, torch.device("cpu"))
         assert isinstance(policy, TokenPolicy)
-        ways = sides(policy, max(batches))
-        figures = {str(batch): measure(ways, make_observation("openvla", False, batch)) for batch in batches}
+        native, served = engines(policy, max(batches))
+        ways = sides(policy, native, served)
+        observations = {str(batch): make_observation("openvla", False, batch) for batch in batches}
+        figures = {batch: measure(ways, observation) for batch, observation in observations.items()}
+        difference = max(logprob_difference(native, served, observation) for observation in observations.values())
     finally:
         os.sched_setaffinity(0, cores)
     import vllm  # pyright: ignore[reportMissingImports]
 
     return {
         "batches": figures,
+        "max_logprob_difference": difference,
         "chunk": policy.num_action_chunks,
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
         "dtype": "float32",
@@ -141,16 +164,16 @@ def run(batches: tuple[int, ...] = BATCHES) -> dict[str, Any]:
     }
 
 
-def main(json_path: Path | None = None) -> int:
+def main(json_path: Path | None = None, batches: tuple[int, ...] = BATCHES) -> int:
     """Measure, print a table, write the figures to ``json_path``; return 0."""
-    result = run()
+    result = run(batches)
     title = f"OpenVLA, tiny size, float32, actions/s on one core of {result['hardware']['cpu']}"
     table = Table("batch", "native", "vLLM", "generate", "native / generate", "vLLM / generate", title=title)
     for batch, figures in result["batches"].items():
         rates = {name: one["actions_s"] for name, one in figures.items()}
         ratios = [f"{rates[name] / rates['generate']:.2f}" for name in ("native", "vllm")]
         table.add_row(batch, *(f"{rate:.0f}" for rate in rates.values()), *ratios)
-    Console().print(table)
+    Console().print(table, f"log-probs of native and vLLM differ by {result['max_logprob_difference']:.1e} at most")
     if json_path is not None:
         write_json_file(json_path, result)
     return 0

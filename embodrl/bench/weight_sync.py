@@ -1,8 +1,9 @@
 """Weights from a trainer to a rollout, by every kind of sync and for growing models, beside memcpy of as many bytes.
 
 Sender and receiver are processes of this machine (``shared``: this one). A sync is timed from the call of the sender
-until the receiver's policy holds the last tensor, checksums as each kind has them by default; kinds and memcpy take
-turns within one run. Disk is whatever holds the directory for temporary files, and its files are synced.
+until the receiver's policy holds the last tensor, checksums as each kind has them by default; for each size memcpy
+comes first and then every kind, in one run. memcpy is from and to memory that has been touched, on one core. Disk is
+whatever holds the directory for temporary files, and its files are synced.
 """
 
 from __future__ import annotations
@@ -157,14 +158,15 @@ def _memcpy(size_mb: float) -> list[float]:
     return seconds[1:]
 
 
-def _figures(size_mb: float, seconds: list[float], copy_s: float) -> dict[str, Any]:
+def _figures(size_mb: float, seconds: list[float], copy_s: float, moved: bool = True) -> dict[str, Any]:
+    """Return the figures of a kind; ``moved`` is False where sender and receiver hold the same memory."""
     median = float(np.median(seconds))
     return {
         "size_mb": size_mb,
         "median_ms": round(median * 1e3, 3),
         "largest_ms": round(max(seconds) * 1e3, 3),
-        "gb_per_s": round(size_mb / 1e3 / median, 3),
-        "of_memcpy": round(copy_s / median, 3),
+        "gb_per_s": round(size_mb / 1e3 / median, 3) if moved else None,
+        "of_memcpy": round(copy_s / median, 3) if moved else None,
     }
 
 
@@ -191,7 +193,7 @@ def run(sizes_mb: Iterable[float] = SIZES_MB) -> dict[str, Any]:
                         if kind == "shared"
                         else _processes(kind, size_mb, Path(directory), sending, receiving)
                     )
-                    rows.append({"kind": kind, **_figures(size_mb, seconds, copy_s)})
+                    rows.append({"kind": kind, **_figures(size_mb, seconds, copy_s, moved=kind != "shared")})
     finally:
         launcher.close()
         torch.set_num_threads(threads)
@@ -205,15 +207,9 @@ def main(json_path: Path | None = None, sizes_mb: Iterable[float] = SIZES_MB) ->
     title = f"weight sync, median of {result['rounds']}, {hardware['cores']} cores of {hardware['cpu']}"
     table = Table("MB", "kind", "ms", "GB/s", "of memcpy", title=title)
     for row in result["rows"]:
-        moved = row["kind"] != "shared"
-        rate = f"{row['gb_per_s']:.2f}" if moved else "nothing moves"
-        table.add_row(
-            f"{row['size_mb']:g}",
-            row["kind"],
-            f"{row['median_ms']:.2f}",
-            rate,
-            f"{row['of_memcpy']:.2f}" if moved else "",
-        )
+        moved = row["gb_per_s"] is not None
+        rates = (f"{row['gb_per_s']:.2f}", f"{row['of_memcpy']:.2f}") if moved else ("nothing moves", "")
+        table.add_row(f"{row['size_mb']:g}", row["kind"], f"{row['median_ms']:.2f}", *rates)
     Console().print(table)
     if json_path is not None:
         write_json_file(json_path, result)

@@ -21,10 +21,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from embodrl.data.rng import capture_rng, restore_rng
-from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.errors import EmbodrlError, MissingDependencyError, RolloutEngineError
 from embodrl.models.common.sampling import draw
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.types import SamplingParams
@@ -113,11 +114,12 @@ class VllmDecoder:
             raise EmbodrlError("vLLM has a sleep mode on CUDA GPUs only", "set rollout.enable_offload=false")
         self._num_bins, self._hidden_size = model.config.n_action_bins, model.config.llama.hidden_size
         self._step = _Step(model.config.first_action_id)
-        self._directory = tempfile.TemporaryDirectory(prefix="embodrl-vllm-")
-        _write_config(model, Path(self._directory.name), dtype)
+        self._fault: BaseException | None = None
         try:
-            with _side_effects_undone():
-                self.llm: Any = self._start(vllm, model, max_length, max_num_seqs, can_sleep)
+            # Removed at once, so that a run that is killed leaves nothing behind.
+            with _side_effects_undone(), tempfile.TemporaryDirectory(prefix="embodrl-vllm-") as directory:
+                _write_config(model, Path(directory), dtype)
+                self.llm: Any = self._start(vllm, directory, model, max_length, max_num_seqs, can_sleep)
         except (RuntimeError, ValueError) as error:
             raise EmbodrlError(
                 f"vLLM did not start: {error}", "lower rollout.vllm.max_num_seqs, or set rollout.backend=huggingface"
@@ -128,10 +130,19 @@ class VllmDecoder:
         output_layer.register_forward_pre_hook(self._keep_hidden)
 
     def _start(
-        self, vllm: ModuleType, model: OpenVLAModel, max_length: int, max_num_seqs: int, can_sleep: bool
+        self,
+        vllm: ModuleType,
+        directory: str,
+        model: OpenVLAModel,
+        max_length: int,
+        max_num_seqs: int,
+        can_sleep: bool,
     ) -> object:
+        # vLLM would meet itself in a file, which a run that is killed leaves behind.
+        if self.device.type == "cpu" and not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return vllm.LLM(
-            model=self._directory.name,
+            model=directory,
             load_format="dummy",
             skip_tokenizer_init=True,
             enable_prompt_embeds=True,
@@ -158,16 +169,11 @@ class VllmDecoder:
             weights: every name of transformers' Llama; in any precision, on any device.
 
         Raises:
-            EmbodrlError: vLLM could not take them; what it holds then is undefined.
+            RolloutEngineError: vLLM could not take them, and can't be used any more; or it failed before.
         """
         # Not the model's own load_weights: on a CPU linear layers hold packed weights, which it can't overwrite.
-        try:
-            with _threads(self.num_threads):
-                self._runner.reload_weights(weights_iterator=iter(weights))
-        except (RuntimeError, ValueError, KeyError, AssertionError) as error:
-            raise EmbodrlError(
-                f"vLLM could not take over the weights: {error}", "set rollout.backend=huggingface"
-            ) from error
+        with self._told("take over the weights"), _threads(self.num_threads):
+            self._runner.reload_weights(weights_iterator=iter(weights))
 
     @torch.no_grad()
     def run(
@@ -184,6 +190,9 @@ class VllmDecoder:
         Returns:
             ``tokens int64[B,N]`` (places among the K bins), the logits ``float32[B,N,K]`` that they were drawn from,
             and the hidden states ``[B,D]`` at the last prompt token; on the device of the model.
+
+        Raises:
+            RolloutEngineError: vLLM failed, and can't be used any more; or it failed before.
         """
         from vllm import SamplingParams as RequestParams  # pyright: ignore[reportMissingImports]
 
@@ -200,22 +209,44 @@ class VllmDecoder:
             )
             for row in range(rows)
         ]
-        with _threads(self.num_threads):
+        with self._told(f"decode {rows} rows"), _threads(self.num_threads):
             outputs = self.llm.generate(requests, params, use_tqdm=False)
         ids = torch.tensor([list(output.outputs[0].token_ids) for output in outputs], device=self.device)
         assert torch.equal(ids, step.tokens + step.first_id)
         return step.tokens, step.logits, step.hidden
 
     def sleep(self) -> None:
-        """Move the weights to main memory and drop the KV cache."""
-        self.llm.sleep(level=1)
+        """Move the weights to main memory and drop the KV cache; raises as ``run``."""
+        with self._told("go to sleep"):
+            self.llm.sleep(level=1)
 
     def wake_up(self) -> None:
-        """Undo ``sleep``."""
-        self.llm.wake_up()
+        """Undo ``sleep``; raises as ``run``."""
+        with self._told("wake up"):
+            self.llm.wake_up()
+
+    @contextmanager
+    def _told(self, task: str) -> Iterator[None]:
+        """Name vLLM in what it raises, and refuse everything afterwards: requests and weights may be half done."""
+        if self._fault is not None:
+            raise _failure(f"vLLM can't {task}: it failed before", self._fault) from self._fault
+        try:
+            yield
+        except BaseException as error:
+            self._fault = error
+            if isinstance(error, Exception):
+                raise _failure(f"vLLM could not {task}", error) from error
+            raise  # a second signal
 
     def _keep_hidden(self, _module: nn.Module, arguments: tuple[Any, ...]) -> None:
         self._step.latest = arguments[1]
+
+
+def _failure(what: str, error: BaseException) -> RolloutEngineError:
+    return RolloutEngineError(
+        f"{what}: {type(error).__name__}: {error}",
+        "--debug shows where it happened; rollout.backend=huggingface does without vLLM",
+    )
 
 
 def import_vllm(device: torch.device) -> ModuleType:

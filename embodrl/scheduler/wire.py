@@ -149,19 +149,25 @@ def _memory_file(description: bytes, blobs: list[Any]) -> tuple[int, int]:
     total = offset + sum(_aligned(blob.nbytes) for blob in blobs)
     memory = os.memfd_create("embodrl-message")
     try:
-        os.posix_fallocate(memory, 0, total)  # else a full memory would be a bus error
-        with mmap.mmap(memory, total) as region:
-            region[: len(description)] = description
-            region[len(description) : len(description) + len(lengths)] = lengths
-            for blob in blobs:
-                region[offset : offset + blob.nbytes] = memoryview(blob)
-                offset += _aligned(blob.nbytes)
+        # Not through a mapping: faulting in new pages takes longer than the copy, and a full memory is a bus error.
+        os.ftruncate(memory, total)
+        _write(memory, memoryview(description + lengths), 0)
+        for blob in blobs:
+            _write(memory, memoryview(blob), offset)
+            offset += _aligned(blob.nbytes)
     except OSError as error:
         os.close(memory)
         raise MessageError(
             f"no {total / 2**20:.0f} MiB of memory for a message: {error}", "send less at once"
         ) from error
     return memory, total
+
+
+def _write(memory: int, rest: memoryview, offset: int) -> None:
+    """Write bytes, of which the system takes up to 2 GiB at once."""
+    while rest:
+        written = os.pwrite(memory, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 def _read(view: memoryview, length: int, num_blobs: int) -> Any:

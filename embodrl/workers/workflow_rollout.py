@@ -19,7 +19,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.async_pool import AsyncPool
 from embodrl.envs.environment import Environment
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import EmbodrlError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.errors import EmbodrlError, EnvRaised, EnvTimeout, EnvWorkerDied, RolloutEngineError
 from embodrl.hybrid_engines.async_engine import AsyncEngine, EpisodeEngine
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.names import import_workflow
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 # How often a shard is played at most until an episode of it is left; a shard may be few episodes, of one group.
 MAX_PLAYS = 4
-_BEYOND_REPAIR = (EnvRaised, EnvWorkerDied, EnvTimeout)
+_BEYOND_REPAIR = (EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
 
 
 class WorkflowError(EmbodrlError):
@@ -100,6 +100,7 @@ class WorkflowPlayer:
             InterruptedError: ``should_stop`` answered True; it is asked now and then.
             WorkflowError: every episode of a play failed, or none was left however often the shard was played.
             EnvError: a simulator is beyond repair.
+            RolloutEngineError: the engine is.
         """
         tally = _Tally()
         while True:
@@ -262,6 +263,7 @@ class WorkflowRollout(RolloutWorker):
             InterruptedError: ``should_stop`` answered True.
             WorkflowError: see WorkflowPlayer.play.
             EnvError: a simulator is beyond repair.
+            RolloutEngineError: the engine is.
         """
         self._metas = []
         return super().gather(iteration)

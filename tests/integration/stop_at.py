@@ -17,6 +17,7 @@ import psutil
 POINTS = {
     "act": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act",
     "act_greedily": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act_greedily",
+    "vllm_token": "embodrl.hybrid_engines.vllm_decoder:_Step.choose",
     "optimizer_step": "embodrl.hybrid_engines.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.fsdp:FsdpTrainEngine.optimizer_step",
     "write_file": "embodrl.checkpoint:_write_file",

@@ -78,3 +78,4 @@ def test_weight_sync(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for row in rows:
         assert 0 < row["median_ms"] <= row["largest_ms"]
         assert row["of_memcpy"] == 1 or row["kind"] != "memcpy"
+        assert (row["gb_per_s"] is None) == (row["kind"] == "shared"), "nothing moves where the memory is the same"

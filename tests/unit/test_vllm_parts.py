@@ -192,15 +192,18 @@ def test_settings_of_vllm_without_vllm_are_noted():
 
 def test_the_benchmark_compares_the_same_actions(policy, monkeypatch):
     monkeypatch.setattr(vllm_engine, "VllmDecoder", PlainDecoder)
-    ways, seen = rollout_backends.sides(policy, 3), observation("openvla", 3, texts=("push it",))
-    figures = rollout_backends.measure(ways, seen, blocks=2)
+    monkeypatch.setattr(rollout_backends, "NUM_ROUNDS", 2)
+    native, served = rollout_backends.engines(policy, 3)
+    ways, seen = rollout_backends.sides(policy, native, served), observation("openvla", 3, texts=("push it",))
+    assert rollout_backends.logprob_difference(native, served, seen) < 1e-4
+    figures = rollout_backends.measure(ways, seen)
     assert figures.keys() == {"native", "vllm", "generate"}
     for one in figures.values():
         assert one["samples"] == 2
         assert one["actions_s"] == pytest.approx(3 * 2 / (one["median_ms"] / 1000), rel=0.02, abs=0.06)
     wrong = ways | {"generate": lambda observation: ways["native"](observation) + np.float32(1e-3)}
     with pytest.raises(RuntimeError, match="generate and native choose actions that differ by"):
-        rollout_backends.measure(wrong, seen, blocks=1)
+        rollout_backends.measure(wrong, seen)
 
 
 def test_the_plan_counts_the_copy_of_the_weights():

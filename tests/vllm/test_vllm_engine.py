@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from embodrl.config.schema import ModelConfig, RolloutConfig, SamplingConfig
-from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.errors import EmbodrlError, MissingDependencyError, RolloutEngineError
 from embodrl.hybrid_engines.rollout import NativeRolloutEngine
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation
@@ -21,6 +24,7 @@ from embodrl.hybrid_engines import vllm_decoder
 from embodrl.hybrid_engines.vllm_decoder import import_vllm
 from embodrl.hybrid_engines.vllm_engine import VllmRolloutEngine, language_weights
 
+pytestmark = pytest.mark.timeout(1800)  # importing and starting vLLM takes minutes on a machine that others use
 ROWS = 5
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 SHAPE = {
@@ -177,14 +181,15 @@ def test_half_precision_is_near(policy):
     torch.testing.assert_close(found.values, exact.values, atol=0.05, rtol=0)
 
 
-def test_vllm_draws_by_itself_with_the_same_log_probs(policy, served, monkeypatch):
+def test_vllm_draws_by_itself_with_the_same_log_probs(policy, served, monkeypatch, tmp_path):
     """Its own sampler, mask and temperature, instead of our logits processor."""
     import vllm
 
     monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it
     first = policy.bins.first_id
+    vllm_decoder._write_config(policy.model, tmp_path, torch.float32)
     llm = vllm.LLM(
-        model=served.decoder.llm.llm_engine.model_config.model,
+        model=str(tmp_path),
         load_format="dummy",
         skip_tokenizer_init=True,
         enable_prompt_embeds=True,
@@ -236,3 +241,40 @@ def test_what_a_cpu_can_not_do_is_refused(policy, monkeypatch):
     monkeypatch.setattr(vllm_decoder, "kv_cache_bytes", lambda *_: 1 << 50)
     with pytest.raises(EmbodrlError, match=r"did not start(.|\n)*max_num_seqs"):
         engine_of(VllmRolloutEngine, policy)
+
+
+def test_a_fault_in_vllm_is_told_and_its_leftovers_are_not_decoded_later(policy, monkeypatch):
+    found = engine_of(VllmRolloutEngine, policy)
+    runner = found.decoder._runner
+
+    def fail(*_args, **_kwargs):
+        raise RuntimeError("no page left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "execute_model", fail)
+        with pytest.raises(RolloutEngineError, match=r"vLLM could not decode 5 rows: RuntimeError: no page left"):
+            found.act_greedily(observation_of())
+    for again in (lambda: found.act_greedily(observation_of()), lambda: found.update_weights(iter(()), 1)):
+        with pytest.raises(RolloutEngineError, match=r"vLLM can't .* failed before: RuntimeError: no page left"):
+            again()
+    assert found.version == 0
+
+
+def test_weights_that_vllm_can_not_take_are_told(policy):
+    found = engine_of(VllmRolloutEngine, policy)
+    with pytest.raises(RolloutEngineError, match="vLLM could not take over the weights"):
+        found.decoder.load_weights([("model.layers.0.mlp.down_proj.weight", torch.zeros(3, 3))])
+
+
+def test_no_process_no_shared_memory_and_no_file_is_held(policy, monkeypatch, tmp_path):
+    """Whatever ends the process, nothing of vLLM outlives it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = psutil.Process().children(recursive=True)
+    engine_of(VllmRolloutEngine, policy).act(observation_of(), True)
+    assert psutil.Process().children(recursive=True) == before
+    assert list(tmp_path.iterdir()) == []
+    # Unnamed memory, /memfd:..., goes with the process.
+    mapped = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    opened = {file.path for file in psutil.Process().open_files()}
+    held = [path for path in mapped | opened if path.startswith(("/dev/shm/", str(tmp_path)))]
+    assert not [path for path in held if not path.endswith("(deleted)")]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
-from runs import TINY, embodrl, metrics
+from runs import TINY, Outcome, assert_gone, embodrl, metrics
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make test-vllm` makes an environment that has it", allow_module_level=True)
 
 TOLERANCE = 1e-4
+# A chunk has 21 tokens, so that the 7th batch, the third of the first rollout, begins with the 127th.
+BATCH_6, BATCH_7, LATER = "vllm_token:110", "vllm_token:130", "vllm_token:140"
 SETTINGS = ("rollout.precision=fp32", "actor.precision=fp32", "env.start_timeout_s=600")
 
 
@@ -24,9 +27,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(config: Path, run_dir: Path, *args: str) -> list[dict[str, object]]:
-    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *SETTINGS, *args, timeout_s=1500)
+    outcome = start(config, run_dir, *args)
     assert outcome.code == 0, outcome.stderr
     return metrics(run_dir)
+
+
+def start(config: Path, run_dir: Path, *args: str, **options: object) -> Outcome:
+    command = ("train", "--config", config, f"runner.output_dir={run_dir}", *SETTINGS, *args)
+    return embodrl(*command, timeout_s=1500, **options)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,8 @@ def test_a_run_learns_the_same_as_with_the_native_engine(config: Path, served: P
     for row, other in zip(found, wanted, strict=True):
         assert row.keys() == other.keys()
         for name, value in other.items():
-            assert row[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), (row["iteration"], name)
+            near = value if value is None else pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE)
+            assert row[name] == near, (row["iteration"], name)
     assert found[4]["train/policy_loss"] != found[2]["train/policy_loss"]
 
 
@@ -55,6 +64,47 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(served: Path, tmp_pat
     outcome = embodrl("resume", copy, timeout_s=1500)
     assert outcome.code == 0, outcome.stderr
     assert metrics(copy) == metrics(served)
+
+
+@pytest.mark.timeout(3600)
+def test_nothing_is_left_of_a_run_that_is_killed(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two processes that were there are the simulators, and vLLM's files are gone before it starts to decode."""
+    temporary, children, stop_at = tmp_path / "tmp", tmp_path / "children", f"{BATCH_6}:SIGKILL"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    outcome = start(config, tmp_path / "run", "rollout=vllm", stop_at=stop_at, children=children)
+    assert outcome.code == -signal.SIGKILL, outcome.stderr
+    assert_gone(children)
+    assert not [path for path in temporary.rglob("*") if "vllm" in path.name]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("stop_at", [f"{BATCH_7}:SIGINT", f"{BATCH_7}:SIGINT,{LATER}:SIGINT"])
+def test_an_interrupted_run_ends_cleanly(stop_at: str, config: Path, served: Path, tmp_path: Path) -> None:
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    outcome = start(config, run_dir, "rollout=vllm", stop_at=stop_at, children=children)
+    assert outcome.code == 128 + signal.SIGINT, outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert_gone(children)
+    outcome = embodrl("resume", run_dir, timeout_s=1500)
+    assert outcome.code == 0, outcome.stderr
+    assert metrics(run_dir) == metrics(served)
+
+
+@pytest.mark.timeout(3600)
+def test_a_fault_in_vllm_ends_the_run_and_is_named(config: Path, tmp_path: Path) -> None:
+    outcome = start(
+        config,
+        tmp_path / "run",
+        "rollout=vllm",
+        "runner.eval_at_start=false",
+        "extensions=[stop_at,broken_vllm]",
+        search_path=Path(__file__).parent,
+    )
+    assert outcome.code == 1
+    assert "error: vLLM could not decode 4 rows: RuntimeError: no page left" in outcome.stderr
+    assert "node 'rollout'" in outcome.stderr and "start it again: there is no checkpoint" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
 
 
 @pytest.mark.timeout(3600)
