@@ -44,7 +44,7 @@ from embodrl.run_files import (
     what_is_left,
     write_config,
 )
-from embodrl.workers.actor import make_train_engine
+from embodrl.workers.actor import make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluate import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
@@ -225,12 +225,15 @@ class Runner:
 
     def _save(self) -> None:
         """Write a checkpoint; a disk that is full costs a warning, not the run."""
-        saved, rollouts = self.engine.state_dict(), self.rollout.state()
+        sharded = saves_shards(self.config)
+        saved = EngineState({}, self.engine.counters()) if sharded else self.engine.state_dict()
+        rollouts = self.rollout.state()
         state = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             "pending": self.pending,
             "engine": saved.state,
+            "sharded": sharded,
             "rng": capture_rng(),
             "shuffle": generator_state(self.shuffle),
             "rollout": {"state": rollouts.state, "tensors": sorted(rollouts.tensors), "blobs": sorted(rollouts.blobs)},
@@ -239,7 +242,8 @@ class Runner:
         }
         try:
             tensors = saved.tensors | rollouts.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
-            path = self.checkpoints.save(self.iteration, tensors, state, rollouts.blobs)
+            write_shards = self.engine.save_shards if sharded else None
+            path = self.checkpoints.save(self.iteration, tensors, state, rollouts.blobs, write_shards)
         except OutputError as error:
             logger.error("%s", error)
             return
@@ -253,8 +257,11 @@ class Runner:
             CheckpointError: it was made with other settings.
         """
         state = checkpoint.state
-        names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
-        self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
+        if state.get("sharded"):
+            self.engine.load_shards(checkpoint.path, state["engine"])
+        else:
+            names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
+            self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
         self.rollout.update_weights(self.engine.weights(), self.engine.version)
         rollouts = state["rollout"]
         try:
