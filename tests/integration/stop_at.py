@@ -18,6 +18,7 @@ POINTS = {
     "act_greedily": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act_greedily",
     "optimizer_step": "embodrl.hybrid_engines.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.fsdp:FsdpTrainEngine.optimizer_step",
+    "write_shard": "embodrl.hybrid_engines.sharded_checkpoint:_HashedFiles.create_stream",
     "write_file": "embodrl.checkpoint:_write_file",
     "sync_directory": "embodrl.checkpoint:_sync_directory",
     "log": "embodrl.metrics.sinks:MetricsLogger.log",
