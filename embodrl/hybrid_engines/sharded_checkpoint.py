@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.engine_state import check_fit
+from embodrl.hybrid_engines.sharding import held
 
 if TYPE_CHECKING:
     from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
@@ -79,9 +80,20 @@ def save_state(engine: PolicyTrainEngine, directory: Path) -> FileFacts:
         for names in groups:
             writer = HuggingFaceStorageWriter(str(directory / section), file_numbers, save_distributed=True)
             writer.fs = files
-            _collective(save, engine.parts(section, names), storage_writer=writer, no_dist=not engine.is_shared)
+            parts = _apart(engine.parts(section, names))
+            _collective(save, parts, storage_writer=writer, no_dist=not engine.is_shared)
         facts |= {f"{section}/{name}": fact for name, fact in files.facts.items()}
     return facts
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which no two share memory, which the safetensors library refuses; copies only where needed."""
+    seen, found = set[int](), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        pointer = held(tensor).untyped_storage().data_ptr()
+        found[name] = tensor.detach().clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return found
 
 
 def load_state(engine: PolicyTrainEngine, directory: Path, counters: Mapping[str, Any]) -> None:

@@ -185,7 +185,7 @@ def test_torn_checkpoints_are_detected_and_named(tmp_path: Path, damage: str, ca
     elif damage == "missing shard":
         (newest / "optimizer" / "shard").unlink()
     elif damage == "stray shard":
-        (newest / "optimizer" / "stray").write_bytes(b"?")
+        (newest / "optimizer" / "stray_shard").write_bytes(b"?")
     else:
         manifest.write_text("[]")
     checkpoint, problems = manager.latest_good()
