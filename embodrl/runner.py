@@ -42,6 +42,7 @@ from embodrl.run_files import (
     how_to_go_on,
     run_directory,
     what_is_left,
+    without_lost_warm_start,
     write_config,
 )
 from embodrl.workers.actor import make_train_engine, saves_shards
@@ -372,7 +373,7 @@ def _execute(
         try:
             console.phase("starting simulators")
             pool.start_async()
-            weights_from = config if checkpoint is None else _without_lost_warm_start(config)
+            weights_from = config if checkpoint is None else without_lost_warm_start(config)
             policy = build_policy(weights_from)
             engine = make_train_engine(weights_from, policy, run_dir / "logs")
             metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
@@ -406,21 +407,6 @@ def _execute(
         if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
     return code
-
-
-def _without_lost_warm_start(config: Config) -> Config:
-    """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
-    model = config.model
-    if model.model_path is not None or model.warm_start in (None, "builtin"):
-        return config
-    if (Path(model.warm_start).expanduser() / "config.json").is_file():
-        return config
-    logger.warning(
-        "the warm start %s is gone: weights come from the checkpoint, vocabulary and action statistics are the"
-        " tiny size's own",
-        model.warm_start,
-    )
-    return config.model_copy(update={"model": model.model_copy(update={"warm_start": None})})
 
 
 def _check_machine(config: Config) -> None:

@@ -11,16 +11,16 @@ import contextlib
 import hashlib
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -147,7 +147,9 @@ def _read(targets: Mapping[str, Tensor], reader: _Reader, alone: bool) -> None:
     try:
         _collective(load, dict(targets), storage_reader=reader, no_dist=alone)
     except OSError as error:
-        raise CheckpointError(f"{reader.path} can't be read: {error}", "all processes must see the directory") from error
+        raise CheckpointError(
+            f"{reader.path} can't be read: {error}", "all processes must see the directory"
+        ) from error
 
 
 def _collective(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -158,7 +160,10 @@ def _collective(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
         CheckpointError: something else failed.
     """
     try:
-        function(*args, **kwargs)
+        with warnings.catch_warnings():
+            # Said of no_dist, too, which is the intent.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            function(*args, **kwargs)
     except CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         cause = next((found for found in causes if isinstance(found, OSError)), None)

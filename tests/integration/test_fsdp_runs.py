@@ -96,6 +96,10 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_formats(config: Path,
     for last, more in ((2, (*one, "runner.checkpoint_format=sharded")), (3, (*TWO, "actor.tensor_parallel_size=2"))):
         resumed = embodrl("resume", run_dir, f"runner.max_iterations={last}", *more)
         assert resumed.code == 0, resumed.stderr
+    exported = embodrl("export", run_dir, tmp_path / "exported")
+    assert exported.code == 0 and "step_3" in exported.stdout, exported.stderr
+    mine, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "exported", run_dir / "policy"))
+    assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
     files = {path.name for path in (run_dir / "checkpoints/step_3/policy").iterdir()}
     assert files == {f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)}
     full = ("runner.checkpoint_format=full", "actor.tensor_parallel_size=1", "runner.max_iterations=4")

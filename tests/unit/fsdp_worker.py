@@ -178,7 +178,11 @@ class Comparer(Worker):
 def apart(mine: PolicyTrainEngine, theirs: PolicyTrainEngine) -> float:
     """Return the largest difference between two states; the steps of Adam and the counters must be equal."""
     one, other = mine.state_dict(), theirs.state_dict()
-    assert one.state == other.state and one.tensors.keys() == other.tensors.keys() == {"policy", "optimizer", "reference"}
+    assert one.state == other.state and one.tensors.keys() == other.tensors.keys() == {
+        "policy",
+        "optimizer",
+        "reference",
+    }
     assert all(t.dtype == other.tensors[s][name].dtype for s, parts in one.tensors.items() for name, t in parts.items())
     return max(largest_difference(one.tensors[section], other.tensors[section]) for section in one.tensors)
 
