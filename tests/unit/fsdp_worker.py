@@ -19,6 +19,7 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines import sharded_checkpoint
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.native import NativeTrainEngine
@@ -92,6 +93,7 @@ class Comparer(Worker):
         Each of ``others`` reads what ``config`` wrote and the other way round, and so does one process.
         """
         directory = Path(path)
+        sharded_checkpoint.BUCKET_BYTES = 100_000  # several files a section
         native, batches = self._native("openvla", config, 3)
         engine = self._cut(config)
         update_all(engine, batches[:2], config)
