@@ -1,7 +1,8 @@
 """Checkpoints that are either whole or not there.
 
 ``DIR/checkpoints/step_<n>/`` holds one safetensors file a group of tensors, ``state.json``, one ``.bin`` file a blob,
-and ``manifest.json`` with the size and SHA-256 of each. A checkpoint is written into a hidden directory beside its
+and ``manifest.json`` with the size and SHA-256 of each. Of a training state in shards, a directory a section holds
+what each process has written. A checkpoint is written into a hidden directory beside its
 final place, every file and directory is synced, and one rename makes it visible. Nothing is pickled.
 """
 
@@ -98,6 +99,7 @@ class CheckpointManager:
         tensors: Mapping[str, Mapping[str, Tensor]],
         state: Mapping[str, Any],
         blobs: Mapping[str, bytes] | None = None,
+        write_shards: Callable[[Path], Mapping[str, dict[str, Any]]] | None = None,
     ) -> Path:
         """Write a checkpoint, verify it, and then remove those that are too old.
 
@@ -106,6 +108,8 @@ class CheckpointManager:
             tensors: groups of tensors by name.
             state: what can be written as JSON.
             blobs: opaque bytes by name.
+            write_shards: writes and syncs further files into directories of the given one, perhaps by other processes,
+                and returns their sizes and checksums as ``TrainEngine.save_shards`` does.
 
         Returns:
             the directory of the checkpoint.
@@ -122,6 +126,10 @@ class CheckpointManager:
             _remove(staging)
             staging.mkdir()
             files = {name: _write_file(staging / name, chunks()) for name, chunks in parts.items()}
+            if write_shards is not None:
+                files |= write_shards(staging)
+                for directory in _subdirectories(staging):
+                    _sync_directory(directory)
             _write_file(staging / MANIFEST, iter([_manifest(step, files)]))
             _sync_directory(staging)
             self._publish(staging, final)
@@ -277,11 +285,19 @@ def _problem(path: Path) -> str:
             with (path / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
                     return f"the checksum of {name} does not match"
+        # Who reads a directory of shards reads all that is in it.
+        found = {str(file.relative_to(path)) for directory in _subdirectories(path) for file in directory.iterdir()}
+        if unknown := found - content["files"].keys():
+            return f"{min(unknown)} is not in {MANIFEST}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it can't be read: {error}"
     return ""
+
+
+def _subdirectories(path: Path) -> list[Path]:
+    return [entry for entry in path.iterdir() if entry.is_dir()]
 
 
 def _open(path: Path) -> Checkpoint:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from pathlib import Path
 
-from embodrl.checkpoint import CheckpointManager
+from embodrl.checkpoint import Checkpoint, CheckpointManager
+from embodrl.config import load_run
 from embodrl.config.schema import Config
-from embodrl.errors import OutputError
+from embodrl.errors import CheckpointError, OutputError
+from embodrl.hybrid_engines.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
+from embodrl.workers.policy import build_policy
+from embodrl.workers.run_lock import run_lock
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 LOG_FILE = "logs/embodrl.log"
@@ -88,3 +95,54 @@ def what_is_left(run_dir: Path, iteration: int) -> str:
         f"iteration {iteration}, the last, could not be saved;"
         f" once there is room, `embodrl resume {run_dir}` would {where}"
     )
+
+
+def without_lost_warm_start(config: Config) -> Config:
+    """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
+    model = config.model
+    if model.model_path is not None or model.warm_start in (None, "builtin"):
+        return config
+    if (Path(model.warm_start).expanduser() / "config.json").is_file():
+        return config
+    logger.warning(
+        "the warm start %s is gone: weights come from the checkpoint, vocabulary and action statistics are the"
+        " tiny size's own",
+        model.warm_start,
+    )
+    return config.model_copy(update={"model": model.model_copy(update={"warm_start": None})})
+
+
+def export_checkpoint(run_dir: Path, directory: Path, overrides: list[str]) -> Checkpoint:
+    """Write the policy of a run's newest good checkpoint in its public layout; read on the CPU.
+
+    Args:
+        run_dir: of the run.
+        directory: a new one.
+        overrides: of the run's configuration.
+
+    Returns:
+        the checkpoint.
+
+    Raises:
+        CheckpointError: this is no run, or it has no good checkpoint.
+        OutputError: the directory exists or can't be written, or the run is going on.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{run_dir} is not the directory of a run: it has no {CONFIG_FILE}", "look in outputs/")
+    if directory.exists():
+        raise OutputError(f"{directory} exists", "give a new directory")
+    config = load_run(path, overrides, resuming=True).with_absolute_paths().config
+    with run_lock(run_dir):  # looking for checkpoints removes what an interrupted save has left
+        checkpoint, problems = CheckpointManager(run_dir, 1).latest_good()
+        if checkpoint is None:
+            why = "; ".join(problems) or "none was written"
+            raise CheckpointError(f"{run_dir} has no good checkpoint: {why}", f"`embodrl resume {run_dir}` goes on")
+        on_cpu = {"cluster": config.cluster.model_copy(update={"device": "cpu"})}
+        policy = build_policy(without_lost_warm_start(config).model_copy(update=on_cpu))
+        if checkpoint.state.get("sharded"):
+            read_whole(checkpoint.path, "policy", policy.state_dict())
+        else:
+            policy.load_state_dict(checkpoint.tensors("policy"))
+        export_policy(policy, directory)
+    return checkpoint

@@ -41,9 +41,10 @@ from embodrl.run_files import (
     how_to_go_on,
     run_directory,
     what_is_left,
+    without_lost_warm_start,
     write_config,
 )
-from embodrl.workers.actor import make_train_engine
+from embodrl.workers.actor import make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator
 from embodrl.workers.launch import make_launcher, make_rollouts
 from embodrl.workers.offload import PhaseOffload
@@ -220,12 +221,15 @@ class Runner:
 
     def _save(self) -> None:
         """Write a checkpoint; a disk that is full costs a warning, not the run."""
-        saved, rollouts = self.engine.state_dict(), self.rollout.state()
+        sharded = saves_shards(self.config)
+        saved = EngineState({}, self.engine.counters()) if sharded else self.engine.state_dict()
+        rollouts = self.rollout.state()
         state = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             "pending": self.pending,
             "engine": saved.state,
+            "sharded": sharded,
             "rng": capture_rng(),
             "shuffle": generator_state(self.shuffle),
             "rollout": {"state": rollouts.state, "tensors": sorted(rollouts.tensors), "blobs": sorted(rollouts.blobs)},
@@ -234,7 +238,8 @@ class Runner:
         }
         try:
             tensors = saved.tensors | rollouts.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
-            path = self.checkpoints.save(self.iteration, tensors, state, rollouts.blobs)
+            write_shards = self.engine.save_shards if sharded else None
+            path = self.checkpoints.save(self.iteration, tensors, state, rollouts.blobs, write_shards)
         except OutputError as error:
             logger.error("%s", error)
             return
@@ -248,8 +253,11 @@ class Runner:
             CheckpointError: it was made with other settings.
         """
         state = checkpoint.state
-        names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
-        self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
+        if state.get("sharded"):
+            self.engine.load_shards(checkpoint.path, state["engine"])
+        else:
+            names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
+            self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
         self.rollout.update_weights(self.engine.weights(), self.engine.version)
         rollouts = state["rollout"]
         try:
@@ -361,7 +369,7 @@ def _execute(
         try:
             console.phase("starting simulators")
             rollouts.start_async()
-            weights_from = config if checkpoint is None else _without_lost_warm_start(config)
+            weights_from = config if checkpoint is None else without_lost_warm_start(config)
             policy = build_policy(weights_from)
             engine = make_train_engine(weights_from, policy, run_dir / "logs", launcher)
             metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
@@ -394,21 +402,6 @@ def _execute(
         if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
     return code
-
-
-def _without_lost_warm_start(config: Config) -> Config:
-    """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
-    model = config.model
-    if model.model_path is not None or model.warm_start in (None, "builtin"):
-        return config
-    if (Path(model.warm_start).expanduser() / "config.json").is_file():
-        return config
-    logger.warning(
-        "the warm start %s is gone: weights come from the checkpoint, vocabulary and action statistics are the"
-        " tiny size's own",
-        model.warm_start,
-    )
-    return config.model_copy(update={"model": model.model_copy(update={"warm_start": None})})
 
 
 def _check_machine(config: Config) -> None:

@@ -12,6 +12,7 @@ from embodrl.cli.collect import collect
 from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
+from embodrl.cli.export import export
 from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.resume import resume
@@ -64,6 +65,7 @@ app.command()(collect)
 app.command()(convert)
 app.command()(sft)
 app.command()(resume)
+app.command()(export)
 app.add_typer(plan.app, name="plan")
 app.add_typer(config.app, name="config")
 app.add_typer(env.app, name="env")

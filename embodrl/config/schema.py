@@ -384,6 +384,11 @@ class RunnerConfig(Section):
     save_interval: PositiveInt = Field(
         default=10, description="iterations between checkpoints; the last one is always saved"
     )
+    checkpoint_format: Literal["auto", "full", "sharded"] = Field(
+        default="auto",
+        description="full: the main process writes whole tensors; sharded: every training process writes what it holds"
+        " (torch.distributed.checkpoint); auto is sharded with several training processes. Any resumes from either",
+    )
     keep_last_n: PositiveInt = Field(default=2, description="checkpoints kept")
     logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics go")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -121,6 +122,29 @@ class TrainEngine(ABC):
 
         Raises:
             CheckpointError: names or shapes are not those of this policy.
+        """
+
+    @abstractmethod
+    def counters(self) -> dict[str, Any]:
+        """Return the part of the state that can be written as JSON."""
+
+    @abstractmethod
+    def save_shards(self, directory: Path) -> dict[str, dict[str, Any]]:
+        """Write the tensors of the state, each process what it holds; see ``sharded_checkpoint.save_state``.
+
+        Returns:
+            size and SHA-256 of all files by path inside the directory.
+
+        Raises:
+            OSError: they could not be written.
+        """
+
+    @abstractmethod
+    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+        """Go back to what ``save_shards`` wrote, perhaps with another backend or number of processes.
+
+        Raises:
+            CheckpointError: it is of another policy, or can't be read.
         """
 
     @abstractmethod

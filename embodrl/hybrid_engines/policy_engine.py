@@ -9,7 +9,8 @@ import logging
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from embodrl.hybrid_engines.objective import chunk_weights, flatten_chunks, is_l
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
 from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.schedule import LearningRates, learning_rates
+from embodrl.hybrid_engines.sharded_checkpoint import FileFacts, load_state, save_state
 from embodrl.hybrid_engines.sharding import whole
 from embodrl.models.base import VLAPolicy
 from embodrl.registry import LOSSES
@@ -50,9 +52,11 @@ class PolicyTrainEngine(TrainEngine):
 
     Attributes:
         shares_weights: what acts uses the weights themselves, so that they stay on the device.
+        is_shared: other processes of the default group have the rest of the state.
     """
 
     shares_weights = False
+    is_shared = False
 
     def __init__(
         self,
@@ -354,10 +358,19 @@ class PolicyTrainEngine(TrainEngine):
             for section, tensors in self.shards().items()
         }
 
-    def gather(self, section: str, names: Sequence[str]) -> dict[str, Tensor]:
+    def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors of the state as they are held, without copies; {} of a section that there is not."""
+        self.onload()
+        if section == "optimizer":
+            trained = self.trained()
+            places = {name: name.partition(".") for name in names}
+            return {name: self._moment(trained[owner], key) for name, (key, _, owner) in places.items()}
+        held = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
+        return {name: held[name] for name in names if name in held}
+
+    def gather(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole tensors of the state: a collective call where they are cut up."""
-        shards = self.shards()[section]
-        return {name: whole(shards[name]) for name in names}
+        return {name: whole(part) for name, part in self.parts(section, names).items()}
 
     def state_dict(self) -> EngineState:
         return EngineState(self.shards(), self.counters())
@@ -393,6 +406,25 @@ class PolicyTrainEngine(TrainEngine):
         for name in targets.keys() & tensors.keys():
             self._assign(targets[name], tensors[name])
 
+    def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return where this process's parts of a checked state are to be written; see ``put_parts``.
+
+        Args:
+            section: of the state.
+            saved: shapes and dtypes of whole tensors.
+        """
+        if section == "optimizer":
+            trained = self.trained()
+            for name, tensor in saved.items():
+                key, _, owner = name.partition(".")
+                leaf = self.leaves[trained[owner]]
+                shape = tensor.shape if key == "step" else leaf.shape
+                self.optimizer.state[leaf][key] = torch.zeros(shape, dtype=tensor.dtype, device=leaf.device)
+        return self.parts(section, saved)
+
+    def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
+        """Take over what was written into the tensors of ``room``; here they are the state itself."""
+
     def _part(self, whole: Tensor, like: Tensor) -> Tensor:
         """Return the part of a whole tensor that this process holds of ``like``."""
         return whole
@@ -404,6 +436,12 @@ class PolicyTrainEngine(TrainEngine):
         """Go on counting from a saved state."""
         self.version = int(state["version"])
         self.nonfinite_in_row = int(state["nonfinite_in_row"])
+
+    def save_shards(self, directory: Path) -> FileFacts:
+        return save_state(self, directory)
+
+    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+        load_state(self, directory, counters)
 
     def state_num_bytes(self) -> int:
         return self.state_shapes().num_bytes

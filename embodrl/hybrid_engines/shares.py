@@ -40,6 +40,8 @@ class SharedTrainEngine(PolicyTrainEngine):
         may_be_stale: see ``PolicyTrainEngine``.
     """
 
+    is_shared = True
+
     def __init__(
         self,
         policy: VLAPolicy,

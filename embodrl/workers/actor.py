@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -28,6 +29,13 @@ from embodrl.hybrid_engines.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.policy_engine import VALUE_GROUP, PolicyTrainEngine
+from embodrl.hybrid_engines.sharded_checkpoint import (
+    FileFacts,
+    buckets,
+    num_bytes_of,
+    read_index,
+    read_whole,
+)
 from embodrl.hybrid_engines.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
@@ -62,6 +70,12 @@ def make_train_engine(
     if has_own_process(config):
         return GroupTrainEngine(config, policy, log_dir, launcher=launcher)
     return _native_engine(config, policy, num_threads(config), shares_weights=True)
+
+
+def saves_shards(config: Config) -> bool:
+    """Tell whether the processes that train write checkpoints, each its part."""
+    wanted = config.runner.checkpoint_format
+    return wanted == "sharded" or (wanted == "auto" and len(solve(config).of("actor")) > 1)
 
 
 def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights: bool) -> NativeTrainEngine:
@@ -179,6 +193,19 @@ class ActorWorker(Worker):
         self.engine.set_counters(state)
 
     @dispatch("one_to_all")
+    def save_shards(self, directory: str) -> FileFacts | tuple[int, str]:
+        """Write this process's part of the state; return its files, or what is wrong with the disk."""
+        try:
+            return self.engine.save_shards(Path(directory))
+        except OSError as error:
+            return error.errno or errno.EIO, error.strerror or str(error)
+
+    @dispatch("one_to_all")
+    def load_shards(self, directory: str, counters: dict[str, Any]) -> None:
+        """See ``TrainEngine``."""
+        self.engine.load_shards(Path(directory), counters)
+
+    @dispatch("one_to_all")
     def process_id(self) -> int:
         """Return the id of this process."""
         return os.getpid()
@@ -268,7 +295,7 @@ class GroupTrainEngine(TrainEngine):
         mine = self.policy.state_dict()
         self._call("begin_load")
         for section, tensors in saved.tensors.items():
-            for names in _buckets({name: t.numel() * t.element_size() for name, t in tensors.items()}):
+            for names in buckets(num_bytes_of(tensors), BUCKET_BYTES):
                 self._call("put", section, {name: tensors[name] for name in names})
         with torch.no_grad():
             for name, tensor in saved.tensors["policy"].items():
@@ -276,6 +303,25 @@ class GroupTrainEngine(TrainEngine):
         self._counters = dict(saved.state)
         self._call("set_counters", self._counters)
         self.version = int(saved.state["version"])
+
+    def counters(self) -> dict[str, Any]:
+        return dict(self._counters)
+
+    def save_shards(self, directory: Path) -> FileFacts:
+        facts: FileFacts = {}
+        for found in self._call("save_shards", str(directory.absolute())):
+            if isinstance(found, tuple):
+                raise OSError(*found)
+            facts |= found
+        return facts
+
+    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+        """See ``TrainEngine``. Only weights are read here."""
+        check_fit(read_index(directory), self._shapes)
+        self.before_use()
+        self._call("load_shards", str(directory.absolute()), dict(counters))
+        read_whole(directory, "policy", self.policy.state_dict())
+        self._counters, self.version = dict(counters), int(counters["version"])
 
     def state_num_bytes(self) -> int:
         return self._shapes.num_bytes
@@ -293,7 +339,7 @@ class GroupTrainEngine(TrainEngine):
 
     def _stream(self, section: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors; one bucket of them is on its way at a time."""
-        for names in _buckets(sizes):
+        for names in buckets(sizes, BUCKET_BYTES):
             yield from self._call("gather", section, names)[0].items()
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -308,16 +354,3 @@ class GroupTrainEngine(TrainEngine):
         except WorkerError:
             self.group.kill()
             raise
-
-
-def _buckets(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield names in order, about ``BUCKET_BYTES`` at a time."""
-    bucket, filled = list[str](), 0
-    for name, size in sizes.items():
-        if bucket and filled + size > BUCKET_BYTES:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(name)
-        filled += size
-    if bucket:
-        yield bucket

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,6 +138,15 @@ class _PhasedEngine(TrainEngine):
 
     def load_state_dict(self, saved: EngineState) -> None:
         self._engine.load_state_dict(saved)
+
+    def counters(self) -> dict[str, Any]:
+        return self._engine.counters()
+
+    def save_shards(self, directory: Path) -> dict[str, dict[str, Any]]:
+        return self._engine.save_shards(directory)
+
+    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+        self._engine.load_shards(directory, counters)
 
     def state_num_bytes(self) -> int:
         return self._engine.state_num_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from embodrl.checkpoint import Checkpoint, CheckpointManager, preflight
+from embodrl.data.files import write_file
 from embodrl.errors import OutputError
 
 FS_CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
@@ -27,7 +29,16 @@ def content(tag: int) -> dict[str, Any]:
         },
         "state": {"tag": tag},
         "blobs": {"env": bytes([tag]) * 11},
+        "write_shards": lambda directory: write_shard(directory, tag),
     }
+
+
+def write_shard(directory: Path, tag: int) -> dict[str, dict[str, Any]]:
+    """Write what a training process would."""
+    (directory / "optimizer").mkdir()
+    data = bytes([tag]) * 13
+    num_bytes = write_file(directory / "optimizer" / "shard", iter([data]))
+    return {"optimizer/shard": {"num_bytes": num_bytes, "sha256": hashlib.sha256(data).hexdigest()}}
 
 
 def tag_of(checkpoint: Checkpoint | None) -> int:
@@ -37,6 +48,7 @@ def tag_of(checkpoint: Checkpoint | None) -> int:
     assert checkpoint.tensors("policy")["weight"].tolist() == [tag] * 7
     assert checkpoint.tensors("optimizer")["step.weight"].item() == tag
     assert checkpoint.blob("env") == bytes([tag]) * 11
+    assert (checkpoint.path / "optimizer" / "shard").read_bytes() == bytes([tag]) * 13
     return tag
 
 
@@ -116,9 +128,9 @@ def test_everything_is_synced_before_it_becomes_visible(tmp_path: Path, monkeypa
     path = CheckpointManager(tmp_path, 1).save(1, **content(1))
     monkeypatch.undo()
     made_visible = calls.index("rename")
-    num_files = len(list(path.iterdir()))
-    assert num_files == 5
-    assert calls[:made_visible].count("fsync") == num_files + 1  # the files and their directory
+    num_entries = len(list(path.rglob("*")))
+    assert num_entries == 7  # with the directory of shards
+    assert calls[:made_visible].count("fsync") == num_entries + 1  # and their own directory
     assert "fsync" in calls[made_visible:]  # the directory that holds the name
 
 
@@ -127,7 +139,7 @@ def test_a_flipped_bit_anywhere_is_detected_and_the_one_before_used(tmp_path: Pa
     manager.save(1, **content(1))
     newest = manager.save(2, **content(2))
     flips = 0
-    for path in sorted(newest.iterdir()):
+    for path in sorted(p for p in newest.rglob("*") if p.is_file()):
         intact = path.read_bytes()
         for index in range(0, len(intact), 5):
             damaged = bytearray(intact)
@@ -142,7 +154,19 @@ def test_a_flipped_bit_anywhere_is_detected_and_the_one_before_used(tmp_path: Pa
     assert tag_of(CheckpointManager(tmp_path, 2).latest_good()[0]) == 2
 
 
-@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "empty manifest", "no manifest", "list manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "truncated",
+        "longer",
+        "missing",
+        "empty manifest",
+        "no manifest",
+        "list manifest",
+        "missing shard",
+        "stray shard",
+    ],
+)
 def test_torn_checkpoints_are_detected_and_named(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     manager = CheckpointManager(tmp_path, 3)
     manager.save(1, **content(1))
@@ -158,11 +182,16 @@ def test_torn_checkpoints_are_detected_and_named(tmp_path: Path, damage: str, ca
         manifest.write_bytes(b"")
     elif damage == "no manifest":
         manifest.unlink()
+    elif damage == "missing shard":
+        (newest / "optimizer" / "shard").unlink()
+    elif damage == "stray shard":
+        (newest / "optimizer" / "stray_shard").write_bytes(b"?")
     else:
         manifest.write_text("[]")
     checkpoint, problems = manager.latest_good()
     assert tag_of(checkpoint) == 1
-    assert len(problems) == 1 and ("policy.safetensors" in problems[0] or "manifest" in damage)
+    assert len(problems) == 1
+    assert "manifest" in damage or ("shard" if "shard" in damage else "policy.safetensors") in problems[0]
     assert str(newest) in caplog.text
 
 

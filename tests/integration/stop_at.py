@@ -20,6 +20,7 @@ POINTS = {
     "vllm_token": "embodrl.hybrid_engines.vllm_decoder:_Step.choose",
     "optimizer_step": "embodrl.hybrid_engines.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.fsdp:FsdpTrainEngine.optimizer_step",
+    "write_shard": "embodrl.hybrid_engines.sharded_checkpoint:_HashedFiles.create_stream",
     "write_file": "embodrl.checkpoint:_write_file",
     "sync_directory": "embodrl.checkpoint:_sync_directory",
     "log": "embodrl.metrics.sinks:MetricsLogger.log",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fsdp_worker import Comparer
 from tiny_training import largest_difference, tiny_rollout, train, training_config
 
+from embodrl.checkpoint import CheckpointManager
 from embodrl.config.schema import Config
 from embodrl.errors import CheckpointError, WorkerRaised
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
@@ -177,6 +179,23 @@ def test_a_group_trains_its_driver_and_saves_and_loads() -> None:
         found += train(engine, "openvla", policy, config, range(2, 3))
     for one, theirs in zip(found, expected, strict=True):
         assert one == pytest.approx(theirs, rel=EQUAL, abs=EQUAL)
+
+
+def test_shards_of_two_processes_are_read_by_one_and_its_driver(tmp_path: Path) -> None:
+    config = fsdp_config()
+    with engine_of(config, 2) as (engine, policy):
+        train(engine, "openvla", policy, config, range(2))
+        saved = copied(engine.state_dict())
+        path = CheckpointManager(tmp_path, 1).save(1, {}, {}, write_shards=engine.save_shards)
+    assert len(list(path.glob("policy/*.safetensors"))) == 2
+    with engine_of(config, 1) as (engine, policy):
+        checkpoint, problems = CheckpointManager(tmp_path, 1).latest_good()
+        assert checkpoint is not None and not problems
+        engine.load_shards(checkpoint.path, saved.state)
+        assert engine.version == 2 and largest_difference(policy.state_dict(), saved.tensors["policy"]) == 0
+        loaded = engine.state_dict()
+        assert loaded.state == saved.state
+        assert all(largest_difference(loaded.tensors[s], saved.tensors[s]) == 0 for s in saved.tensors)
 
 
 def test_a_native_engine_in_its_own_process_is_the_same_to_the_bit() -> None:

@@ -33,6 +33,8 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
     outcome = train(config, run_dir, *TWO)
     assert outcome.code == 0, outcome.stderr
+    assert not list(run_dir.glob("checkpoints/step_4/optimizer.safetensors"))
+    assert len(list(run_dir.glob("checkpoints/step_4/optimizer/shard-*.safetensors"))) == 2
     return run_dir
 
 
@@ -72,13 +74,39 @@ def test_a_killed_training_process_stops_the_run_which_resumes_to_the_same_numbe
     assert all(left[name].equal(right[name]) for name in left | right)
 
 
-def test_a_run_goes_on_with_another_number_of_processes(config: Path, tmp_path: Path) -> None:
-    outcome = train(config, tmp_path / "run", *TWO, "runner.max_iterations=2")
-    assert outcome.code == 0, outcome.stderr
-    fewer = ("actor.training_backend=native", "cluster.component_placement={actor:0,rollout:0,env:0}")
-    resumed = embodrl("resume", tmp_path / "run", "runner.max_iterations=4", *fewer)
+def test_a_process_killed_while_it_writes_a_checkpoint_costs_no_other(
+    config: Path, whole: Path, tmp_path: Path
+) -> None:
+    """It writes weights and optimizer state: the third file is of the second checkpoint."""
+    outcome = train(config, tmp_path / "run", *TWO, stop_at="write_shard:3:SIGKILL:rank_1")
+    assert outcome.code == 1
+    assert "actor[1] was killed by SIGKILL" in outcome.stderr and "step_2" in outcome.stderr
+    visible = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    assert visible == ["step_2"]
+    resumed = embodrl("resume", tmp_path / "run")
     assert resumed.code == 0, resumed.stderr
-    assert [row["iteration"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    assert metrics(tmp_path / "run") == metrics(whole)
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes_and_formats(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    outcome = train(config, run_dir, *TWO, "runner.max_iterations=1")
+    assert outcome.code == 0, outcome.stderr
+    one = ("actor.training_backend=native", "cluster.component_placement={actor:0,rollout:0,env:0}")
+    for last, more in ((2, (*one, "runner.checkpoint_format=sharded")), (3, (*TWO, "actor.tensor_parallel_size=2"))):
+        resumed = embodrl("resume", run_dir, f"runner.max_iterations={last}", *more)
+        assert resumed.code == 0, resumed.stderr
+    exported = embodrl("export", run_dir, tmp_path / "exported")
+    assert exported.code == 0 and "step_3" in exported.stdout, exported.stderr
+    mine, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "exported", run_dir / "policy"))
+    assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+    files = {path.name for path in (run_dir / "checkpoints/step_3/policy").iterdir()}
+    assert files == {f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)}
+    full = ("runner.checkpoint_format=full", "actor.tensor_parallel_size=1", "runner.max_iterations=4")
+    resumed = embodrl("resume", run_dir, *full)
+    assert resumed.code == 0, resumed.stderr
+    assert (run_dir / "checkpoints/step_4/policy.safetensors").is_file()
+    assert [row["iteration"] for row in metrics(run_dir)] == [0, 1, 2, 3, 4]
 
 
 def _command(pid: int) -> str:

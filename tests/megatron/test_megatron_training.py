@@ -8,14 +8,18 @@ from typing import Any
 
 import cuda_names
 import pytest
+import torch.distributed as dist
 from forked import on_ranks
 from parallel import config_of, copied, different_copies, megatron_engine, native_engine, updates, whole_policy
 from tiny_training import largest_difference
+from torch.distributed.device_mesh import init_device_mesh
 
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.megatron.checkpoint import load_sharded, save_sharded
 from embodrl.hybrid_engines.megatron.core import stop
+from embodrl.hybrid_engines.sharding import DP, TP
 from embodrl.scheduler.placement import ProcessPlace
 from embodrl.workers.actor import GroupTrainEngine
 
@@ -147,6 +151,44 @@ def train_with_offload(distributed: bool) -> list[tuple[int, int]]:
 def test_offload_between_updates_changes_no_bit(distributed: bool) -> None:
     for found in on_ranks(2, train_with_offload, distributed):
         assert all(before > after == 0 for before, after in found)
+
+
+def through_shards(directory: Path) -> dict[str, bool]:
+    """Write a run's shards with layers shared by two, and read them with layers cut otherwise, natively and back."""
+    cuda_names.install()
+    engine = megatron_engine(CONFIG, 2)
+    updates(engine, CONFIG, range(2))
+    saved = copied(engine)
+    engine.save_shards(directory / "megatron")
+    native = native_engine(CONFIG)
+    native.load_shards(directory / "megatron", saved.state)
+    found = {"native": equal(copied(native), saved)}
+    if dist.get_rank() == 0:
+        native.save_shards(directory / "native")
+    dist.barrier()
+    stop()
+    for name, source, size, distributed in (
+        ("two shares", "megatron", 1, False),
+        ("two parts, distributed optimizer", "megatron", 2, True),
+        ("two shares, distributed optimizer", "native", 1, True),
+        ("two parts", "native", 2, False),
+    ):
+        other = megatron_engine(CONFIG, size, distributed)
+        other.load_shards(directory / source, saved.state)
+        other.save_shards(directory / name)
+        again = native_engine(CONFIG)
+        again.load_shards(directory / name, other.counters())
+        found[name] = equal(copied(other), saved) and equal(copied(again), saved)
+        stop()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(DP, TP))
+    fsdp = FsdpTrainEngine(whole_policy(CONFIG), CONFIG.actor, CONFIG.runner.max_iterations, mesh, keep_reference=True)
+    fsdp.load_shards(directory / "megatron", saved.state)
+    return found | {"fsdp": equal(copied(fsdp), saved)}
+
+
+def test_shards_of_a_run_are_read_by_every_backend(tmp_path: Path) -> None:
+    for found in on_ranks(2, through_shards, tmp_path):
+        assert len(found) == 6 and all(found.values()), found
 
 
 def train_in_bf16(size: int) -> list[dict[str, float]]:

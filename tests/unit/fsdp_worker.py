@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tiny_training import largest_difference, tiny_rollout
@@ -14,6 +19,7 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines import sharded_checkpoint
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.native import NativeTrainEngine
@@ -113,6 +119,64 @@ class Comparer(Worker):
         return found
 
     @dispatch("one_to_all")
+    def reshard(self, config: Config, others: dict[str, Config], path: str) -> dict[str, float]:
+        """Return how far the states of engines are apart that read what another has written in shards.
+
+        Each of ``others`` reads what ``config`` wrote and the other way round, and so does one process.
+        """
+        directory = Path(path)
+        sharded_checkpoint.BUCKET_BYTES = 100_000  # several files a section
+        native, batches = self._native("openvla", config, 3)
+        engine = self._cut(config)
+        update_all(engine, batches[:2], config)
+        found: dict[str, float] = {}
+        self._pass_on(engine, native, directory / "native")
+        found["native"] = apart(engine, native)
+        for name, other in others.items():
+            cut = self._cut(other)
+            self._pass_on(engine, cut, directory / name)
+            back, from_native = self._cut(config), self._cut(other)
+            self._pass_on(cut, back, directory / f"from {name}")
+            self._pass_on(native, from_native, directory / f"native to {name}")
+            found[name] = max(apart(engine, e) for e in (cut, back, from_native))
+            found[f"{name} goes on"] = difference(
+                update_all(back, batches[2:], config), update_all(engine, batches[2:], config)
+            )
+            native.load_state_dict(engine.state_dict())
+        return found
+
+    def _pass_on(self, writer: PolicyTrainEngine, reader: PolicyTrainEngine, directory: Path) -> None:
+        """Write in shards and read; of engines in one process, which all processes have, rank 0 writes."""
+        if writer.is_shared or self.rank == 0:
+            facts = writer.save_shards(directory)
+            assert facts and all((directory / name).stat().st_size == f["num_bytes"] for name, f in facts.items())
+        dist.barrier()
+        reader.load_shards(directory, writer.counters())
+
+    @dispatch("one_to_all")
+    def fail(self, config: Config, path: str) -> list[str]:
+        """Return what is said where the last rank can't write, and where a checkpoint is of another policy."""
+        engine, directory = self._cut(config), Path(path)
+        if self.rank == self.world_size - 1:
+            open_file = Path.open
+
+            def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+                if path.suffix == ".safetensors":
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return open_file(path, *args, **kwargs)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Path, "open", full)
+                first = raised(lambda: engine.save_shards(directory / "full"))
+        else:
+            first = raised(lambda: engine.save_shards(directory / "full"))
+        engine.save_shards(directory / "good")
+        architecture = config.model.architecture.model_copy(update={"num_hidden_layers": 1})
+        model = config.model.model_copy(update={"architecture": architecture})
+        other = self._cut(config.model_copy(update={"model": model}))
+        return [first, raised(lambda: other.load_shards(directory / "good", engine.counters()))]
+
+    @dispatch("one_to_all")
     def refuse(self, config: Config) -> str:
         """Return what is said of a state with a weight that does not fit."""
         engine = self._cut(config)
@@ -143,6 +207,27 @@ class Comparer(Worker):
         batches = [tiny_rollout(family, policy, config, seed) for seed in range(num_rollouts)]
         keep = config.algorithm.kl.coef > 0
         return NativeTrainEngine(policy, config.actor, 4, "cpu", keep_reference=keep), batches
+
+
+def apart(mine: PolicyTrainEngine, theirs: PolicyTrainEngine) -> float:
+    """Return the largest difference between two states; the steps of Adam and the counters must be equal."""
+    one, other = mine.state_dict(), theirs.state_dict()
+    assert one.state == other.state and one.tensors.keys() == other.tensors.keys() == {
+        "policy",
+        "optimizer",
+        "reference",
+    }
+    assert all(t.dtype == other.tensors[s][name].dtype for s, parts in one.tensors.items() for name, t in parts.items())
+    return max(largest_difference(one.tensors[section], other.tensors[section]) for section in one.tensors)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """Return what a call says when it fails; "" if it does not."""
+    try:
+        call()
+    except (OSError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def update_all(engine: PolicyTrainEngine, batches: list[TrajectoryBatch], config: Config) -> list[Metrics]:

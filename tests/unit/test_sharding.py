@@ -10,10 +10,11 @@ from torch import nn
 from embodrl.config import load_config
 from embodrl.config.rules.actor import has_own_process
 from embodrl.hybrid_engines.engine_state import StateShapes
+from embodrl.hybrid_engines.sharded_checkpoint import buckets
 from embodrl.hybrid_engines.sharding import blocks_of, held, num_copies, part_of, whole
 from embodrl.hybrid_engines.tensor_parallel import decoder_layers
 from embodrl.scheduler.plan import make_plan
-from embodrl.workers import actor
+from embodrl.workers.actor import saves_shards
 
 
 def test_a_plain_tensor_is_held_whole_by_all() -> None:
@@ -46,11 +47,10 @@ def test_bytes_of_a_state() -> None:
     assert shapes.num_bytes == 4 * (8 + 6 + 2 * 6)  # all weights, the reference, two moments of what trains
 
 
-def test_buckets_keep_the_order_and_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "BUCKET_BYTES", 10)
+def test_buckets_keep_the_order_and_the_size() -> None:
     sizes = {"a": 4, "b": 6, "c": 1, "d": 30, "e": 2}
-    assert list(actor._buckets(sizes)) == [["a", "b"], ["c"], ["d"], ["e"]]  # pyright: ignore[reportPrivateUsage]
-    assert list(actor._buckets({})) == []  # pyright: ignore[reportPrivateUsage]
+    assert list(buckets(sizes, 10)) == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert list(buckets({}, 10)) == []
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,27 @@ def test_buckets_keep_the_order_and_the_size(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_who_trains_in_processes_of_their_own(arguments: tuple[str, ...], own: bool) -> None:
     assert has_own_process(load_config(list(arguments), planning=True).config) is own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sharded"),
+    [
+        ((), False),
+        (("runner.checkpoint_format=sharded",), True),
+        (("actor=fsdp", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"), True),
+        (
+            (
+                "actor=fsdp",
+                "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}",
+                "runner.checkpoint_format=full",
+            ),
+            False,
+        ),
+        (("actor=fsdp",), False),
+    ],
+)
+def test_several_training_processes_write_shards(arguments: tuple[str, ...], sharded: bool) -> None:
+    assert saves_shards(load_config(["cluster.device=cpu", *arguments], planning=True).config) is sharded
 
 
 def test_a_plan_divides_what_fsdp_cuts() -> None:

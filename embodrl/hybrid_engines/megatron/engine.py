@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from embodrl.hybrid_engines.engine_state import ADAM_STATE, StateShapes
 from embodrl.hybrid_engines.megatron.layout import policy_pieces, publish
 from embodrl.hybrid_engines.megatron.optimizer import DistributedAdamW
 from embodrl.hybrid_engines.megatron.policy import LLAMA, ParallelOpenVLAPolicy
-from embodrl.hybrid_engines.sharding import TP, whole
+from embodrl.hybrid_engines.sharding import TP, held, whole
 from embodrl.hybrid_engines.shares import SharedTrainEngine
 from embodrl.models.openvla.policy import OpenVLAPolicy
 
@@ -168,8 +168,9 @@ class MegatronTrainEngine(SharedTrainEngine):
                     found["optimizer"][f"{key}.{piece.name}"] = piece.num_bytes(self.parameters[name])
         return found
 
-    def gather(self, section: str, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: whole(part) for name, part in self._parts(section, set(names))}
+    def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """See ``PolicyTrainEngine``; a collective call with ``distributed``. Parts of fused tensors are copies."""
+        return dict(self._parts(section, set(names)))
 
     def reference_weights(self) -> dict[str, Tensor]:
         return dict(self._parts("reference"))
@@ -206,6 +207,22 @@ class MegatronTrainEngine(SharedTrainEngine):
             owner = name.partition(".")[2] if section == "optimizer" else name
             piece = self.places[owner][1]
             self.put_part(section, name, tensor if name.startswith("step.") else piece.cut(tensor))
+        self.finish_load()
+
+    def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return new tensors: what is held is fused."""
+        owners = {name: name.partition(".")[2] if section == "optimizer" else name for name in saved}
+        like = dict(self._parts("policy", set(owners.values())))
+        return {
+            name: torch.zeros((), device=self.device)
+            if not tensor.ndim and section == "optimizer"
+            else torch.zeros_like(like[owners[name]], dtype=tensor.dtype)
+            for name, tensor in saved.items()
+        }
+
+    def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
+        for name, part in parts.items():
+            self.put_part(section, name, held(part))
         self.finish_load()
 
     @torch.no_grad()
