@@ -155,6 +155,13 @@ ALGORITHMS = [
         "offload of what is offloaded",
         "actor.enable_offload",
         "in main memory already",
-        ("actor.enable_offload=true", "actor=fsdp", "actor.fsdp.cpu_offload=true", "cluster.device=cuda"),
+        (
+            "actor.enable_offload=true",
+            "actor=fsdp",
+            "actor.fsdp.cpu_offload=true",
+            "cluster=1xh200",
+            "cluster.device=cuda",
+        ),
+        more=("cluster.hardware.name",),
     ),
 ]

@@ -71,9 +71,9 @@ def native_engine(policy, **settings):
     return NativeRolloutEngine(policy, RolloutConfig(precision="fp32"), SAMPLING, 7, **settings)
 
 
-def served_engine(policy, monkeypatch, vllm=None, **settings):
+def served_engine(policy, monkeypatch, enable_offload=False, **settings):
     monkeypatch.setattr(vllm_engine, "VllmDecoder", PlainDecoder)
-    config = RolloutConfig.model_validate({"precision": "fp32", "backend": "vllm", "vllm": vllm or {}})
+    config = RolloutConfig.model_validate({"precision": "fp32", "backend": "vllm", "enable_offload": enable_offload})
     return vllm_engine.VllmRolloutEngine(policy, config, SAMPLING, 7, **settings)
 
 
