@@ -135,6 +135,8 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
                 hint = nearest(name, list(COMPONENTS))
                 remedy = f"write {hint}" if hint else "remove it"
                 message = f"there is no component '{name}' (in '{names}')"
+                if name == "reward":
+                    message, remedy = f"rewards are computed by the main process (in '{names}')", "leave it out"
                 yield Finding(KEY, message, remedy, ", ".join(COMPONENTS), hint, at=at)
             elif name in seen:
                 message = f"the component '{name}' is placed twice"
