@@ -90,23 +90,23 @@ def test_a_process_killed_while_it_writes_a_checkpoint_costs_no_other(
 
 def test_a_run_goes_on_with_other_numbers_of_processes_and_formats(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    outcome = train(config, run_dir, *TWO, "runner.max_iterations=1")
+    outcome = train(config, run_dir, *TWO, "runner.max_iterations=2")
     assert outcome.code == 0, outcome.stderr
     one = ("actor.training_backend=native", "cluster.component_placement={actor:0,rollout:0,env:0}")
-    for last, more in ((2, (*one, "runner.checkpoint_format=sharded")), (3, (*TWO, "actor.tensor_parallel_size=2"))):
+    for last, more in ((3, (*one, "runner.checkpoint_format=sharded")), (4, (*TWO, "actor.tensor_parallel_size=2"))):
         resumed = embodrl("resume", run_dir, f"runner.max_iterations={last}", *more)
         assert resumed.code == 0, resumed.stderr
     exported = embodrl("export", run_dir, tmp_path / "exported")
-    assert exported.code == 0 and "step_3" in exported.stdout, exported.stderr
+    assert exported.code == 0 and "step_4" in exported.stdout, exported.stderr
     mine, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "exported", run_dir / "policy"))
     assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
-    files = {path.name for path in (run_dir / "checkpoints/step_3/policy").iterdir()}
+    files = {path.name for path in (run_dir / "checkpoints/step_4/policy").iterdir()}
     assert files == {f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)}
-    full = ("runner.checkpoint_format=full", "actor.tensor_parallel_size=1", "runner.max_iterations=4")
+    full = ("runner.checkpoint_format=full", "actor.tensor_parallel_size=1", "runner.max_iterations=5")
     resumed = embodrl("resume", run_dir, *full)
     assert resumed.code == 0, resumed.stderr
-    assert (run_dir / "checkpoints/step_4/policy.safetensors").is_file()
-    assert [row["iteration"] for row in metrics(run_dir)] == [0, 1, 2, 3, 4]
+    assert (run_dir / "checkpoints/step_5/policy.safetensors").is_file()
+    assert [row["iteration"] for row in metrics(run_dir)] == [0, 1, 2, 3, 4, 5]
 
 
 def _command(pid: int) -> str:
