@@ -171,7 +171,7 @@ def test_a_simulator_that_dies_while_it_has_nothing_to_do_costs_a_restart(
     rows = metrics(tmp_path)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["env/restarts"] == 1
-    assert "restart 1 of 3" in outcome.stderr
+    assert "restart 1 of 10" in outcome.stderr
 
 
 def test_a_screen_that_nobody_reads_any_more_costs_the_screen_only(config: Path, tmp_path: Path) -> None:
