@@ -2,6 +2,7 @@
 
 python scripts/make_readme_figures.py curves docs/images/push_cube.png "PushCube-v1" RUN.jsonl [RUN.jsonl ...]
 python scripts/make_readme_figures.py modes docs/images/staleness.png "PushCube-v1" "synchronous=A.jsonl,B.jsonl" ...
+python scripts/make_readme_figures.py table RUN.jsonl [RUN.jsonl ...]
 python scripts/make_readme_figures.py film docs/images/robot.png VIDEO.mp4 [VIDEO.mp4 ...]
 """
 
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+
+from embodrl.metrics.intervals import wilson_interval
 
 FRAMES_A_ROW = 5
 
@@ -44,6 +47,27 @@ def curves(target: Path, title: str, runs: list[Path]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     by_steps.legend(frameon=False, loc="lower right", fontsize=8)
     figure.savefig(target)
+
+
+def table(runs: list[Path]) -> str:
+    """Return a Markdown row a run: success at the start and at the end with Wilson's 95 % interval, gain and time."""
+    lines = [
+        "| run | start | end | gain | iterations | environment steps | wall time |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        rows = read(run)
+        measured = [row for row in rows if row.get("eval/success_rate") is not None]
+        ends: list[str] = []
+        for row in (measured[0], measured[-1]):
+            episodes = int(row["eval/episodes"])
+            low, high = wilson_interval(round(row["eval/success_rate"] * episodes), episodes)
+            ends.append(f"{100 * row['eval/success_rate']:.1f} % ({100 * low:.0f} to {100 * high:.0f})")
+        gain = 100 * (measured[-1]["eval/success_rate"] - measured[0]["eval/success_rate"])
+        last = rows[-1]
+        numbers = f"{last['iteration']:.0f} | {last['env_steps']:.0f} | {last['time/elapsed_s'] / 60:.1f} min"
+        lines.append(f"| {run.stem} | {ends[0]} | {ends[1]} | {gain:+.1f} | {numbers} |")
+    return "\n".join(lines)
 
 
 def modes(target: Path, title: str, groups: list[str]) -> None:
@@ -90,6 +114,8 @@ def film(target: Path, videos: list[Path]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "table":
+        sys.exit(print(table([Path(name) for name in sys.argv[2:]])))
     command, target = sys.argv[1], Path(sys.argv[2])
     target.parent.mkdir(parents=True, exist_ok=True)
     if command == "curves":

@@ -36,12 +36,13 @@ from embodrl.registry import ENVS
 from embodrl.workers.env import check_simulator, interpreter_of, make_pool
 
 SIZES = (64, 224)
-NUM_ENVS = (1, 2, 4, 8, 16)
+NUM_ENVS = (1, 4, 16)
 FULL_DETAIL_NUM_ENVS = (4,)
 """With as many environments we are measured with the simulator's own meshes, shadows and anti-aliasing, too."""
 CHUNK = 5
 ROUNDS = 3
 BLOCK_S = 0.5
+TIMEOUT_S = 900.0
 MAX_BLOCK_STEPS = 200
 EVERY_STEP, ONCE_A_CHUNK, FULL_DETAIL = "drawn every step", "drawn once a chunk", "drawn every step, full detail"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1", "SAPIEN_DISABLE_RAY_TRACING": "1"}
@@ -245,7 +246,8 @@ def configure(name: str, size: int) -> Config:
     """Return the configuration of a case, with one camera of that size and the task's own view."""
     config = load_config(list(CASES[name].overrides)).config
     camera = config.env.cameras[0].model_copy(update={"height": size, "width": size, "fov_rad": None})
-    return config.model_copy(update={"env": config.env.model_copy(update={"cameras": (camera,)})})
+    patience = dict.fromkeys(("start_timeout_s", "reset_timeout_s", "step_timeout_s"), TIMEOUT_S)
+    return config.model_copy(update={"env": config.env.model_copy(update={"cameras": (camera,), **patience})})
 
 
 def run(
