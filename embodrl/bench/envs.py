@@ -250,11 +250,18 @@ def configure(name: str, size: int) -> Config:
     return config.model_copy(update={"env": config.env.model_copy(update={"cameras": (camera,), **patience})})
 
 
+def smallest(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return size -> the smallest ratio of what is drawn at every step, as the other side draws."""
+    same = [row for row in rows if row["what"].endswith(EVERY_STEP)]
+    return {str(size): min(row["ratio"] for row in same if row["size"] == size) for size in {r["size"] for r in same}}
+
+
 def run(
     names: Sequence[str] = tuple(CASES),
     sizes: Sequence[int] = SIZES,
     numbers: Sequence[int] = NUM_ENVS,
     tell: Callable[[str], object] = lambda text: None,
+    keep: Callable[[dict[str, Any]], object] = lambda result: None,
 ) -> dict[str, Any]:
     """Measure and return the figures.
 
@@ -263,6 +270,7 @@ def run(
         sizes: height and width of the pictures.
         numbers: of environments.
         tell: gets a line before each measurement.
+        keep: gets the figures so far after each measurement.
     """
     result: dict[str, Any] = {"hardware": describe_hardware(), "chunk": CHUNK, "envs": {}, "left_out": {}}
     for name in names:
@@ -277,19 +285,20 @@ def run(
             for number in numbers:
                 tell(f"{name}, {size} x {size}, {number} environments")
                 rows += measure(config, CASES[name], number)
-        same = [row for row in rows if row["what"].endswith(EVERY_STEP)]
-        result["envs"][name] = {
-            "task": config.env.tasks[0],
-            "smallest_ratio": {str(size): min(row["ratio"] for row in same if row["size"] == size) for size in sizes},
-            "rows": rows,
-        }
+                result["envs"][name] = {"task": config.env.tasks[0], "smallest_ratio": smallest(rows), "rows": rows}
+                keep(result)
     return result
 
 
 def main(json_path: Path | None = None, names: Sequence[str] = tuple(CASES)) -> int:
     """Measure, show a table, and write JSON if asked; return 0."""
     console = Console()
-    result = run(names, tell=lambda text: Console(stderr=True).print(text))
+
+    def keep(result: dict[str, Any]) -> None:
+        if json_path is not None:
+            write_json_file(json_path, result)
+
+    result = run(names, tell=lambda text: Console(stderr=True).print(text), keep=keep)
     for name, reason in result["left_out"].items():
         console.print(f"{name} is left out: {reason}")
     for name, figures in result["envs"].items():
@@ -299,6 +308,5 @@ def main(json_path: Path | None = None, names: Sequence[str] = tuple(CASES)) -> 
         for row in figures["rows"]:
             table.add_row(*(str(row[key]) for key in ("size", "num_envs", "what", "steps_per_s", "ratio", "cpu_ratio")))
         console.print(table)
-    if json_path is not None:
-        write_json_file(json_path, result)
+    keep(result)
     return 0

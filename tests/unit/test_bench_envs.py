@@ -60,7 +60,11 @@ def test_every_side_is_compared_with_the_stock_one_and_what_is_missing_is_told(
     monkeypatch.setattr(envs, "check_simulator", lacks_maniskill)
     monkeypatch.setattr(envs, "SIZES", (16,))
     told: list[str] = []
-    result = envs.run(["toy", "maniskill"], [16], [1, 2], told.append)
+    kept: list[int] = []
+    result = envs.run(
+        ["toy", "maniskill"], [16], [1, 2], told.append, lambda sofar: kept.append(len(sofar["envs"]["toy"]["rows"]))
+    )
+    assert kept == [3, 7], "nothing that has been measured is lost when it is stopped"
     assert told == ["toy, 16 x 16, 1 environments", "toy, 16 x 16, 2 environments"]
     assert result["left_out"] == {"maniskill": "no ManiSkill: get it"}
     rows = result["envs"]["toy"]["rows"]
@@ -83,7 +87,7 @@ def test_a_table_and_a_file(
     monkeypatch.setattr(envs, "check_simulator", lacks_maniskill)
     rows = [{"size": 16, "num_envs": 1, "what": "stock", "steps_per_s": 3.0, "ratio": 1.0, "cpu_ratio": 1.0}]
     result = {"left_out": {"maniskill": "no ManiSkill: get it"}, "envs": {"toy": {"task": "a task", "rows": rows}}}
-    monkeypatch.setattr(envs, "run", lambda names, tell: result)
+    monkeypatch.setattr(envs, "run", lambda names, tell, keep: result)
     path = tmp_path / "envs.json"
     assert envs.main(path) == 0
     assert json.loads(path.read_text()) == result
@@ -93,9 +97,9 @@ def test_a_table_and_a_file(
 
 def test_the_other_side_says_why_it_ended() -> None:
     options = {"env": "gymnasium", "id": "NoSuchThing-v0", "size": 16, "num_envs": 1, "max_episode_steps": 5}
-    with pytest.raises(EmbodrlError, match=r"gymnasium ended before 'ready': .*NoSuchThing"):
-        with envs.stock_side(options, sys.executable):
-            pytest.fail("there is no such environment")
+    told = pytest.raises(EmbodrlError, match=r"gymnasium ended before 'ready': .*NoSuchThing")
+    with told, envs.stock_side(options, sys.executable):
+        pytest.fail("there is no such environment")
 
 
 def test_the_views_are_the_simulators_own() -> None:
