@@ -38,7 +38,7 @@ from embodrl.workers.env import check_simulator, interpreter_of, make_pool
 SIZES = (64, 224)
 NUM_ENVS = (1, 4, 16)
 FULL_DETAIL_NUM_ENVS = (4,)
-"""With as many environments we are measured with the simulator's own meshes, shadows and anti-aliasing, too."""
+"""With as many environments we are measured with MuJoCo's own meshes, shadows and anti-aliasing, too."""
 CHUNK = 5
 ROUNDS = 3
 BLOCK_S = 0.5
@@ -56,7 +56,8 @@ class Case:
         overrides: of the configuration, beside the size of the camera.
         stock: what the simulator brings.
         max_episode_steps: so many that no block meets the end of an episode, where the simulator lets one.
-        full_detail: keyword arguments of the VectorEnv that draw what the simulator itself draws.
+        full_detail: keyword arguments of the VectorEnv that draw what the simulator itself draws; none for ManiSkill,
+            which ``embodrl bench render`` looks at.
     """
 
     overrides: tuple[str, ...]
@@ -71,9 +72,7 @@ def libero_task() -> str:
 
 
 CASES = {
-    "maniskill": Case(
-        ("env=maniskill",), "AsyncVectorEnv of ManiSkill's CPUGymWrapper", 100_000, {"mesh_decimation": 0.0}
-    ),
+    "maniskill": Case(("env=maniskill",), "AsyncVectorEnv of ManiSkill's CPUGymWrapper", full_detail={}),
     "metaworld": Case(("env=metaworld",), "AsyncVectorEnv", 500),  # where its own episodes end
     "gymnasium": Case(("env=gymnasium_reacher",), "AsyncVectorEnv"),
     "libero": Case(("env=libero", f"env.tasks=[{libero_task()}]"), "LIBERO's SubprocVectorEnv"),
@@ -186,14 +185,13 @@ def our_side(pool: EnvPool, chunk: int) -> Side:
     return Side(play, chunk, num_envs, [psutil.Process(), *simulators])
 
 
-def start_pool(config: Config, case: Case, num_envs: int, **overrides: Any) -> EnvPool:
-    """Return a started pool with a process a core, reset."""
+def begin_pool(config: Config, case: Case, num_envs: int, **overrides: Any) -> EnvPool:
+    """Return a pool with a process a core, which is starting."""
     processes = min(num_envs, len(os.sched_getaffinity(0)))
     config = config.model_copy(update={"env": config.env.model_copy(update={"num_processes": processes})})
     limits = {"ignore_terminations": True, "max_episode_steps": case.max_episode_steps, "max_chunk": CHUNK}
     pool = make_pool(config, num_envs, **limits, **overrides)
-    pool.start()
-    pool.reset(np.arange(num_envs), np.zeros(num_envs, np.int32))
+    pool.start_async()
     return pool
 
 
@@ -217,13 +215,18 @@ def stock_options(config: Config, case: Case, num_envs: int) -> dict[str, Any]:
 def measure(config: Config, case: Case, num_envs: int) -> list[dict[str, Any]]:
     """Measure all sides with as many environments, in turns; return a row a side, the stock one first."""
     python = interpreter_of(config) or sys.executable
+    variants: list[dict[str, Any]] = [{}]
+    if num_envs in FULL_DETAIL_NUM_ENVS and case.full_detail:
+        variants.append(case.full_detail)
     with ExitStack() as stack:
+        pools = [stack.enter_context(closing(begin_pool(config, case, num_envs, **each))) for each in variants]
         stock = stack.enter_context(stock_side(stock_options(config, case, num_envs), python))
-        pool = stack.enter_context(closing(start_pool(config, case, num_envs)))
-        sides = {case.stock: stock, EVERY_STEP: our_side(pool, 1), ONCE_A_CHUNK: our_side(pool, CHUNK)}
-        if num_envs in FULL_DETAIL_NUM_ENVS:
-            full = stack.enter_context(closing(start_pool(config, case, num_envs, **case.full_detail)))
-            sides[FULL_DETAIL] = our_side(full, 1)
+        for pool in pools:
+            pool.wait_started()
+            pool.reset(np.arange(num_envs), np.zeros(num_envs, np.int32))
+        sides = {case.stock: stock, EVERY_STEP: our_side(pools[0], 1), ONCE_A_CHUNK: our_side(pools[0], CHUNK)}
+        if len(pools) > 1:
+            sides[FULL_DETAIL] = our_side(pools[1], 1)
         for side in sides.values():
             side.prepare()
         for _ in range(ROUNDS):

@@ -41,7 +41,7 @@ def still_stock(options: dict[str, Any], python: str) -> Iterator[envs.Side]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = envs.Case(("env=toy",), "stock", full_detail={})
+    toy = envs.Case(("env=toy",), "stock", full_detail={"auto_reset": True})
     for name, value in {"CASES": {"toy": toy, "maniskill": envs.CASES["maniskill"]}, "ROUNDS": 1}.items():
         monkeypatch.setattr(envs, name, value)
     monkeypatch.setattr(envs, "BLOCK_S", 0.01)
