@@ -4,16 +4,17 @@
 #   scripts/make_results.sh [pull|lift|reach|libero ...]
 #
 # RESULTS_DIR holds what is made; a stage whose result is there is not done again, and a run that was stopped goes on.
-# SIMULATORS_PYTHON is an interpreter with Meta-World, where embodrl's own has none.
+# RESULTS_TARGET takes the recorded metrics. SIMULATORS_PYTHON is an interpreter with Meta-World, where embodrl's own has none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 work=${RESULTS_DIR:-outputs/results}
+target=${RESULTS_TARGET:-benchmarks/results}
 embodrl=${EMBODRL:-.venv/bin/embodrl}
 elsewhere=(${SIMULATORS_PYTHON:+"env.python=$SIMULATORS_PYTHON"})
 # A machine that has other work, too, may take long over a step.
 patience=(env.start_timeout_s=1500 env.reset_timeout_s=900 env.step_timeout_s=900)
-mkdir -p "$work"
+mkdir -p "$work" "$target"
 
 # warm_start NAME EPISODES STEPS LR ARGS...: demonstrations, and a policy that imitates them
 warm_start() {
@@ -33,7 +34,7 @@ learn() {
     elif [ ! -d "$work/$name/rl/policy" ]; then
         $embodrl resume "$work/$name/rl"
     fi
-    cp "$work/$name/rl/metrics.jsonl" "benchmarks/results/$name.jsonl"
+    cp "$work/$name/rl/metrics.jsonl" "$target/$name.jsonl"
 }
 
 pull() {
