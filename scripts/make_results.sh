@@ -44,13 +44,13 @@ pull() {
 lift() {
     local name=lift_peg_seed_0 args=(env=maniskill_lift_peg model=openvla "${patience[@]}")
     warm_start $name 400 500 5e-4 "${args[@]}"
-    learn $name 20 "${args[@]}" model.warm_start="$work/$name/sft/policy"
+    learn $name 15 "${args[@]}" model.warm_start="$work/$name/sft/policy"
 }
 
 reach() {
     local name=metaworld_reach_seed_0 args=(env=metaworld model=openvla model.warm_start=null "${elsewhere[@]}" "${patience[@]}")
-    warm_start $name 200 500 6e-4 "${args[@]}"
-    learn $name 20 "${args[@]}" model.warm_start="$work/$name/sft/policy" env.eval.num_episodes=128
+    warm_start $name 150 400 6e-4 "${args[@]}"
+    learn $name 15 "${args[@]}" model.warm_start="$work/$name/sft/policy" env.eval.num_episodes=128
 }
 
 libero() {
