@@ -2,6 +2,8 @@
 
 python scripts/make_readme_figures.py curves docs/images/push_cube.png "PushCube-v1" RUN.jsonl [RUN.jsonl ...]
 python scripts/make_readme_figures.py modes docs/images/staleness.png "PushCube-v1" "synchronous=A.jsonl,B.jsonl" ...
+python scripts/make_readme_figures.py tasks docs/images/push_and_pull.png "Push and Pull" RUN.jsonl [RUN.jsonl ...]
+python scripts/make_readme_figures.py table RUN.jsonl [RUN.jsonl ...]
 python scripts/make_readme_figures.py film docs/images/robot.png VIDEO.mp4 [VIDEO.mp4 ...]
 """
 
@@ -12,6 +14,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+
+from embodrl.metrics.intervals import wilson_interval
 
 FRAMES_A_ROW = 5
 
@@ -43,6 +47,55 @@ def curves(target: Path, title: str, runs: list[Path]) -> None:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     by_steps.legend(frameon=False, loc="lower right", fontsize=8)
+    figure.savefig(target)
+
+
+def measured(run: Path) -> dict[str, tuple[list[dict[str, float]], list[float], int]]:
+    """Return task -> rows with an evaluation, success rates, episodes of each; a run of one task has the task ''."""
+    rows = [row for row in read(run) if row.get("eval/success_rate") is not None]
+    tasks = [key.split("/")[1] for key in rows[0] if key.startswith("eval/") and key.count("/") == 2]
+    rates = {task: [row[f"eval/{task}/success_rate"] for row in rows] for task in tasks}
+    rates = rates if len(tasks) > 1 else {"": [row["eval/success_rate"] for row in rows]}
+    return {task: (rows, each, round(rows[0]["eval/episodes"] / len(rates))) for task, each in rates.items()}
+
+
+def table(runs: list[Path]) -> str:
+    """Return a Markdown row a run and task: success at start and end with Wilson's 95 % interval, gain and time."""
+    lines = [
+        "| run | start | end | gain | iterations | environment steps | wall time |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        for task, (rows, rates, episodes) in measured(run).items():
+            ends: list[str] = []
+            for rate in (rates[0], rates[-1]):
+                low, high = wilson_interval(round(rate * episodes), episodes)
+                ends.append(f"{100 * rate:.1f} % ({100 * low:.0f} to {100 * high:.0f})")
+            numbers = f"{rows[-1]['iteration']} | {rows[-1]['env_steps']} | {rows[-1]['time/elapsed_s'] / 60:.1f} min"
+            name = f"{run.stem} {task}".strip()
+            lines.append(f"| {name} | {ends[0]} | {ends[1]} | {100 * (rates[-1] - rates[0]):+.1f} | {numbers} |")
+    return "\n".join(lines)
+
+
+def by_task(target: Path, title: str, runs: list[Path]) -> None:
+    """Draw evaluation success over environment steps, one line a run and task, with Wilson's 95 % interval."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for run in runs:
+        for task, (rows, rates, episodes) in measured(run).items():
+            intervals = [wilson_interval(round(rate * episodes), episodes) for rate in rates]
+            errors = 100 * np.abs(np.array(intervals).T - np.array(rates))
+            steps = [row["env_steps"] / 1000 for row in rows]
+            label = f"{task or run.stem}, {episodes} episodes"
+            axis.errorbar(steps, 100 * np.array(rates), errors, marker="o", markersize=3, capsize=2, label=label)
+    axis.set(xlabel="environment steps (thousands)", ylabel="success (%)", ylim=(0, 102), title=title)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower right", fontsize=8)
     figure.savefig(target)
 
 
@@ -90,10 +143,14 @@ def film(target: Path, videos: list[Path]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "table":
+        sys.exit(print(table([Path(name) for name in sys.argv[2:]])))
     command, target = sys.argv[1], Path(sys.argv[2])
     target.parent.mkdir(parents=True, exist_ok=True)
     if command == "curves":
         curves(target, sys.argv[3], [Path(name) for name in sys.argv[4:]])
+    elif command == "tasks":
+        by_task(target, sys.argv[3], [Path(name) for name in sys.argv[4:]])
     elif command == "modes":
         modes(target, sys.argv[3], sys.argv[4:])
     else:

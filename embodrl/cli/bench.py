@@ -20,7 +20,7 @@ class Benchmark(StrEnum):
     inference = "inference"
     asynchrony = "async"
     tasks = "tasks"
-    libero = "libero"
+    envs = "envs"
     weight_sync = "weight-sync"
     rollout_backends = "rollout"
 
@@ -39,7 +39,7 @@ def bench(
     inference  actions a second of every model family, against the plain way of their reference implementations
     async      rollouts beside training, against taking turns, and the ideal of both
     tasks      coroutines a second of the asynchronous task runner, against asyncio.gather
-    libero     LIBERO's steps a second on one core, against its own SubprocVectorEnv
+    envs       environment steps a second of every simulator here, against its own vectorisation
     weight-sync  weights from a trainer to a rollout by every kind of sync, against memcpy
     rollout    actions a second of the rollout backends native and vLLM, beside transformers' generate
 

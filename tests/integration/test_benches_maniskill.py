@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodrl.bench import e2e, render
+from embodrl.bench import e2e, envs, render
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.xdist_group("maniskill")]
 
@@ -31,3 +31,11 @@ def test_end_to_end() -> None:
         assert 0 < side["env_steps"] <= 100
         assert side["wall_split"]["env"] > 0 and side["cores_split"]["simulation"] > 0
     assert result["ratio"] > 0
+
+
+def test_environments_beside_the_vectorisation_of_maniskill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs, "ROUNDS", 1)
+    monkeypatch.setattr(envs, "BLOCK_S", 0.05)
+    result = envs.run(["maniskill"], [64], [1])["envs"]["maniskill"]
+    assert [row["steps_per_s"] > 0 for row in result["rows"]] == [True] * 3
+    assert result["rows"][0]["what"] == envs.CASES["maniskill"].stock and result["task"] == "PushCube-v1"

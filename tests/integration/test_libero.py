@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodrl.bench import envs
 from embodrl.config import load_config
 from embodrl.config.isolated import installed_python
 from embodrl.envs.libero.suites import SUITES
@@ -222,3 +223,12 @@ def test_it_trains_and_evaluates(tmp_path: Path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("eval/success_rate" in row for row in rows) == 1
     assert len(list((tmp_path / "run" / "videos").rglob("*.mp4"))) == 4
+
+
+def test_the_benchmark_plays_libero_and_its_own_vectorisation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBODRL_LIBERO_ASSETS", ASSETS)
+    monkeypatch.setattr(envs, "ROUNDS", 1)
+    monkeypatch.setattr(envs, "BLOCK_S", 0.05)
+    result = envs.run(["libero"], [64], [1])
+    assert result["left_out"] == {}
+    assert [row["steps_per_s"] > 0 for row in result["envs"]["libero"]["rows"]] == [True] * 3

@@ -1,9 +1,0 @@
-"""LIBERO benchmark: ``python benchmarks/libero.py [FILE.json]``; the same as ``embodrl bench libero``."""
-
-import sys
-from pathlib import Path
-
-from embodrl.bench.libero import main
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Makes the learning curves of docs/results.md: demonstrations, imitation, reinforcement learning, task by task.
+#
+#   scripts/make_results.sh [pull|lift|reach|libero ...]
+#
+# RESULTS_DIR holds what is made; a stage whose result is there is not done again, and a run that was stopped goes on.
+# RESULTS_TARGET takes the recorded metrics. SIMULATORS_PYTHON is an interpreter with Meta-World, where embodrl's own has none.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+work=${RESULTS_DIR:-outputs/results}
+target=${RESULTS_TARGET:-benchmarks/results}
+embodrl=${EMBODRL:-.venv/bin/embodrl}
+elsewhere=(${SIMULATORS_PYTHON:+"env.python=$SIMULATORS_PYTHON"})
+# A machine that has other work, too, may take long over a step.
+patience=(env.start_timeout_s=1500 env.reset_timeout_s=900 env.step_timeout_s=900)
+mkdir -p "$work" "$target"
+
+# warm_start NAME EPISODES STEPS LR ARGS...: demonstrations, and a policy that imitates them
+warm_start() {
+    local name=$1 episodes=$2 steps=$3 lr=$4
+    shift 4
+    [ -d "$work/$name/demos" ] || $embodrl collect "$@" collect.num_episodes="$episodes" collect.output_dir="$work/$name/demos"
+    [ -d "$work/$name/sft/policy" ] || $embodrl sft "$@" sft.data_dir="$work/$name/demos" sft.output_dir="$work/$name/sft" \
+        sft.max_steps="$steps" sft.lr="$lr" sft.label_smoothing_bins=3
+}
+
+# learn NAME ITERATIONS ARGS...: reinforcement learning, measured on fixed seeds at the start, on the way, at the end
+learn() {
+    local name=$1 iterations=$2
+    shift 2
+    if [ ! -d "$work/$name/rl" ]; then
+        $embodrl train "$@" runner.max_iterations="$iterations" runner.output_dir="$work/$name/rl" env.video.enabled=false
+    elif [ ! -d "$work/$name/rl/policy" ]; then
+        $embodrl resume "$work/$name/rl"
+    fi
+    cp "$work/$name/rl/metrics.jsonl" "$target/$name.jsonl"
+}
+
+pull() {
+    learn pull_cube_seed_0 20 env=maniskill_pull model=openvla "${patience[@]}"
+}
+
+lift() {
+    local name=lift_peg_seed_0 args=(env=maniskill_lift_peg model=openvla "${patience[@]}")
+    warm_start $name 400 500 5e-4 "${args[@]}"
+    learn $name 15 "${args[@]}" model.warm_start="$work/$name/sft/policy"
+}
+
+reach() {
+    local name=metaworld_reach_seed_0 args=(env=metaworld model=openvla model.warm_start=null "${elsewhere[@]}" "${patience[@]}")
+    warm_start $name 150 400 6e-4 "${args[@]}"
+    learn $name 15 "${args[@]}" model.warm_start="$work/$name/sft/policy" env.eval.num_episodes=128
+}
+
+libero() {
+    local args=(env=libero_spatial model=openvla model.warm_start=null "${patience[@]}")
+    [ -f "$work/libero_eval.json" ] || $embodrl eval "${args[@]}" env.video.enabled=false \
+        --output "$work/libero_eval" --json "$work/libero_eval.json"
+    learn libero_spatial_seed_0 3 "${args[@]}" runner.eval_at_start=false runner.eval_interval=0 env.eval.num_episodes=40
+}
+
+for task in "${@:-pull lift reach libero}"; do
+    for each in $task; do
+        date -u +"%H:%M:%S $each"
+        $each
+    done
+done
