@@ -9,7 +9,7 @@ ARGS ?=
 PYTEST_WORKERS ?= 2
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-megatron test-vllm soak lint format warm-start clean
+.PHONY: help setup train test test-long test-megatron test-vllm soak lint format warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -22,7 +22,10 @@ train: setup ## train OpenVLA in ManiSkill
 
 # One thread a process: the workers fill the cores already. All tests of a file stay in one process.
 test: setup ## run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not long" $(ARGS)
+
+test-long: setup ## run the long tests that the target test leaves out
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m long $(ARGS)
 
 test-megatron: setup ## install megatron-core, too, and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'

@@ -114,7 +114,7 @@ def test_a_saved_state_goes_on_cut_up_otherwise(two: WorkerGroup) -> None:
 
 
 @pytest.mark.parametrize("actor", [{}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor parallel"])
-@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("reference", [pytest.param(False, marks=pytest.mark.long), True])
 def test_offload_between_updates_changes_no_bit(two: WorkerGroup, actor: dict[str, Any], reference: bool) -> None:
     config = fsdp_config(actor=actor, algorithm=ALGORITHM | {"kl": {"coef": 0.1 if reference else 0.0}})
     for apart, left, reports in two.offload(config).result(CALL_S):
@@ -128,6 +128,7 @@ def test_a_state_of_another_policy_is_refused(two: WorkerGroup) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_four_processes_share_layers_and_chunks() -> None:
     with WorkerGroup(Comparer, "comparer").launch(4, timeout_s=START_S) as four:
         assert_same_training(four, "openvla", fsdp_config(actor={"tensor_parallel_size": 2, "micro_batch_size": 1}))

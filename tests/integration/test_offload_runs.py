@@ -54,7 +54,11 @@ def assert_same_run(left: Path, right: Path) -> None:
         assert all(mine[name].equal(theirs[name]) for name in mine), file
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+IN_SHORT = ("native in process", "fsdp with a reference")
+ALL = [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in BACKENDS]
+
+
+@pytest.mark.parametrize("backend", ALL)
 def test_a_run_is_the_same_with_offload_and_without(config: Path, tmp_path: Path, backend: str) -> None:
     inside = backend == "native in process"
     for name, settings in (("off", ()), ("on", INSIDE if inside else EVERYTHING)):
