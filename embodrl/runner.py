@@ -21,6 +21,7 @@ from embodrl.errors import (
     OutputError,
     PipelineError,
     RolloutEngineError,
+    WeightSyncError,
     WorkerError,
 )
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
@@ -383,7 +384,7 @@ def _execute(
             # Only now: settings with which it could not be resumed are not kept.
             write_config(run_dir, config_yaml)
             code = runner.run()
-        except (EnvError, RolloutEngineError, WorkerError) as error:
+        except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
             raise type(error)(error.message, f"{error.remedy}; then {how_to_go_on(run_dir)}") from error
         finally:
             rollouts.close()

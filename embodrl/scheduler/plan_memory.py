@@ -10,6 +10,7 @@ import torch
 
 from embodrl.config.rules.actor import has_own_process
 from embodrl.config.rules.cluster import gpus_per_node
+from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.sharding import blocks_of
 from embodrl.models.base import VLAPolicy
@@ -326,7 +327,7 @@ def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
 
 def _shared(config: Config, actors: tuple[ProcessPlace, ...], rollout: ProcessPlace) -> bool:
     """Tell whether a rollout acts with the weights of an actor process: same machine and devices, same rank."""
-    return not has_own_process(config) and any(
+    return not (has_own_process(config) or has_rollout_processes(config)) and any(
         (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in actors
     )
 

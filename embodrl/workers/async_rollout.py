@@ -34,6 +34,8 @@ from embodrl.workers.workflow_rollout import WorkflowPlayer
 _POLL_S = 0.1
 # Simulators keep a journal, from which synchronous runs are resumed to the bit; here it only grows.
 _SHARDS_A_JOURNAL = 64
+PLAYERS = "players"
+"""What numbers of shards depend on beside settings: how many shards a rollout of all environments is."""
 
 
 class Player(Protocol):
@@ -294,7 +296,7 @@ class AsyncRolloutWorker:
                 "next_shard": self._next_shard,
                 "rejected": self.gate.rejected,
                 "env_steps_dropped": self._env_steps_dropped,
-                "settings": shard_settings(self.config),
+                "settings": shard_settings(self.config, len(self.players)),
             }
         return RolloutState(state, tensors)
 
@@ -303,8 +305,14 @@ class AsyncRolloutWorker:
         state = saved.state
         if "shards" not in state:
             raise CheckpointError("the checkpoint is that of a synchronous run", "resume with runner.max_staleness=0")
-        before, now = state["settings"], shard_settings(self.config)
-        other = [name for name in now if before.get(name) != now[name]]
+        before, now = state["settings"], shard_settings(self.config, len(self.players))
+        if before.get(PLAYERS, now[PLAYERS]) != now[PLAYERS]:
+            raise CheckpointError(
+                f"the checkpoint holds rollouts of {before[PLAYERS]} player(s), and now there are {now[PLAYERS]}",
+                "resume with as many rollout processes in cluster.component_placement as before, or, where the main"
+                " process plays, with the same rollout.pipeline_stages",
+            )
+        other = [name for name in now if before.get(name) != now[name] and name != PLAYERS]
         if other:
             told = ", ".join(f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other)
             remedy = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
@@ -320,7 +328,7 @@ class AsyncRolloutWorker:
             self._env_steps_dropped = state["env_steps_dropped"]
 
 
-def shard_settings(config: Config) -> dict[str, Any]:
+def shard_settings(config: Config, num_players: int) -> dict[str, Any]:
     """Return what shards depend on, by key, as it comes back from JSON: a shard of other settings can't be used."""
     env, algorithm = config.env, config.algorithm
     settings = {
@@ -332,6 +340,7 @@ def shard_settings(config: Config) -> dict[str, Any]:
         "env.train.max_steps_per_rollout_epoch": env.train.max_steps_per_rollout_epoch,
         "env.train.auto_reset": env.train.auto_reset,
         "env.train.ignore_terminations": env.train.ignore_terminations,
+        PLAYERS: num_players,
         "rollout.pipeline_stages": config.rollout.pipeline_stages,
         "rollout.workflow": config.rollout.workflow,
         "algorithm.group_size": algorithm.group_size,

@@ -39,6 +39,10 @@ class Processes(Protocol):
         """Return the answer of one process to a request that takes no time."""
         ...
 
+    def remember(self, random: Sequence[list[str]]) -> None:
+        """Keep where the random numbers of each process are, for one that takes its place."""
+        ...
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Let all act with these weights."""
         ...
@@ -56,16 +60,20 @@ class GroupSource:
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource."""
-        return self._join(self.rollouts.ask("gather", [(iteration,)] * self.rollouts.size))
+        parts = self.rollouts.ask("gather", [(iteration,)] * self.rollouts.size)
+        return self._join(parts, self.config.algorithm.rollout_epoch)
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
         """See RolloutSource."""
-        return self._join(self.rollouts.ask("gather_more", [(iteration, epoch)] * self.rollouts.size))
+        return self._join(self.rollouts.ask("gather_more", [(iteration, epoch)] * self.rollouts.size), 1)
 
-    def _join(self, parts: list[dict[str, Any]]) -> tuple[TrajectoryBatch, Metrics]:
+    def _join(self, parts: list[dict[str, Any]], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
+        """Return one batch, rollout after rollout, as if one process had played all environments."""
         batches: list[TrajectoryBatch] = [part["batch"] for part in parts]
         env_steps = sum(int(batch.meta.pop("env_steps")) for batch in batches)
-        whole = TrajectoryBatch.concat(batches)
+        size = len(batches[0]) // num_epochs
+        rows = [slice(epoch * size, (epoch + 1) * size) for epoch in range(num_epochs)]
+        whole = TrajectoryBatch.concat([batch[mine] for mine in rows for batch in batches])
         whole.meta["env_steps"] = env_steps
         metrics = rollout_metrics([meta for part in parts for meta in part["metas"]])
         each = [rollout_metrics(part["metas"]) for part in parts]
@@ -79,7 +87,7 @@ class GroupSource:
 
     def undo(self) -> None:
         """See RolloutSource."""
-        self.rollouts.all("undo")
+        self.rollouts.remember(self.rollouts.all("undo"))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -111,7 +119,8 @@ class GroupSource:
                 f"resume with {count} of them in cluster.component_placement",
             )
         states = [saved] if size == 1 else [self._part(saved, rank) for rank in range(size)]
-        self.rollouts.all("load_state", *zip(*((s.state, s.tensors, s.blobs) for s in states), strict=True))
+        found = self.rollouts.all("load_state", *zip(*((s.state, s.tensors, s.blobs) for s in states), strict=True))
+        self.rollouts.remember(found)
 
     def _part(self, saved: RolloutState, rank: int) -> RolloutState:
         mine = f"rollout_{rank}_"

@@ -23,7 +23,7 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.envs.faults import FaultCounts
 from embodrl.envs.offload import SimulatorMemory
-from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied
+from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
@@ -170,6 +170,9 @@ class RolloutGroup(Rollouts):
             try:
                 options = self.link.options()
                 handles = [self.group.call_on(rank, "join", options) for rank in range(self.size)]
+                for handle in handles:  # one that has gone would be waited for
+                    if handle.error is not None:
+                        raise handle.error
                 self.link.open(options)
                 for handle in handles:
                     handle.result()
@@ -177,7 +180,7 @@ class RolloutGroup(Rollouts):
                 return
             except WorkerDied as error:
                 self._revive(error)
-            except WeightSyncError as error:
+            except (WeightSyncError, WorkerRaised) as error:
                 if attempt >= _SYNC_ATTEMPTS:
                     raise
                 logger.warning("%s", error)
@@ -264,10 +267,12 @@ class RolloutGroup(Rollouts):
                 if not stopped and should_stop():
                     stopped = True
                     self._signal(call, pending)
-                futures = [future for rank in pending for future in handles[rank].futures.values()]
+                futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
                 wait(futures, _POLL_S, FIRST_COMPLETED)
                 for rank in pending:
-                    if not handles[rank].done:
+                    # Who takes the place of another gets its weights when all are free to meet.
+                    dead = isinstance(handles[rank].error, WorkerDied)
+                    if not handles[rank].done or (dead and not all(handles[other].done for other in pending)):
                         continue
                     try:
                         answers[rank] = handles[rank].result()
@@ -288,6 +293,10 @@ class RolloutGroup(Rollouts):
             assert answer is not None
             self._learn(rank, answer)
         return [answers[rank] or {} for rank in ranks]
+
+    def remember(self, random: Sequence[list[str]]) -> None:
+        """Keep where the random numbers of each process are, for one that takes its place."""
+        self._random = list(random)
 
     def _signal(self, call: int, ranks: Iterable[int]) -> None:
         for rank in ranks:

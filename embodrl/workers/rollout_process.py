@@ -217,9 +217,10 @@ class RolloutProcess(Worker):
         self.pool.onload()
 
     @dispatch()
-    def undo(self) -> None:
-        """See RolloutSource."""
+    def undo(self) -> list[str]:
+        """See RolloutSource; return where the random numbers are."""
         self.source.undo()
+        return self.engine.random_state()
 
     @dispatch()
     def forget_history(self) -> None:
@@ -237,6 +238,9 @@ class RolloutProcess(Worker):
         return dict(vars(self.source.state()))
 
     @dispatch()
-    def load_state(self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]) -> None:
-        """See RolloutSource; the version is that of the last weights."""
+    def load_state(
+        self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]
+    ) -> list[str]:
+        """See RolloutSource; the version is that of the last weights. Return where the random numbers are."""
         self.source.load_state(RolloutState(state, tensors, blobs), self.engine.version)
+        return self.engine.random_state()

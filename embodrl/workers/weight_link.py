@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Kind = Literal["memory", "collective", "disk"]
 _POLL_S = 0.2
 _SENDER = 0
+_MEET_S = 600.0
+"""A process that plays joins when it has done so."""
 
 
 class WeightInbox:
@@ -93,7 +95,9 @@ def make_receiver(
         return MemoryReceiver(target, pipe, layout)
     if kind == "disk":
         return DiskReceiver(target, Path(options["directory"]), layout)
-    group = SyncGroup(options["init_method"], rank + 1, options["world_size"], torch.device(options["device"]))
+    group = SyncGroup(
+        options["init_method"], rank + 1, options["world_size"], torch.device(options["device"]), meet_s=_MEET_S
+    )
     return CollectiveReceiver(target, group, layout)
 
 
@@ -154,7 +158,7 @@ class WeightLink:
             self._sender = DiskSender(Path(options["directory"]), self.trained)
         else:
             device = torch.device(self.device)
-            group = SyncGroup(options["init_method"], _SENDER, options["world_size"], device)
+            group = SyncGroup(options["init_method"], _SENDER, options["world_size"], device, meet_s=_MEET_S)
             self._sender = CollectiveSender(group, self.trained)
 
     def send(

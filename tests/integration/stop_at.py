@@ -3,8 +3,8 @@
 ``STOP_AT=act:3:SIGINT`` interrupts the third call of the function called ``act`` in POINTS; several are separated by
 commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and waits until it is dead; with
 ``fsdp_step:6:SIGKILL:rank_1`` only the process of that rank takes the signal, with ``rank_1_once`` not the one that is
-brought up in its place, and with ``parent_of_1`` the main process takes it. The process ids of the children at that
-moment go to the file ``STOP_AT_CHILDREN``.
+brought up in its place, with ``parent_of_1`` the main process takes it, and with ``worker`` its youngest worker. The
+process ids of the children at that moment go to the file ``STOP_AT_CHILDREN``.
 """
 
 import os
@@ -37,6 +37,12 @@ def simulator():
     return min(found, key=lambda child: child.create_time())
 
 
+def worker():
+    """The process of a group of workers that was started last."""
+    found = [child for child in psutil.Process().children() if any("process_main" in part for part in child.cmdline())]
+    return max(found, key=lambda child: child.create_time())
+
+
 def install(point, wanted, number, whom):
     module_name, _, path = POINTS[point].partition(":")
     __import__(module_name)
@@ -46,7 +52,7 @@ def install(point, wanted, number, whom):
         owner = getattr(owner, parent)
     original, calls = getattr(owner, name), 0
     rank, once = os.environ.get("RANK"), whom.endswith("_once")
-    here = whom in ("", "simulator", f"rank_{rank}", f"rank_{rank}_once", f"parent_of_{rank}")
+    here = whom in ("", "simulator", "worker", f"rank_{rank}", f"rank_{rank}_once", f"parent_of_{rank}")
 
     def replacement(*args, **kwargs):
         nonlocal calls
@@ -54,8 +60,8 @@ def install(point, wanted, number, whom):
         if calls == wanted and here and not (once and Path(os.environ["STOP_AT_CHILDREN"]).exists()):
             children = [child.pid for child in psutil.Process().children(recursive=True)]
             Path(os.environ["STOP_AT_CHILDREN"]).write_text("\n".join(map(str, children)))
-            if whom == "simulator":
-                child = simulator()
+            if whom in ("simulator", "worker"):
+                child = simulator() if whom == "simulator" else worker()
                 child.send_signal(number)
                 while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
                     os.sched_yield()

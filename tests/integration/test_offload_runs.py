@@ -46,8 +46,8 @@ def memory(run_dir: Path, name: str) -> list[tuple[float, float]]:
 
 def assert_same_run(left: Path, right: Path) -> None:
     assert without_memory(left) == without_memory(right)
-    files = sorted(path.relative_to(left) for path in left.rglob("checkpoints/*/*.safetensors"))
-    assert files == sorted(path.relative_to(right) for path in right.rglob("checkpoints/*/*.safetensors")) != []
+    files = sorted(path.relative_to(left) for path in left.glob("checkpoints/**/*.safetensors"))
+    assert files == sorted(path.relative_to(right) for path in right.glob("checkpoints/**/*.safetensors")) != []
     for file in [*files, Path("policy/model.safetensors")]:
         mine, theirs = load_file(left / file), load_file(right / file)
         assert mine.keys() == theirs.keys()

@@ -77,7 +77,7 @@ def written_out(runner: Runner) -> None:
     runner.rollout.update_weights(runner.engine.weights(), runner.engine.version)
     runner.iteration += 1
     runner.env_steps += env_steps
-    faults = runner.pool.faults
+    faults = runner.rollouts.pool.faults
     row |= {"env/restarts": faults.restarts, "env/quarantined": faults.quarantined}
     runner.pending = {"iteration": runner.iteration, "env_steps": runner.env_steps, **row}
 

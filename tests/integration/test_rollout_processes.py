@@ -70,7 +70,8 @@ def test_an_interrupted_rollout_is_undone_and_resumed_to_the_bit(config: Path, p
     order = (f"runner.output_dir={run_dir}", TWO, "rollout.weight_sync=collective")
     done = embodrl("train", "--config", config, *order, stop_at="act:11:SIGINT:parent_of_1")
     assert done.code == 130, done.stderr
-    assert len(metrics(run_dir)) == 3 and (run_dir / "checkpoints" / "step_2").is_dir()
+    # The signal may come too late for the rollout; it then ends the run after its update.
+    assert len(metrics(run_dir)) in (3, 4) and (run_dir / "checkpoints" / "step_2").is_dir()
     resumed = embodrl("resume", run_dir)
     assert resumed.code == 0, resumed.stderr
     assert metrics(run_dir) == plain

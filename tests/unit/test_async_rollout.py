@@ -280,3 +280,15 @@ def test_a_stop_ends_the_waiting_and_leaves_no_step_under_way(started: Any) -> N
     parts.worker.close()
     assert all(part.pending is None for part in parts.pool.parts)
     assert parts.worker.state().state["again"] == [0]
+
+
+@pytest.mark.parametrize("now", [1, 3])
+def test_shards_of_another_number_of_players_are_refused(started: Any, now: int) -> None:
+    """Their numbers mean other environments; a run that went on would play some again, or wait for ever."""
+    parts = started("runner.max_staleness=1")
+    saved = parts.worker.state()
+    saved.state["settings"]["players"] = now + len(parts.worker.players)
+    with pytest.raises(CheckpointError, match=f"rollouts of {now + len(parts.worker.players)} player"):
+        parts.worker.load_state(RolloutState(saved.state, saved.tensors), 0)
+    del saved.state["settings"]["players"]  # a checkpoint of before
+    parts.worker.load_state(RolloutState(saved.state, saved.tensors), 0)

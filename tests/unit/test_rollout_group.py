@@ -22,6 +22,10 @@ class Processes:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.random: list[Any] = []
+
+    def remember(self, random: Any) -> None:
+        self.random.append(random)
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         self.asked.append((method, arguments))
@@ -84,3 +88,19 @@ def test_one_process_does_not_go_on_for_several() -> None:
     worker, _ = worker_of(config_of())
     with pytest.raises(CheckpointError, match="made with 2 rollout processes"):
         worker.load_state(RolloutState({"processes": [{}, {}]}), 0)
+
+
+def test_rollouts_of_an_iteration_come_one_after_the_other() -> None:
+    """As from one process: all environments of the first rollout, then those of the second."""
+    config = config_of("algorithm.rollout_epoch=2")
+    whole, _ = worker_of(config)[0].gather(0)
+    size = len(whole) // 2
+    rows = torch.arange(len(whole)).view(2, 2, size // 2)
+    parts = [{"batch": whole[rows[:, rank].flatten()], "metas": []} for rank in range(2)]
+    for part in parts:
+        part["batch"].meta["env_steps"] = 3
+    processes: Any = Processes()
+    processes.config = config
+    joined, _ = GroupSource(processes)._join(parts, 2)
+    assert torch.equal(joined["group_id"], whole["group_id"]) and joined.meta["env_steps"] == 6
+    assert torch.equal(joined.logprobs, whole.logprobs)

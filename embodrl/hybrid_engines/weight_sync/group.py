@@ -32,8 +32,10 @@ class SyncGroup:
         world_size: sender and receivers.
         device: of the buckets; each rank on a GPU needs one of its own.
         timeout_s: seconds that any of them may keep the others waiting within a sync.
+        meet_s: seconds until all must be there, if they are more.
 
     Raises:
+        TornSyncError: they did not all come.
         EmbodrlError: there is nobody to send to.
     """
 
@@ -44,6 +46,7 @@ class SyncGroup:
         world_size: int,
         device: torch.device | str = "cpu",
         timeout_s: float = 60.0,
+        meet_s: float = 0.0,
     ) -> None:
         if world_size < 2:
             raise EmbodrlError(
@@ -52,7 +55,14 @@ class SyncGroup:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.broken = False
         timeout = timedelta(seconds=timeout_s)
-        self.store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
+        try:
+            meeting = rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=max(timeout_s, meet_s)))
+            self.store, _, _ = next(meeting)
+        except RuntimeError as error:
+            raise TornSyncError(
+                f"{world_size} processes of a weight sync were to meet at {init_method}, and did not: {error}",
+                "see whether trainer and rollouts are alive, and make a new group",
+            ) from error
         self.store.set_timeout(timeout)
         control = dist.PrefixStore("weight_sync", self.store)  # pyright: ignore[reportPrivateImportUsage]
         self._control: Any = dist.ProcessGroupGloo(control, rank, world_size, timeout)
