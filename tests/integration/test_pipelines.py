@@ -79,6 +79,7 @@ def written_out(runner: Runner) -> None:
     runner.env_steps += env_steps
     faults = runner.rollouts.pool.faults
     row |= {"env/restarts": faults.restarts, "env/quarantined": faults.quarantined}
+    row["rollout/restarts"] = faults.rollout_restarts
     runner.pending = {"iteration": runner.iteration, "env_steps": runner.env_steps, **row}
 
 
