@@ -9,7 +9,7 @@ ARGS ?=
 PYTEST_WORKERS ?= 2
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-long test-megatron test-vllm soak lint format warm-start clean
+.PHONY: help setup train test test-long test-megatron test-ray test-vllm soak lint format warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -30,6 +30,13 @@ test-long: setup ## run the long tests that the target test leaves out
 test-megatron: setup ## install megatron-core, too, and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/megatron $(ARGS)
+
+# Whole Ray clusters come up, so that the tests run one after the other.
+RAY_TESTS := tests/integration/test_ray_machines.py tests/integration/test_ray_runs.py \
+	tests/integration/test_workers.py tests/faults/test_worker_faults.py
+test-ray: setup ## install Ray, too, and run its tests
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 $(RAY_TESTS) -k ray $(ARGS)
 
 # Not beside the other tests: vLLM is a large dependency with pins of its own, and has an environment of its own.
 test-vllm: ## make .venv-vllm with vLLM for CPUs and run its tests there

@@ -45,9 +45,9 @@ from embodrl.run_files import (
     without_lost_warm_start,
     write_config,
 )
-from embodrl.workers.actor import make_train_engine, saves_shards
+from embodrl.workers.actor import GroupTrainEngine, make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator
-from embodrl.workers.launch import make_launcher, make_rollouts
+from embodrl.workers.launch import main_component, make_launcher, make_rollouts, num_bytes_on_disk
 from embodrl.workers.offload import PhaseOffload
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
 from embodrl.workers.publish import WeightPublisher
@@ -73,8 +73,8 @@ class Runner:
         config: the run.
         run_dir: where everything goes.
         rollouts: started.
-        policy: on its device; has the weights of the engine.
-        engine: trains, and gives its weights to ``policy``.
+        policy: on its device.
+        engine: trains, and gives its weights to ``policy``, at the latest when it is asked to (``fetch``).
         metrics: where they go.
         console: what the user sees.
         stop: tells that the user wants to leave.
@@ -98,6 +98,8 @@ class Runner:
         self.needs_reference = config.algorithm.kl.coef > 0
         self.engine = engine
         self.rewards = RewardWorker(config, tuple(rollouts.tasks))
+        if isinstance(engine, GroupTrainEngine) and engine.sends:
+            rollouts.sending = engine.group
         rollouts.prepare(policy, self._should_stop, self.rewards.needs_frames)
         self.rollout = rollouts.source
         self.phases = PhaseOffload(config, rollouts, engine)
@@ -137,6 +139,8 @@ class Runner:
         if not self.saved:
             self._save()
         self.phases.finish()
+        if self.finished:  # its policy is exported
+            self.engine.fetch()
         if not self.saved:
             return 1
         return 0 if self.finished else self.stop.exit_code
@@ -359,7 +363,10 @@ def _execute(
         checkpoint: where to go on.
         logged_until: last iteration whose metrics are kept; None for a new run.
     """
-    device = configure_torch(config)
+    component = main_component(config)
+    device = configure_torch(config, component)
+    if component is None:  # it holds the weights on their way from what trains to what acts
+        device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
     launcher = make_launcher(config)
@@ -371,13 +378,13 @@ def _execute(
             console.phase("starting simulators")
             rollouts.start_async()
             weights_from = config if checkpoint is None else without_lost_warm_start(config)
-            policy = build_policy(weights_from)
-            engine = make_train_engine(weights_from, policy, run_dir / "logs", launcher)
+            policy = build_policy(weights_from, device)
+            engine = make_train_engine(weights_from, policy, run_dir / "logs", launcher, rollouts.weight_pipes())
             metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
             console.restore(read_metrics(metrics.path))
             rollouts.wait_started()
             runner = Runner(config, run_dir, rollouts, policy, engine, metrics, console, stop)
-            preflight(run_dir, (config.runner.keep_last_n + 1) * runner.engine.state_num_bytes())
+            preflight(run_dir, num_bytes_on_disk(config, policy, runner.engine.state_num_bytes()))
             if checkpoint is not None:
                 console.message(f"resuming from {checkpoint.path}")
                 runner.restore(checkpoint)

@@ -147,7 +147,7 @@ def compare(overrides: tuple[str, ...], iterations: int, env_type: str | None = 
         return load_config([*overrides, *further, f"runner.max_iterations={length}"]).config
 
     plain = configure()
-    configure_torch(plain)
+    configure_torch(plain, "rollout")
     rows: dict[str, Any] = {}
     with make_pool(plain, plain.env.train.total_num_envs, env_type=env_type) as pool:
 
@@ -180,7 +180,7 @@ def overlap(iterations: int) -> dict[str, float]:
     times: dict[str, float] = {}
     for stages in (1, 2):
         config = load_config([*SLOW, "model=openvla", f"rollout.pipeline_stages={stages}"]).config
-        configure_torch(config)
+        configure_torch(config, "rollout")
         with make_pool(config, config.env.train.total_num_envs, env_type=slow_env.CONSTANT) as pool:
             sides = build(config, pool)
             sides.source.gather(0)

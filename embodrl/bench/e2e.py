@@ -60,7 +60,7 @@ def measure(config: Config, iterations: int, env_type: str = "", extensions: tup
         env_type: replaces that of the configuration.
         extensions: modules that the simulator processes import.
     """
-    device = configure_torch(config)
+    device = configure_torch(config, "rollout")
     if extensions:
         config = config.model_copy(update={"extensions": extensions})
     with make_pool(config, config.env.train.total_num_envs, env_type=env_type or None) as pool:

@@ -112,6 +112,9 @@ class TrainEngine(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors of the policy, without copies."""
 
+    def fetch(self) -> None:  # noqa: B027 - most train the policy itself
+        """Bring the weights into the policy that the engine was made with, if they are elsewhere."""
+
     @abstractmethod
     def state_dict(self) -> EngineState:
         """Return weights, optimizer state and counters, without copies."""

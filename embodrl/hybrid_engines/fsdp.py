@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import cast
 
 import torch
@@ -99,9 +99,9 @@ class FsdpTrainEngine(SharedTrainEngine):
         pairs = zip(self.policy_parameters, self.reference, strict=True)
         return {names[id(p)]: like(kept, p) for p, kept in pairs}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        self.onload()
-        for name, tensor in self.policy.state_dict().items():
+    def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of the policy, gathered one by one: a collective call."""
+        for name, tensor in super().weights(wanted):
             yield name, whole(tensor)
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:

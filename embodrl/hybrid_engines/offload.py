@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,17 @@ class Offload:
         after = _allocated(device, [storage for storage, _ in self._away])
         self._away.clear()
         return OffloadReport(device, before, after)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Bring the tensors back for a while if they are away."""
+        away = self.is_offloaded
+        self.onload()
+        try:
+            yield
+        finally:
+            if away:
+                self.offload()
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

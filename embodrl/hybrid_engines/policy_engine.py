@@ -9,7 +9,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class PolicyTrainEngine(TrainEngine):
         may_be_stale: rollouts may come from older policies; every update then tells how old they are.
 
     Attributes:
+        memory: what ``offload`` takes off the device.
         shares_weights: what acts uses the weights themselves, so that they stay on the device.
         is_shared: other processes of the default group have the rest of the state.
     """
@@ -79,7 +80,7 @@ class PolicyTrainEngine(TrainEngine):
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
         self.leaves = self._make_leaves()
         self.optimizer = self._build_optimizer()
-        self._memory = Offload(self.offloadable)
+        self.memory = Offload(self.offloadable)
 
     # -- what a backend defines ---------------------------------------------------------------------------------------
 
@@ -255,11 +256,11 @@ class PolicyTrainEngine(TrainEngine):
         return self.reference_weights().values()
 
     def offload(self) -> OffloadReport | None:
-        return self._memory.offload()
+        return self.memory.offload()
 
     def onload(self) -> None:
         """Bring back what ``offload`` took off the device."""
-        self._memory.onload()
+        self.memory.onload()
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
@@ -319,9 +320,10 @@ class PolicyTrainEngine(TrainEngine):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine; those of the wanted names, or all."""
         self.onload()
-        yield from self.policy.state_dict().items()
+        yield from (named for named in self.policy.state_dict().items() if wanted is None or named[0] in wanted)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that train, by name."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 Status = Literal["ok", "warning", "error"]
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
@@ -52,14 +53,15 @@ def show(findings: list[Finding], presets: dict[str, str], console: Console) -> 
         table.add_column(column, overflow="fold")
     for finding in findings:
         style = STYLES[finding.status]
-        table.add_row(f"[{style}]{finding.status}[/]", finding.name, finding.detail, finding.remedy)
+        # Text is not looked through for markup, which an extra in brackets would be.
+        table.add_row(Text(finding.status, style), *map(Text, (finding.name, finding.detail, finding.remedy)))
     console.print(table)
     if presets:
         table = Table(title="presets on this machine")
         for column in ("preset", "runs"):
             table.add_column(column, overflow="fold")
         for preset, lack in presets.items():
-            table.add_row(preset, f"[yellow]no: {lack}[/]" if lack else "[green]yes[/]")
+            table.add_row(Text(preset), Text(f"no: {lack}", "yellow") if lack else Text("yes", "green"))
         console.print(table)
     verdict = "[green]training can run[/]" if can_train(findings) else "[bold red]training can't run: see the errors[/]"
     console.print(verdict)

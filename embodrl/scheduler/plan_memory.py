@@ -43,8 +43,10 @@ ESTIMATED_BY = {
     "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
     "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's, unless vLLM copies"
     " them",
+    "weights in between": "counted: the main process, which neither trains nor acts, passes on parameters and buffers",
     "KV cache": "counted: 2 x layers x rows decided at once x key-value heads x positions x head width x bytes",
-    "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration",
+    "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration; once"
+    " over the rollouts, once in a main process that joins them, and once in each training process",
     "simulator": "measured once with ManiSkill on a CPU: 600 MiB a process and 5 MiB an environment; other simulators"
     " and GPU memory of rendering are not counted",
     "offloaded": "counted: what leaves the GPUs between phases, in pinned main memory that PyTorch keeps, without its"
@@ -185,7 +187,7 @@ def uncut_bytes(policy: VLAPolicy) -> int:
 
 
 def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
-    """Estimate every memory that the placement uses.
+    """Estimate every memory that the placement uses; every component has its line in ``ESTIMATED_BY``.
 
     Raises:
         CheckpointError: the model's files can't be read.
@@ -193,6 +195,7 @@ def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
     needed: dict[tuple[int, int], dict[str, int]] = {}
 
     def add(where: tuple[int, int], component: str, num_bytes: int) -> None:
+        assert component in ESTIMATED_BY, component
         found = needed.setdefault(where, {})
         found[component] = found.get(component, 0) + num_bytes
 
@@ -206,6 +209,9 @@ def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
     for place in (*actors, *rollouts):
         if place.component == "actor" or not _shared(config, actors, place):
             add((place.node, HOST), "program", PYTHON_BYTES)
+    if has_own_process(config) and has_rollout_processes(config):  # the main process neither trains nor acts
+        add((0, HOST), "program", PYTHON_BYTES)
+        add((0, HOST), "weights in between", 0 if figures is None else figures.plain)
     simulators = placement.of("env")
     if config.env.env_type == "maniskill":
         share = -(-config.env.train.total_num_envs // len(simulators))
@@ -240,7 +246,11 @@ def _add_model(
             freed = {"activations"} if config.actor.training_backend == "megatron" else {"activations", "gradients"}
             moved = sum(parts[component] for component in _training_only(config) - freed)
             add((place.node, HOST), "offloaded", moved)
-    record = figures.recorded * chunks_of(config) // len(rollouts)
+    whole = figures.recorded * chunks_of(config)
+    if has_rollout_processes(config):  # the main process joins their parts
+        add((0, HOST), "trajectory buffer", whole)
+    for place in actors if has_own_process(config) else ():  # each gets all of it
+        add((place.node, HOST), "trajectory buffer", whole)
     for place in rollouts:
         own = config.rollout.backend == "vllm" or not _shared(config, actors, place)
         weights = figures.plain if own else 0
@@ -249,18 +259,23 @@ def _add_model(
             add(where, "KV cache", figures.kv_cache // len(_memories(place)))
         if place.devices and _rollout_leaves(config):
             add((place.node, HOST), "offloaded", weights)
-        add((place.node, HOST), "trajectory buffer", record)
+        add((place.node, HOST), "trajectory buffer", whole // len(rollouts))
 
 
 def _training_only(config: Config) -> frozenset[str]:
     """Return the components of an actor that nobody acts with."""
-    weights = {"weights"} if has_own_process(config) else set[str]()
+    weights = {"weights"} if _apart(config) else set[str]()
     return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
 
 
 def _rollout_leaves(config: Config) -> bool:
     """Tell whether the rollout has weights of its own and ``rollout.enable_offload`` takes them away."""
-    return config.rollout.enable_offload and (config.rollout.backend == "vllm" or has_own_process(config))
+    return config.rollout.enable_offload and (config.rollout.backend == "vllm" or _apart(config))
+
+
+def _apart(config: Config) -> bool:
+    """Tell whether what trains and what acts are different processes, each with its weights."""
+    return has_own_process(config) or has_rollout_processes(config)
 
 
 def _away(config: Config) -> dict[bool, dict[str, frozenset[str]]]:
@@ -327,7 +342,7 @@ def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
 
 def _shared(config: Config, actors: tuple[ProcessPlace, ...], rollout: ProcessPlace) -> bool:
     """Tell whether a rollout acts with the weights of an actor process: same machine and devices, same rank."""
-    return not (has_own_process(config) or has_rollout_processes(config)) and any(
+    return not _apart(config) and any(
         (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in actors
     )
 

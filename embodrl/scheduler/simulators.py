@@ -103,8 +103,10 @@ def draw_frame(
         with EnvManager(env_type, {**kwargs, "num_envs": 1}, name="doctor", **options) as manager:
             contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
     except EnvError as error:
-        lines = [line for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
-        return Finding(name, "error", lines[-1].strip(), error.remedy or remedy)
+        lines = [line.strip() for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
+        # What a simulator raises ends with its remedy.
+        what = next((line for line in reversed(lines) if not line.startswith("remedy:")), lines[-1])
+        return Finding(name, "error", what, error.remedy or remedy)
     if contrast == 0:
         return Finding(name, "error", "it draws an empty picture", "try MUJOCO_GL=osmesa, or another driver")
     seconds = time.monotonic() - start

@@ -6,7 +6,7 @@ import errno
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.rules.actor import has_own_process
+from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
@@ -39,10 +40,12 @@ from embodrl.hybrid_engines.sharded_checkpoint import (
 from embodrl.hybrid_engines.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
+from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.placement import ProcessPlace, solve
-from embodrl.scheduler.worker import Worker, dispatch
+from embodrl.scheduler.worker import dispatch
+from embodrl.workers.actor_end import SendingWorker
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
 logger = logging.getLogger(__name__)
@@ -54,22 +57,27 @@ START_TIMEOUT_S = 3600.0
 
 
 def make_train_engine(
-    config: Config, policy: VLAPolicy, log_dir: Path | None = None, launcher: Launcher | None = None
+    config: Config,
+    policy: VLAPolicy,
+    log_dir: Path | None = None,
+    launcher: Launcher | None = None,
+    pipes: Mapping[str, Channel] | None = None,
 ) -> TrainEngine:
     """Return what ``actor.training_backend`` and the placement ask for.
 
     Args:
         config: the run.
-        policy: on its device; what acts. It always has the weights of the engine's version.
+        policy: on its device. Unless ``pipes`` are given, it acts, and always has the weights of the engine's version.
         log_dir: where the output of further processes goes.
         launcher: brings up further processes; None takes processes of this machine.
+        pipes: see ``GroupTrainEngine``.
 
     Raises:
         WorkerError: a training process could not be brought up.
     """
     if has_own_process(config):
-        return GroupTrainEngine(config, policy, log_dir, launcher=launcher)
-    return _native_engine(config, policy, num_threads(config), shares_weights=True)
+        return GroupTrainEngine(config, policy, log_dir, launcher=launcher, pipes=pipes)
+    return _native_engine(config, policy, num_threads(config), shares_weights=not has_rollout_processes(config))
 
 
 def saves_shards(config: Config) -> bool:
@@ -106,7 +114,7 @@ def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> Pol
     return MegatronTrainEngine(policy, config.model, **settings)
 
 
-class ActorWorker(Worker):
+class ActorWorker(SendingWorker):
     """A training process: one of those that share a model (fsdp, megatron), or the only one (native).
 
     Args:
@@ -116,7 +124,7 @@ class ActorWorker(Worker):
     def __init__(self, config: Config) -> None:
         for module in config.extensions:
             importlib.import_module(module)
-        device = configure_torch(config, acts=False)
+        device = configure_torch(config)
         cores = max(1, num_threads(config) // self.world_size)
         policy = build_policy(config)
         if config.actor.training_backend == "native":
@@ -136,6 +144,10 @@ class ActorWorker(Worker):
         """The engine, with all that it needs on its device."""
         self._engine.onload()
         return self._engine
+
+    def stream(self, wanted: Container[str] | None) -> Iterator[tuple[str, Tensor]]:
+        with self._engine.memory.present():  # they may be away when a process is brought up anew
+            yield from self._engine.weights(wanted)
 
     @dispatch("one_to_all")
     def offload(self) -> tuple[str, int, int] | None:
@@ -211,22 +223,28 @@ class ActorWorker(Worker):
         return os.getpid()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process groups."""
+        self.close_sender()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 class GroupTrainEngine(TrainEngine):
-    """Trains in the processes of the placement's actor; the driver's policy gets the new weights with every update.
+    """Trains in the processes of the placement's actor.
+
+    The driver's policy gets the new weights with every update; with ``pipes``, when somebody asks for them.
 
     Args:
         config: the run.
-        policy: on its device, as ``build_policy`` made it; acts in this process.
+        policy: on its device, as ``build_policy`` made it; acts in this process, unless ``pipes`` are given.
         log_dir: where the output of the processes goes.
         places: of the processes; None takes the placement of the configuration.
         launcher: brings them up; None takes processes of this machine.
+        pipes: channels of that launcher to the processes that act, which then get the weights from those that train;
+            None if the driver sends them, or acts itself.
 
     Attributes:
+        sends: the processes send their weights themselves.
         before_use: called before the policy is read or written, so that whoever took its memory away brings it back.
 
     Raises:
@@ -240,8 +258,10 @@ class GroupTrainEngine(TrainEngine):
         log_dir: Path | None = None,
         places: tuple[ProcessPlace, ...] | None = None,
         launcher: Launcher | None = None,
+        pipes: Mapping[str, Channel] | None = None,
     ) -> None:
         self.policy = policy
+        self.sends, self._behind = pipes is not None, False
         self.before_use: Callable[[], None] = lambda: None
         self.version = 0
         self._counters: dict[str, Any] = {"version": 0, "nonfinite_in_row": 0}
@@ -255,7 +275,7 @@ class GroupTrainEngine(TrainEngine):
         places = solve(config).of("actor") if places is None else places
         logger.info("%d training process(es), %s", len(places), config.actor.training_backend)
         self.group = WorkerGroup(ActorWorker, "actor", config=config)
-        self.group.launch(places, launcher or "process", log_dir=log_dir, timeout_s=START_TIMEOUT_S)
+        self.group.launch(places, launcher or "process", pipes, log_dir, START_TIMEOUT_S)
 
     def update(
         self, batch: TrajectoryBatch, advantages: Advantages, algorithm: AlgorithmConfig, generator: torch.Generator
@@ -264,13 +284,21 @@ class GroupTrainEngine(TrainEngine):
         results = self._call("update", batch, columns, algorithm.model_dump_json(), generator_state(generator))
         metrics, shuffled, counters = results[0]
         restore_generator(generator, shuffled)
-        names = {name: p.numel() * p.element_size() for name, p in self._trained.items()}
-        self.before_use()
-        with torch.no_grad():
-            for name, tensor in self._stream("policy", names):
-                self._trained[name].copy_(tensor)
+        self._behind = True
+        if not self.sends:
+            self.fetch()
         self._counters, self.version = counters, counters["version"]
         return metrics
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        self.before_use()
+        if not self._behind:
+            return
+        names = {name: p.numel() * p.element_size() for name, p in self._trained.items()}
+        for name, tensor in self._stream("policy", names):
+            self._trained[name].copy_(tensor)
+        self._behind = False
 
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         return self._call("reference_logprobs", batch, algorithm.model_dump_json())[0]
@@ -279,12 +307,12 @@ class GroupTrainEngine(TrainEngine):
         return self._call("proximal", batch, algorithm.model_dump_json())[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        self.before_use()
+        self.fetch()
         yield from self.policy.state_dict().items()
 
     def state_dict(self) -> EngineState:
         """Return weights, optimizer state and counters; all but the weights are copies."""
-        self.before_use()
+        self.fetch()
         inventory = self._call("inventory")[0]
         tensors = {s: dict(self._stream(s, names)) for s, names in inventory.items() if s != "policy"}
         return EngineState({"policy": dict(self.policy.state_dict()), **tensors}, dict(self._counters))
@@ -300,6 +328,7 @@ class GroupTrainEngine(TrainEngine):
         with torch.no_grad():
             for name, tensor in saved.tensors["policy"].items():
                 mine[name].copy_(tensor)
+        self._behind = False
         self._counters = dict(saved.state)
         self._call("set_counters", self._counters)
         self.version = int(saved.state["version"])
@@ -321,6 +350,7 @@ class GroupTrainEngine(TrainEngine):
         self.before_use()
         self._call("load_shards", str(directory.absolute()), dict(counters))
         read_whole(directory, "policy", self.policy.state_dict())
+        self._behind = False
         self._counters, self.version = dict(counters), int(counters["version"])
 
     def state_num_bytes(self) -> int:

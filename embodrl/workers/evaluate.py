@@ -278,7 +278,7 @@ def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | N
     if json_path is not None:
         check_json_file(json_path)
     output = EvalOutput(config, output_dir)
-    configure_torch(config)
+    configure_torch(config, "rollout")
     check_simulator(config)
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:

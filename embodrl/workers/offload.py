@@ -17,6 +17,7 @@ from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
 from embodrl.workers.actor import GroupTrainEngine
 from embodrl.workers.rollouts import Rollouts
 
@@ -49,6 +50,8 @@ class PhaseOffload:
         self.engine = _PhasedEngine(engine, self.begin_training) if self._env or self._rollout else engine
         if isinstance(engine, GroupTrainEngine):
             engine.before_use = rollouts.onload_policy
+        elif isinstance(engine, PolicyTrainEngine):
+            rollouts.trainer = engine
 
     def begin_training(self) -> None:
         """Free what only acting needs, once a phase."""
@@ -132,6 +135,9 @@ class _PhasedEngine(TrainEngine):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._engine.weights()
+
+    def fetch(self) -> None:
+        self._engine.fetch()
 
     def state_dict(self) -> EngineState:
         return self._engine.state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -76,16 +77,16 @@ def num_threads(config: Config) -> int:
     return config.cluster.num_threads or cores
 
 
-def configure_torch(config: Config, acts: bool = True) -> torch.device:
+def configure_torch(config: Config, component: Literal["actor", "rollout"] | None = None) -> torch.device:
     """Set device, threads and seeds; return the device of the policy.
 
     Args:
         config: the run.
-        acts: this process rolls out; a training process sees its own device only.
+        component: the first device of it is this process's; None if it sees its own device only.
     """
     device = resolve_device(config)
-    if acts and device.type == "cuda":
-        torch.cuda.set_device(place_all(config)["rollout"][0].devices[0])
+    if component is not None and device.type == "cuda":
+        torch.cuda.set_device(place_all(config)[component][0].devices[0])
     # The engines give whole batches to threads; torch must not split operations as well.
     torch.set_num_threads(1 if device.type == "cpu" else num_threads(config))
     torch.manual_seed(config.runner.seed)
@@ -95,9 +96,14 @@ def configure_torch(config: Config, acts: bool = True) -> torch.device:
     return device
 
 
-def build_policy(config: Config) -> VLAPolicy:
-    """Build or load the policy on its device, and log what became of the checkpoint's names."""
-    device = resolve_device(config)
+def build_policy(config: Config, device: torch.device | None = None) -> VLAPolicy:
+    """Build or load the policy, and log what became of the checkpoint's names.
+
+    Args:
+        config: the run.
+        device: None takes that of the configuration.
+    """
+    device = resolve_device(config) if device is None else device
     policy, report = registry.build_policy(
         config.model, device=device, dtype=param_dtype(config), seed=config.runner.seed
     )

@@ -219,6 +219,24 @@ class RolloutWorker:
         batch.meta["env_steps"] = int(batch.valid.sum())
         return batch, rollout_metrics(self.metas())
 
+    def carried(self) -> dict[str, Any]:
+        """Return what a worker in the place of this one needs to go on with the same update; see ``carry_on``."""
+        return {"metas": self.metas(), "random": self.engine.random_state(), "before": self._before}
+
+    def carry_on(self, carried: Mapping[str, Any]) -> None:
+        """Go on from what ``carried`` returned elsewhere, with fresh simulators.
+
+        Args:
+            carried: ``before`` is None, and ``metas`` is empty, if no update is under way.
+        """
+        self.engine.set_random_state(carried["random"])
+        if carried["before"] is not None:
+            self.pool.call("mark", restart=True)
+            self._before = carried["before"]
+            for meta in carried["metas"]:
+                self.stats.merge(EpisodeStats(**meta["episodes"]))
+                self.seconds.merge(Seconds(**meta["seconds"]))
+
     def metas(self) -> list[dict[str, Any]]:
         """Return what is told of the rollouts since ``gather``; see ``rollout_metrics``."""
         return [{"episodes": dict(vars(self.stats)), "seconds": dict(vars(self.seconds))}]

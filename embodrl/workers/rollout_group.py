@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,29 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.envs.faults import FaultCounts
 from embodrl.envs.offload import SimulatorMemory
-from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied, WorkerRaised
+from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
 from embodrl.models.base import VLAPolicy
-from embodrl.scheduler.group import Handle, WorkerGroup
+from embodrl.scheduler.channel import Channel
+from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.placement import Placement
+from embodrl.workers.actor_end import ActorEnd, sends_weights
 from embodrl.workers.async_rollout import AsyncRolloutWorker
 from embodrl.workers.evaluate import EvalResult, Played, evaluation_result
 from embodrl.workers.group_source import GroupSource, RemotePlayer
+from embodrl.workers.policy import resolve_device
 from embodrl.workers.rollout_process import RolloutProcess, channel_names
 from embodrl.workers.rollouts import Rollouts
-from embodrl.workers.weight_link import WeightLink
+from embodrl.workers.weight_link import LocalEnd, WeightLink
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _STOP_PLACES = 16
+_PIPE_PLACES = 4
 _START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
 
@@ -66,7 +71,8 @@ class RolloutGroup(Rollouts):
         )
         self._faults = FaultCounts()
         self._known_faults: list[dict[str, int]] = [{} for _ in self.places]
-        self._random: list[list[str] | None] = [None for _ in self.places]
+        self._carried: list[dict[str, Any] | None] = [None for _ in self.places]
+        self._new: set[int] = set()  # brought up anew, and without what their predecessors knew
         self._calls = itertools.count()
         self._incarnations = [0 for _ in self.places]
         self._pings: dict[int, Handle] = {}
@@ -75,23 +81,29 @@ class RolloutGroup(Rollouts):
         self._tasks: list[str] = []
         self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: ()
         self._version = 0
+        self._pipes: dict[str, Channel] = {}
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
+    def weight_pipes(self) -> dict[str, Channel] | None:
+        if not self._pipes:
+            names = [channel_names(rank)["weights"] for rank in range(self.size)]
+            self._pipes = {name: self.launcher.channel(name, _PIPE_PLACES) for name in names}
+        return self._pipes if sends_weights(self.config) else None
+
     def wait_started(self) -> None:
-        channels = {
-            name: self.launcher.channel(name, _STOP_PLACES if name.startswith("stop") else 4)
+        self.weight_pipes()
+        channels = self._pipes | {
+            name: self.launcher.channel(name, _STOP_PLACES if name.startswith("stop") else _PIPE_PLACES)
             for rank in range(self.size)
             for name in channel_names(rank).values()
+            if name not in self._pipes
         }
         self.group.launch(self.places, self.launcher, channels, self.log_dir, _START_TIMEOUT_S)
         about = self.group.call_on(0, "about").result()
         self._tasks, self._num_envs = about["tasks"], about["num_envs"] * self.size
         self._stop = [channels[channel_names(rank)["stop"]] for rank in range(self.size)]
-        self._link_channels = (
-            [channels[channel_names(rank)["weights"]] for rank in range(self.size)],
-            [channels[channel_names(rank)["answers"]] for rank in range(self.size)],
-        )
+        self._answers = [channels[channel_names(rank)["answers"]] for rank in range(self.size)]
 
     @property
     def tasks(self) -> Sequence[str]:
@@ -106,17 +118,21 @@ class RolloutGroup(Rollouts):
         self.trained = trained_names(policy)
         kind = choose_weight_sync(self.placement, False, self.config.rollout.weight_sync)
         assert kind != "shared"
-        pipes, answers = self._link_channels
+        pipes = list(self._pipes.values())
+        if self.sending is None:
+            end, sender, device = LocalEnd(pipes, self.trained, self.launcher.address), "main process", policy.device
+        else:
+            end, sender = ActorEnd(self.sending, self._pipes, self.trained), "process of rank 0 that trains"
+            device = resolve_device(self.config)
         self.link = WeightLink(
             kind,
+            end,
             pipes,
-            answers,
-            self.trained,
+            self._answers,
             self.run_dir.resolve() / "weight_sync",
-            self.launcher.address,
-            "cuda" if uses_nccl(self.placement) else "cpu",
+            "cuda" if uses_nccl(self.placement) and device.type == "cuda" else "cpu",
         )
-        logger.info("%d rollout process(es), weights by %s", self.size, kind)
+        logger.info("%d rollout process(es), weights by %s from the %s", self.size, kind, sender)
         for handle in [self.group.call_on(rank, "prepare", keep_frames) for rank in range(self.size)]:
             handle.result()
         self._keep(policy.state_dict().items())
@@ -145,7 +161,12 @@ class RolloutGroup(Rollouts):
         """
         with self._revival:
             self._keep(weights)
-            self._version = version
+            again, self._version = version <= self._version, version
+            if not self.config.runner.max_staleness:  # ahead of training nothing is carried but random numbers
+                self._carried = [None if known is None else _no_update(known["random"]) for known in self._carried]
+            if again:  # the run went back to a checkpoint, and a link only goes forward
+                self._join_all()
+                return
             try:
                 self.link.send(self._weights(), version, self._check)
             except (WeightSyncError, WorkerDied) as error:
@@ -162,7 +183,8 @@ class RolloutGroup(Rollouts):
         self._weights = lambda: ((name, copies.get(name, tensor)) for name, tensor in self._state_dict())
 
     def _state_dict(self) -> Iterable[tuple[str, Tensor]]:
-        return self.policy.state_dict().items()
+        with nullcontext() if self.trainer is None else self.trainer.memory.present():
+            yield from self.policy.state_dict().items()
 
     def _join_all(self) -> None:
         """Connect all processes anew, bringing up those that have gone, and send all weights."""
@@ -170,13 +192,10 @@ class RolloutGroup(Rollouts):
             try:
                 options = self.link.options()
                 handles = [self.group.call_on(rank, "join", options) for rank in range(self.size)]
-                for handle in handles:  # one that has gone would be waited for
-                    if handle.error is not None:
-                        raise handle.error
-                self.link.open(options)
-                for handle in handles:
-                    handle.result()
+                self.link.open(options, lambda handles=handles: _raise_known(handles))
+                wait_all(handles)
                 self.link.send(self._weights(), self._version, self._check)
+                self._carry_on()
                 return
             except WorkerDied as error:
                 self._revive(error)
@@ -189,6 +208,13 @@ class RolloutGroup(Rollouts):
                         self.group.call_on(rank, "about").result()
                     except WorkerDied as died:
                         self._revive(died)
+
+    def _carry_on(self) -> None:
+        """Let new processes go on where their predecessors were; weights would end the update that they are in."""
+        for rank in sorted(self._new):
+            if (carried := self._carried[rank]) is not None:
+                self.group.call_on(rank, "carry_on", carried).result()
+            self._new.remove(rank)
 
     def _check(self) -> None:
         """Raise if a process has gone, as far as is known."""
@@ -214,7 +240,19 @@ class RolloutGroup(Rollouts):
                 self._revive(error)
                 self._join_all()
 
-    def _revive(self, error: WorkerDied) -> None:
+    def _revive(self, error: WorkerError) -> None:
+        rank = error.rank
+        while True:
+            self._count_restart(error)
+            try:
+                self.group.restart(rank, _START_TIMEOUT_S)
+                self.group.call_on(rank, "prepare", self.keep_frames).result()
+                self._new.add(rank)
+                return
+            except WorkerError as again:
+                error = again
+
+    def _count_restart(self, error: WorkerError) -> None:
         rank, limit = error.rank, self.config.rollout.max_restarts
         if self._restarts >= limit:
             raise WorkerDied(
@@ -226,13 +264,9 @@ class RolloutGroup(Rollouts):
         self._restarts += 1
         self._incarnations[rank] += 1
         self._pings.pop(rank, None)
+        self._known_faults[rank] = {}
         self._faults.count("rollout_restarts")
         logger.warning("restart %d of %d of a rollout process: %s", self._restarts, limit, error.message)
-        self._known_faults[rank] = {}
-        self.group.restart(rank, _START_TIMEOUT_S)
-        self.group.call_on(rank, "prepare", self.keep_frames).result()
-        if (random := self._random[rank]) is not None:
-            self.group.call_on(rank, "draw_from", random).result()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -269,13 +303,15 @@ class RolloutGroup(Rollouts):
                     self._signal(call, pending)
                 futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
                 wait(futures, _POLL_S, FIRST_COMPLETED)
-                for rank in pending:
+                gone = {rank: isinstance(handles[rank].error, WorkerDied) for rank in pending}
+                for rank, dead in sorted(gone.items(), key=lambda item: item[1]):
                     # Who takes the place of another gets its weights when all are free to meet.
-                    dead = isinstance(handles[rank].error, WorkerDied)
                     if not handles[rank].done or (dead and not all(handles[other].done for other in pending)):
                         continue
                     try:
-                        answers[rank] = handles[rank].result()
+                        answers[rank] = answer = handles[rank].result()
+                        if answer is not None:  # at once: it may die before the others have answered
+                            self._learn(rank, answer)
                     except WorkerDied as error:
                         self.revive(error, incarnations[rank])
                         incarnations[rank] = self._incarnations[rank]
@@ -289,14 +325,11 @@ class RolloutGroup(Rollouts):
         found = [answer for answer in answers.values() if answer is not None]
         if len(found) < len(answers):
             raise InterruptedError
-        for rank, answer in answers.items():
-            assert answer is not None
-            self._learn(rank, answer)
         return [answers[rank] or {} for rank in ranks]
 
     def remember(self, random: Sequence[list[str]]) -> None:
         """Keep where the random numbers of each process are, for one that takes its place."""
-        self._random = list(random)
+        self._carried = [_no_update(numbers) for numbers in random]
 
     def _signal(self, call: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -316,7 +349,7 @@ class RolloutGroup(Rollouts):
         for name, number in answer["faults"].items():
             self._faults.count(name, number - known.get(name, 0))
         self._known_faults[rank] = answer["faults"]
-        self._random[rank] = answer.get("random", self._random[rank])
+        self._carried[rank] = answer.get("carried", self._carried[rank])
 
     def ask_one(self, rank: int, method: str) -> Any:
         """Return the answer of one process; as ``all``."""
@@ -357,7 +390,8 @@ class RolloutGroup(Rollouts):
         self.all("onload")
 
     def onload_policy(self) -> None:
-        """The policy of this process does not act, and stays."""
+        if self.trainer is not None:
+            self.trainer.onload()
 
     def evaluate(self, video_dir: Path | None) -> EvalResult:
         episodes = np.array_split(np.arange(self.config.env.eval.num_episodes), self.size)
@@ -371,3 +405,15 @@ class RolloutGroup(Rollouts):
             max(part["policy_s"] for part in parts),
         )
         return evaluation_result(self.config, self._tasks, played)
+
+
+def _no_update(random: list[str]) -> dict[str, Any]:
+    """Return what a process carries that has these random numbers and is in no update."""
+    return {"metas": [], "random": random, "before": None}
+
+
+def _raise_known(handles: Sequence[Handle]) -> None:
+    """Raise the first error that is known, without waiting."""
+    for handle in handles:
+        if handle.error is not None:
+            raise handle.error

@@ -60,7 +60,7 @@ class RolloutProcess(Worker):
     def __init__(self, config: Config, log_dir: str | None = None) -> None:
         for module in config.extensions:
             importlib.import_module(module)
-        configure_torch(config, acts=False)
+        configure_torch(config)
         share = Share(self.rank, self.world_size)
         mine = share_config(config, share)
         placement = solve(config)
@@ -165,8 +165,8 @@ class RolloutProcess(Worker):
             batch: TrajectoryBatch = play()
         except InterruptedError:
             return None
-        metas = [] if self.is_asynchronous else self.source.metas()
-        return {"batch": batch, "metas": metas, "random": self.engine.random_state(), **self._faults()}
+        carried = {"random": self.engine.random_state()} if self.is_asynchronous else self.source.carried()
+        return {"batch": batch, "metas": carried.get("metas", []), "carried": carried, **self._faults()}
 
     @dispatch()
     def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, Any] | None:
@@ -228,9 +228,12 @@ class RolloutProcess(Worker):
         self.source.forget_history()
 
     @dispatch()
-    def draw_from(self, random: list[str]) -> None:
-        """Go on with the random numbers of a process that has gone."""
-        self.engine.set_random_state(random)
+    def carry_on(self, carried: dict[str, Any]) -> None:
+        """Go on where a process that has gone was; see ``RolloutWorker.carry_on``."""
+        if self.is_asynchronous:
+            self.engine.set_random_state(carried["random"])
+        else:
+            self.source.carry_on(carried)
 
     @dispatch()
     def state(self) -> dict[str, Any]:

@@ -11,8 +11,11 @@ from embodrl.config.schema import Config
 from embodrl.envs.faults import FaultCounts
 from embodrl.envs.offload import SimulatorMemory
 from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.rollout import make_rollout_engine
 from embodrl.models.base import VLAPolicy
+from embodrl.scheduler.channel import Channel
+from embodrl.scheduler.group import WorkerGroup
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluate import EvalResult, Evaluator
 from embodrl.workers.policy import num_threads
@@ -27,12 +30,20 @@ class Rollouts(ABC):
 
     Attributes:
         source: where batches come from.
+        trainer: trains in this process with weights that only it uses, so that they may be away; None if none does.
+        sending: the processes that train, where they send their weights to those that act; None if this one does.
     """
 
     source: RolloutSource
+    trainer: PolicyTrainEngine | None = None
+    sending: WorkerGroup | None = None
 
     def start_async(self) -> None:  # noqa: B027 - not all can
         """Begin to start what takes time."""
+
+    def weight_pipes(self) -> dict[str, Channel] | None:
+        """Return the channels that processes that train send weights through by themselves; None if they do not."""
+        return None
 
     @abstractmethod
     def wait_started(self) -> None:

@@ -186,7 +186,7 @@ def sft(config: Config) -> int:
     settings = config.sft
     output_dir = Path(settings.output_dir)
     _check_output(output_dir)
-    configure_torch(config)
+    configure_torch(config, "actor")
     if settings.eval_interval:
         check_simulator(config)
     with (

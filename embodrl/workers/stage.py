@@ -44,7 +44,8 @@ class EpisodeStats:
         self.lost += int(lost.sum())
         self.episodes += int(ended.sum())
         self.successes += int(step.success[ended].sum())
-        self.returns += float(step.episode_return[ended].sum())
+        # In float64 no order of adding up gives another sum: rollout processes add their parts.
+        self.returns += float(step.episode_return[ended].sum(dtype=np.float64))
         self.lengths += int(step.episode_length[ended].sum())
 
     def merge(self, other: EpisodeStats) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -271,6 +271,11 @@ class WorkflowRollout(RolloutWorker):
     def metas(self) -> list[dict[str, Any]]:
         """See RolloutWorker."""
         return self._metas
+
+    def carry_on(self, carried: Mapping[str, Any]) -> None:
+        """See RolloutWorker."""
+        super().carry_on(carried)
+        self._metas = list(carried["metas"])
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return the episodes of all environments as one batch; raises as ``gather``."""

@@ -20,6 +20,9 @@ POINTS = {
     "vllm_token": "embodrl.hybrid_engines.vllm_decoder:_Step.choose",
     "optimizer_step": "embodrl.hybrid_engines.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.fsdp:FsdpTrainEngine.optimizer_step",
+    "join": "embodrl.workers.rollout_process:make_receiver",
+    "take_weights": "embodrl.workers.rollout_process:_Weights.update_weights",
+    "gather_only": "embodrl.hybrid_engines.weight_sync.base:GatherOnly._send",
     "write_shard": "embodrl.hybrid_engines.sharded_checkpoint:_HashedFiles.create_stream",
     "write_file": "embodrl.checkpoint:_write_file",
     "sync_directory": "embodrl.checkpoint:_sync_directory",
@@ -43,6 +46,14 @@ def worker():
     return max(found, key=lambda child: child.create_time())
 
 
+def lives(process):
+    """Tell whether a process is there that is more than a zombie."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def install(point, wanted, number, whom):
     module_name, _, path = POINTS[point].partition(":")
     __import__(module_name)
@@ -63,7 +74,7 @@ def install(point, wanted, number, whom):
             if whom in ("simulator", "worker"):
                 child = simulator() if whom == "simulator" else worker()
                 child.send_signal(number)
-                while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+                while lives(child):
                     os.sched_yield()
             else:
                 os.kill(os.getppid() if whom.startswith("parent") else os.getpid(), number)

@@ -23,6 +23,7 @@ def test_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["ratio"] > 0 and result["ratio_224"] > 0 and result["hardware"]["cpu"]
 
 
+@pytest.mark.long
 def test_end_to_end() -> None:
     small = ["env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=50"]
     small += ["actor.global_batch_size=10", "actor.micro_batch_size=10", "actor.optim.critic_warmup_iterations=0"]
@@ -33,6 +34,7 @@ def test_end_to_end() -> None:
     assert result["ratio"] > 0
 
 
+@pytest.mark.long
 def test_environments_beside_the_vectorisation_of_maniskill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(envs, "ROUNDS", 1)
     monkeypatch.setattr(envs, "BLOCK_S", 0.05)

@@ -100,7 +100,7 @@ def test_fine_tuning_needs_a_directory_that_can_be_written(
     (tmp_path / "file").write_text("mine")
     loaded = load_config(["env=toy", "model.warm_start=null"]).config
     settings = loaded.sft.model_copy(update={"output_dir": str(tmp_path / "file" / "out")})
-    monkeypatch.setattr(worker, "configure_torch", lambda config: pytest.fail("started"))
+    monkeypatch.setattr(worker, "configure_torch", lambda config, component: pytest.fail("started"))
     with pytest.raises(OutputError, match="can't be written") as refused:
         worker.sft(loaded.model_copy(update={"sft": settings}))
     assert "sft.output_dir" in refused.value.remedy

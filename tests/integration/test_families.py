@@ -21,6 +21,8 @@ from embodrl.registry import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FAMILIES = list(MODELS)
+# The others share their modules: OpenVLA-OFT with OpenVLA, pi0.5 with pi0.
+IN_SHORT = ("openvla", "pi0", "gr00t")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,10 @@ def push_demos(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
     return directory
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+PARAMS = [f if f in IN_SHORT else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def result(
     request: pytest.FixtureRequest,
     corner_demos: Path,

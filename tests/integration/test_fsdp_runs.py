@@ -74,6 +74,7 @@ def test_a_killed_training_process_stops_the_run_which_resumes_to_the_same_numbe
     assert all(left[name].equal(right[name]) for name in left | right)
 
 
+@pytest.mark.long
 def test_a_process_killed_while_it_writes_a_checkpoint_costs_no_other(
     config: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_process_killed_while_it_writes_a_checkpoint_costs_no_other(
     assert metrics(tmp_path / "run") == metrics(whole)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_other_numbers_of_processes_and_formats(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     outcome = train(config, run_dir, *TWO, "runner.max_iterations=2")

@@ -46,6 +46,7 @@ def test_a_killed_and_an_interrupted_run_are_resumed_bit_exactly(tmp_path: Path)
         assert metrics(run_dir) == whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["process", "simulator"])
 def test_a_run_whose_simulators_leave_is_the_same(tmp_path: Path, level: str) -> None:
     config = tmp_path / "config.yaml"

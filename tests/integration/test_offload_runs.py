@@ -54,7 +54,7 @@ def assert_same_run(left: Path, right: Path) -> None:
         assert all(mine[name].equal(theirs[name]) for name in mine), file
 
 
-IN_SHORT = ("native in process", "fsdp with a reference")
+IN_SHORT = ("native in process",)
 ALL = [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in BACKENDS]
 
 

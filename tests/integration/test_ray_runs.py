@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import TINY, embodrl, metrics
@@ -31,8 +32,8 @@ def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 
 @pytest.fixture
-def two_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """The address of a Ray with two raylets, whose workers get STOP_AT: a rollout process is killed in its second
+def two_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A Ray with two raylets, whose workers get STOP_AT: a rollout process is killed in its second
     rollout, and the simulators of each in the eleventh chunk that it plays."""
     from ray.cluster_utils import Cluster
 
@@ -44,7 +45,7 @@ def two_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[st
     try:
         cluster.add_node(num_cpus=3)
         cluster.wait_for_nodes()
-        yield cluster.address
+        yield cluster
     finally:
         cluster.shutdown()
 
@@ -58,10 +59,10 @@ def test_on_one_machine(config: Path, plain: list[dict[str, object]], tmp_path: 
 
 
 def test_on_two_machines_with_deaths(
-    config: Path, plain: list[dict[str, object]], tmp_path: Path, two_machines: str
+    config: Path, plain: list[dict[str, object]], tmp_path: Path, two_machines: Any
 ) -> None:
     run_dir = tmp_path / "run"
-    ray = ("cluster.launcher=ray", f"cluster.ray_address={two_machines}", "cluster.num_nodes=2")
+    ray = ("cluster.launcher=ray", f"cluster.ray_address={two_machines.address}", "cluster.num_nodes=2")
     done = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *ray, PLACES)
     assert done.code == 0, done.stderr
     rows = metrics(run_dir)
@@ -71,6 +72,9 @@ def test_on_two_machines_with_deaths(
     # Until a simulator is killed: the rollout process that died played again to the bit.
     assert [without(row) for row in rows[:3]] == [without(row) for row in plain[:3]]
     log = (run_dir / "logs" / "embodrl.log").read_text()
+    (other,) = two_machines.worker_nodes
+    for machine, node in enumerate((two_machines.head_node, other)):
+        assert f"machine {machine} ({node.node_ip_address}) is Ray's node {node.node_id}" in log
     assert "2 rollout process(es), weights by collective" in log
     assert "restart 1 of 3 of a rollout process: rollout[1] has gone" in log
 

@@ -56,6 +56,32 @@ def test_a_rollout_process_that_is_killed_plays_again(config: Path, plain: list,
     assert "restart 1 of 3 of a rollout process: rollout[1] was killed by SIGKILL" in log_of(run_dir)
 
 
+@pytest.mark.parametrize(
+    ("sync", "stop_at"),
+    [
+        ("collective", "optimizer_step:6:SIGKILL:worker"),
+        pytest.param("collective", "take_weights:3:SIGKILL:rank_1_once", marks=pytest.mark.long),
+        pytest.param("collective", "join:1:SIGKILL:rank_1_once", marks=pytest.mark.long),
+        pytest.param("collective", "act_greedily:6:SIGKILL:rank_1_once", marks=pytest.mark.long),
+        pytest.param("memory", "optimizer_step:6:SIGKILL:worker", marks=pytest.mark.long),
+        pytest.param("memory", "take_weights:3:SIGKILL:rank_1_once", marks=pytest.mark.long),
+        pytest.param("disk", "take_weights:3:SIGKILL:rank_1_once", marks=pytest.mark.long),
+    ],
+)
+def test_a_rollout_process_may_die_at_any_time(
+    config: Path, plain: list, tmp_path: Path, sync: str, stop_at: str
+) -> None:
+    """While others train, evaluate, or take weights over."""
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    order = (f"runner.output_dir={run_dir}", TWO, f"rollout.weight_sync={sync}")
+    done = embodrl("train", "--config", config, *order, stop_at=stop_at, children=children, timeout_s=200)
+    assert done.code == 0, done.stderr
+    rows = metrics(run_dir)
+    assert [without(row) for row in rows] == [without(row) for row in plain]
+    assert log_of(run_dir).count("restart 1 of 3 of a rollout process") == 1
+    assert not (run_dir / "weight_sync").exists()
+
+
 def test_a_rollout_process_that_dies_again_and_again_ends_the_run(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     order = (f"runner.output_dir={run_dir}", TWO, "rollout.max_restarts=1")
@@ -99,6 +125,21 @@ def test_ahead_of_training(config: Path, tmp_path: Path) -> None:
     assert [row["env_steps"] for row in rows] == [48 * i for i in range(7)]
     assert all(row["staleness/max"] <= 1 for row in rows[1:])
     assert rows[-1][NEW] == 1
+
+
+@pytest.mark.long
+def test_a_run_ahead_of_training_is_interrupted_and_goes_on(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ahead = ("runner.max_staleness=1", "runner.max_iterations=6", "algorithm.decoupled.enabled=true")
+    order = (f"runner.output_dir={run_dir}", TWO, *ahead)
+    done = embodrl("train", "--config", config, *order, stop_at="optimizer_step:10:SIGINT")
+    assert done.code == 130, done.stderr
+    assert len(metrics(run_dir)) == 4, "the update is finished first"
+    resumed = embodrl("resume", run_dir)
+    assert resumed.code == 0, resumed.stderr
+    rows = metrics(run_dir)
+    assert [row["env_steps"] for row in rows] == [48 * i for i in range(7)]
+    assert all(row["staleness/max"] <= 1 for row in rows[1:])
 
 
 def without(row: dict[str, object]) -> dict[str, object]:

@@ -16,6 +16,10 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow
 
 
+def _long(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
@@ -76,10 +80,10 @@ def test_another_run_with_the_same_seed_is_the_same(whole: tuple[Path, Outcome],
 @pytest.mark.parametrize(
     "stop_at",
     [
-        "act_greedily:1:SIGKILL",  # before anything was logged
+        _long("act_greedily:1:SIGKILL"),  # before anything was logged
         "write_file:4:SIGKILL",  # within the first checkpoint: its third file (the first file is the preflight's)
         "act:11:SIGKILL",  # in the rollout of iteration 3
-        "optimizer_step:14:SIGKILL",  # in the update of iteration 4
+        _long("optimizer_step:14:SIGKILL"),  # in the update of iteration 4
         "log:5:SIGKILL",  # the last iteration is done, not yet logged
     ],
 )
@@ -203,10 +207,10 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
 @pytest.mark.parametrize(
     ("stop_at", "code", "checkpoint"),
     [
-        ("act_greedily:2:SIGINT", 130, "step_0"),  # in the first evaluation
-        ("act:2:SIGTERM", 143, "step_0"),  # in the first rollout
+        _long("act_greedily:2:SIGINT", 130, "step_0"),  # in the first evaluation
+        _long("act:2:SIGTERM", 143, "step_0"),  # in the first rollout
         ("act:6:SIGINT", 130, "step_1"),  # in a rollout, away from the schedule
-        ("act:6:SIGHUP", 129, "step_1"),  # the terminal was closed
+        _long("act:6:SIGHUP", 129, "step_1"),  # the terminal was closed
         ("optimizer_step:10:SIGTERM", 143, "step_3"),  # in an update: it is finished first
         ("act_greedily:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
     ],

@@ -35,6 +35,7 @@ def test_shards_of_two_processes_are_read_by_others_to_the_bit(two: WorkerGroup,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_shards_of_four_processes_are_read_by_others_to_the_bit(tmp_path: Path) -> None:
     others = {"fsdp": config_of(micro_batch_size=1)}
     both = config_of(tensor_parallel_size=2, micro_batch_size=1)

@@ -192,7 +192,7 @@ class Comparer(Worker):
         dist.destroy_process_group()
 
     def _cut(self, config: Config) -> FsdpTrainEngine:
-        configure_torch(config, acts=False)
+        configure_torch(config)
         size = config.actor.tensor_parallel_size
         mesh = init_device_mesh("cpu", (self.world_size // size, size), mesh_dim_names=("dp", "tp"))
         keep = config.algorithm.kl.coef > 0
@@ -202,7 +202,7 @@ class Comparer(Worker):
         self, family: str, config: Config, num_rollouts: int
     ) -> tuple[NativeTrainEngine, list[TrajectoryBatch]]:
         """Return an engine, and rollouts of its policy as it is."""
-        configure_torch(config, acts=False)
+        configure_torch(config)
         policy = build_policy(config)
         batches = [tiny_rollout(family, policy, config, seed) for seed in range(num_rollouts)]
         keep = config.algorithm.kl.coef > 0

@@ -132,10 +132,12 @@ def test_run_doctor_as_json(
 
 def test_table_shows_remedies_and_the_verdict() -> None:
     out = io.StringIO()
-    findings = [Finding("Vulkan", "error", "no driver", "install mesa")]
-    show(findings, {"env=maniskill": "no driver", "model=openvla": ""}, Console(file=out, width=100))
+    findings = [Finding("Vulkan", "error", "no driver", "install 'mesa[vulkan]'")]
+    presets = {"env=maniskill": "no driver", "model=openvla": "", "env=toy": "pip install 'embodrl[toy]'"}
+    show(findings, presets, Console(file=out, width=100))
     text = out.getvalue()
-    assert "install mesa" in text and "training can't run" in text and "no: no driver" in text
+    assert "install 'mesa[vulkan]'" in text and "no: pip install 'embodrl[toy]'" in text
+    assert "training can't run" in text and "no: no driver" in text
 
 
 def test_warnings_do_not_stop_training() -> None:

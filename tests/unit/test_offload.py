@@ -70,3 +70,18 @@ def test_what_was_written_or_sent_can_still_leave() -> None:
     pack(tensor)
     report = Offload(lambda: [tensor]).offload()
     assert report is not None and report.before == 24 and report.after == 0
+
+
+def test_what_is_away_is_there_for_a_while_and_leaves_again() -> None:
+    tensor = torch.arange(4.0)
+    memory = Offload(lambda: [tensor])
+    with memory.present():
+        pass
+    assert not memory.is_offloaded, "it was there before"
+    memory.offload()
+    with pytest.raises(KeyError), memory.present():
+        assert not memory.is_offloaded and tensor.tolist() == [0, 1, 2, 3]
+        raise KeyError
+    assert memory.is_offloaded
+    memory.onload()
+    assert tensor.tolist() == [0, 1, 2, 3]

@@ -102,6 +102,21 @@ def test_only_what_is_asked_for_leaves(level: str) -> None:
     assert {name for name in figures if name.startswith("memory/")} == {"memory/env_before_mib", "memory/env_after_mib"}
 
 
+@pytest.mark.parametrize(("apart", "rollout", "may"), [(False, True, False), (True, True, True), (True, False, False)])
+def test_what_acts_may_leave_if_nothing_else_uses_it(
+    apart: bool, rollout: bool, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acting = cast(Any, Part("rollout", []))
+    acting.may_offload = None
+    monkeypatch.setattr("embodrl.workers.rollouts.make_rollout_engine", lambda *_: acting)
+    for name in ("make_rollout_source", "Evaluator"):
+        monkeypatch.setattr(f"embodrl.workers.rollouts.{name}", lambda *_, **__: None)
+    rollouts = rollouts_of(None, None)
+    rollouts.config = Config.model_validate({"actor": {"own_process": apart}, "rollout": {"enable_offload": rollout}})
+    rollouts.prepare(cast(Any, None), lambda: False, keep_frames=False)
+    assert acting.may_offload is may
+
+
 def test_without_offload_nothing_is_moved_or_told() -> None:
     asked: list[str] = []
     phases, nothing = phases_of(asked), cast(Any, None)

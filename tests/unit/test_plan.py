@@ -12,7 +12,7 @@ from embodrl.config import load_config
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import recorded_bytes
 from embodrl.scheduler.plan import make_plan, per_device
-from embodrl.scheduler.plan_memory import GIB, HOST, MIB
+from embodrl.scheduler.plan_memory import ESTIMATED_BY, GIB, HOST, MIB
 from embodrl.types import Observation, SamplingParams
 
 CLI = CliRunner()
@@ -161,6 +161,31 @@ def test_what_leaves_between_phases_counts_once():
     assert host.needed["offloaded"] == sum(kept) + gpu.needed["rollout weights"]
     assert host.in_phase("training") == sum(host.needed.values()) - host.needed["simulator"]
     assert before.total == sum(before.needed.values()) == host.total - host.needed["offloaded"]
+
+
+def test_rollout_processes_have_weights_that_leave():
+    plan = plan_of(*SEVEN_B, "rollout.own_process=true", "actor.enable_offload=true", "rollout.enable_offload=true")
+    gpu = memory_of(plan, 0)
+    assert gpu.needed["rollout weights"] > 0
+    assert gpu.in_phase("rollouts") == gpu.needed["rollout weights"] + gpu.needed["KV cache"]
+    assert "weights" in gpu.needed and "weights in between" not in memory_of(plan, HOST).needed
+
+
+def test_a_main_process_that_only_passes_weights_on_needs_main_memory():
+    one, both = plan_of(*APART), plan_of(*APART, "rollout.own_process=true")
+    more = memory_of(both, HOST).needed["program"] - memory_of(one, HOST).needed["program"]
+    assert memory_of(both, HOST).needed["weights in between"] == memory_of(both, 0).needed["rollout weights"]
+    assert "weights in between" in ESTIMATED_BY
+    assert more == memory_of(one, HOST).needed["program"] / 2
+
+
+def test_every_process_that_has_the_rollout_is_counted():
+    def buffer(*arguments):
+        return memory_of(plan_of(*SEVEN_B, *arguments), HOST).needed["trajectory buffer"]
+
+    once = buffer()
+    assert buffer("actor.own_process=true") == buffer("rollout.own_process=true") == 2 * once
+    assert buffer("actor.own_process=true", "rollout.own_process=true") == 3 * once
 
 
 def test_shared_weights_stay_on_the_gpu():

@@ -39,7 +39,9 @@ def run(tmp_path: Path, *tasks: str, stop: str = "") -> tuple[int, list[str]]:
 def test_every_command_is_a_valid_configuration(tmp_path: Path) -> None:
     code, commands = run(tmp_path)
     assert code == 0
-    assert [line.split()[0] for line in commands] == ["train", *["collect", "sft", "train"] * 2, "eval", "train"]
+    assert [line.split()[0] for line in commands] == [
+        *("train", "collect", "sft", "train", "collect", "sft", "train", "resume", "eval", "train")
+    ]
     for line in commands:
         words = [word for word in line.split()[1:] if "=" in word and "warm_start=/" not in word]
         load_config(words)
@@ -48,8 +50,9 @@ def test_every_command_is_a_valid_configuration(tmp_path: Path) -> None:
 
 
 def test_a_policy_is_trained_from_its_own_demonstrations(tmp_path: Path) -> None:
-    _, (collect, sft, train) = run(tmp_path, "reach")
+    _, (collect, sft, train, more) = run(tmp_path, "reach")
     demos, policy = tmp_path / "work/metaworld_reach_seed_0/demos", tmp_path / "work/metaworld_reach_seed_0/sft/policy"
+    assert more == f"resume {demos.parent / 'rl'} runner.max_iterations=60"
     assert f"collect.output_dir={demos}" in collect.split() and f"sft.data_dir={demos}" in sft.split()
     assert train.split().index(f"model.warm_start={policy}") > train.split().index("model.warm_start=null")
 

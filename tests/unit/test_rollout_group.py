@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_rollout import config_of, worker_of
 
-from embodrl.errors import CheckpointError
+from embodrl.envs.faults import FaultCounts
+from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.scheduler.group import Handle
 from embodrl.workers.group_source import GroupSource
-from embodrl.workers.rollout import EpisodeSchedule, RolloutState
+from embodrl.workers.rollout import EpisodeSchedule, RolloutState, RolloutWorker
+from embodrl.workers.rollout_group import RolloutGroup
 from embodrl.workers.share import Share, share_config
+from embodrl.workers.stage import EpisodeStats, Seconds
+from embodrl.workers.workflow_rollout import WorkflowRollout
 
 
 class Processes:
@@ -104,3 +112,80 @@ def test_rollouts_of_an_iteration_come_one_after_the_other() -> None:
     joined, _ = GroupSource(processes)._join(parts, 2)
     assert torch.equal(joined["group_id"], whole["group_id"]) and joined.meta["env_steps"] == 6
     assert torch.equal(joined.logprobs, whole.logprobs)
+
+
+class Group:
+    """A group whose process comes up after some attempts."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures, self.asked = list(failures), []
+
+    def restart(self, rank: int, timeout_s: float) -> None:
+        self.asked.append(f"restart {rank}")
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def call_on(self, rank: int, method: str, *_: object) -> Any:
+        self.asked.append(f"{method} {rank}")
+        return SimpleNamespace(result=lambda: None)
+
+
+def group_of(*failures: Exception) -> tuple[RolloutGroup, Group]:
+    rollouts, group = RolloutGroup.__new__(RolloutGroup), Group(*failures)
+    rollouts.config = config_of("rollout.max_restarts=2")
+    rollouts.group = group  # type: ignore[assignment]
+    rollouts.keep_frames, rollouts._restarts, rollouts._faults = False, 0, FaultCounts()
+    rollouts._incarnations, rollouts._pings, rollouts._new = [0, 0], {}, set()
+    rollouts._known_faults = [{"restarts": 3}, {"restarts": 4}]
+    return rollouts, group
+
+
+def test_a_process_that_does_not_come_up_is_tried_again() -> None:
+    rollouts, group = group_of(WorkerRaised("no simulator", rank=1))
+    rollouts._revive(WorkerDied("rollout[1] was killed", rank=1))
+    assert group.asked == ["restart 1", "restart 1", "prepare 1"] and rollouts._new == {1}
+    assert rollouts._incarnations == [0, 2] and rollouts._faults.rollout_restarts == 2
+    assert rollouts._known_faults == [{"restarts": 3}, {}]
+
+
+def test_attempts_to_bring_it_up_count_as_restarts() -> None:
+    rollouts, group = group_of(*(WorkerRaised("no simulator", rank=1) for _ in range(3)))
+    with pytest.raises(WorkerDied, match="given up after 2 restarts of rollout processes: no simulator"):
+        rollouts._revive(WorkerDied("rollout[1] was killed", rank=1))
+    assert group.asked == ["restart 1"] * 2
+
+
+def handle_of(rank: int, answer: dict[str, Any] | WorkerDied) -> Any:
+    future: Future[Any] = Future()
+    if isinstance(answer, WorkerDied):
+        future.set_exception(answer)
+    else:
+        future.set_result(SimpleNamespace(value=answer, seconds=0.0))
+    return Handle("gather", {rank: future}, lambda results: results[0], str)
+
+
+def test_an_answer_counts_before_another_process_is_brought_up() -> None:
+    """Who has answered may die while that happens, and is then carried on from its answer."""
+    rollouts, _ = group_of()
+    rollouts.size, rollouts._calls, rollouts.should_stop = 2, itertools.count(), lambda: False
+    rollouts._carried = [None, None]
+    answer = {"carried": {"random": ["after"], "before": ["start"], "metas": ["M"]}, "faults": {"restarts": 5}}
+    first = {0: handle_of(0, WorkerDied("rollout[0] was killed", rank=0)), 1: handle_of(1, answer)}
+    rollouts.group = SimpleNamespace(call_on=lambda rank, *_: first.pop(rank, None) or handle_of(rank, answer))  # type: ignore[assignment]
+    seen: list[Any] = []
+    rollouts.revive = lambda error, incarnation: seen.append((error.rank, rollouts._carried[1]))  # type: ignore[method-assign]
+    assert rollouts.ask("gather", [(0,), (0,)]) == [answer, answer]
+    assert seen == [(0, answer["carried"])]
+
+
+@pytest.mark.parametrize("kind", [RolloutWorker, WorkflowRollout])
+def test_what_was_counted_is_told_after_carrying_on(kind: type[RolloutWorker]) -> None:
+    asked: list[Any] = []
+    worker: Any = kind.__new__(kind)
+    worker.engine = SimpleNamespace(set_random_state=asked.append)
+    worker.pool = SimpleNamespace(call=lambda *names, **_: asked.append(names[0]))
+    worker.stats, worker.seconds, worker._metas, worker._before = EpisodeStats(), Seconds(), [], None
+    meta = {"episodes": vars(EpisodeStats(episodes=8, returns=2.5)), "seconds": vars(Seconds(env=3.0))}
+    worker.carry_on({"metas": [meta], "random": ["after"], "before": ["start"]})
+    assert asked == [["after"], "mark"] and worker._before == ["start"]
+    assert worker.metas() == [meta]

@@ -11,16 +11,15 @@ from embodrl.errors import (
     WeightChecksumError,
     WeightLayoutError,
     WeightVersionError,
+    WorkerDied,
 )
 from embodrl.hybrid_engines.weight_sync.buckets import buckets, checksum, layout_of, num_bytes, trained_names
-from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
 from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.hybrid_engines.weight_sync.shared import SharedReceiver, SharedSender
 from embodrl.scheduler.channel import LocalChannel
-from embodrl.scheduler.placement import ProcessPlace
 
 
 def by_sharing(trained=None):
@@ -311,6 +310,35 @@ def test_the_rest_is_gathered_when_sending_fails():
     assert seen == [name for name, _ in weights(0)]
 
 
+def test_the_first_error_of_a_sync_is_the_one_that_is_raised():
+    """What is left is gathered with the other ranks; that this fails too is told beside it."""
+
+    def stream():
+        yield from list(weights(0))[:3]
+        raise RuntimeError("a rank has gone")
+
+    def check():
+        raise WorkerDied("rollout[1] was killed")
+
+    sender = MemorySender([LocalChannel("weights", 1)], bucket_bytes=8, stall_timeout_s=600)
+    sender.check = check
+    with pytest.raises(WorkerDied) as caught:
+        sender.send(stream(), 0)
+    assert caught.value.__notes__ == ["what was left could not be gathered either: RuntimeError: a rank has gone"]
+
+
+def test_a_receiver_that_has_gone_is_not_waited_for():
+    """Its pipe stays full; whoever knows says so."""
+
+    def check():
+        raise WorkerDied("rollout[1] was killed")
+
+    sender = MemorySender([LocalChannel("weights", 1)], bucket_bytes=2048, stall_timeout_s=600)
+    sender.check = check
+    with pytest.raises(WorkerDied):
+        sender.send(weights(0), 0)
+
+
 # -- collective: what goes wrong on the way ---------------------------------------------------------------------------
 
 
@@ -375,62 +403,3 @@ def test_a_torn_broadcast_is_voted_down(spoil, error, message):
     with pytest.raises(error, match=message):
         CollectiveReceiver(target, group, layout_of(target.net)).receive()
     assert same(target, -1) and group.votes == [False] and not group.said
-
-
-# -- choice -----------------------------------------------------------------------------------------------------------
-
-
-class Placed:
-    """``actor`` and ``rollout`` as (node, device) pairs; a device of None is the processor."""
-
-    def __init__(self, actor, rollout):
-        self.places = {"actor": actor, "rollout": rollout}
-
-    def of(self, component, /):
-        return [
-            ProcessPlace(component, rank, node, () if device is None else (device,))
-            for rank, (node, device) in enumerate(self.places[component])
-        ]
-
-
-CPU = Placed([(0, None)], [(0, None)])
-DISJOINT = Placed([(0, 0), (0, 1)], [(0, 2), (0, 3)])
-SAME_GPUS = Placed([(0, 0), (1, 0)], [(0, 0), (1, 0)])
-FAR = Placed([(0, 0)], [(1, 0)])
-
-
-@pytest.mark.parametrize(
-    ("placed", "same_process", "wanted"),
-    [
-        (CPU, True, "shared"),
-        (CPU, False, "memory"),
-        (DISJOINT, False, "memory"),
-        (SAME_GPUS, False, "memory"),
-        (FAR, False, "collective"),
-    ],
-)
-def test_the_kind_follows_from_the_placement(placed, same_process, wanted):
-    assert choose_weight_sync(placed, same_process) == wanted
-
-
-@pytest.mark.parametrize(
-    ("kind", "placed", "same_process", "message"),
-    [
-        ("shared", CPU, False, "different processes, which share no memory"),
-        ("collective", CPU, True, "one process, which has nobody to send to"),
-        ("memory", FAR, False, "machine 1 has a rollout and no trainer"),
-        ("memroy", CPU, False, r"there is no weight sync 'memroy'(.|\n)*did you mean 'memory'"),
-    ],
-)
-def test_a_kind_that_can_not_work_is_refused(kind, placed, same_process, message):
-    with pytest.raises(EmbodrlError, match=message):
-        choose_weight_sync(placed, same_process, kind)
-
-
-def test_a_kind_that_can_work_is_taken():
-    for kind in ("memory", "collective", "disk"):
-        assert choose_weight_sync(DISJOINT, False, kind) == kind
-
-
-def test_nccl_needs_a_gpu_for_each():
-    assert [uses_nccl(placed) for placed in (CPU, DISJOINT, SAME_GPUS, FAR)] == [False, True, False, True]

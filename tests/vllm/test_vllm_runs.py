@@ -108,6 +108,12 @@ def test_a_fault_in_vllm_ends_the_run_and_is_named(config: Path, tmp_path: Path)
 
 
 @pytest.mark.timeout(3600)
+def test_a_rollout_process_with_vllm_plays_the_same_run(config: Path, served: Path, tmp_path: Path) -> None:
+    rows = train(config, tmp_path / "run", "rollout=vllm", "rollout.own_process=true")
+    assert rows == metrics(served)
+
+
+@pytest.mark.timeout(3600)
 def test_workflows_ask_vllm_for_one_row_at_a_time(config: Path, tmp_path: Path) -> None:
     episodes = (
         "rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'",

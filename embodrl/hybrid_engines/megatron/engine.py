@@ -175,9 +175,9 @@ class MegatronTrainEngine(SharedTrainEngine):
     def reference_weights(self) -> dict[str, Tensor]:
         return dict(self._parts("reference"))
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensors of the policy by public names: a collective call."""
-        for name, part in self._parts("policy"):
+        for name, part in self._parts("policy", wanted):
             yield name, whole(part)
 
     def state_dict(self) -> EngineState:

@@ -61,6 +61,15 @@ class SyncReport:
     seconds: float
 
 
+def _finish(stream: Iterator[Named], error: Exception) -> None:
+    """Gather what is left with the other ranks, which know of no error; should that fail as well, ``error`` tells."""
+    try:
+        for _ in stream:
+            pass
+    except Exception as further:  # noqa: BLE001 - it must not take the place of the error that is raised
+        error.add_note(f"what was left could not be gathered either: {type(further).__name__}: {further}")
+
+
 class WeightSender(ABC):
     """The side of the weights that train.
 
@@ -106,9 +115,8 @@ class WeightSender(ABC):
         stream = self._stream(weights, full, moved)
         try:
             self._send(Header(version, self.base), stream)
-        except Exception:
-            for _ in stream:  # other ranks gather these with us
-                pass
+        except Exception as error:
+            _finish(stream, error)
             raise
         return SyncReport(version, full, moved.tensors, moved.num_bytes, time.perf_counter() - clock)
 

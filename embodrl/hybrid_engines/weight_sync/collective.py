@@ -82,6 +82,10 @@ class CollectiveSender(WeightSender):
                 "see its error; if it is new, send with full=True",
             )
 
+    def close(self) -> None:
+        """Leave the group."""
+        self.group.close()
+
     def _packed(self, stream: Iterator[Named]) -> Iterator[tuple[list[Entry], Tensor]]:
         """Yield the tensors, packed into one buffer that is used again and again; a larger tensor goes alone."""
         buffer: Tensor | None = None
@@ -153,6 +157,10 @@ class CollectiveReceiver(WeightReceiver):
         return SyncReport(
             header.version, header.full, len(staging.tensors), staging.num_bytes, time.perf_counter() - clock
         )
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.group.close()
 
     def _unfinished(self, staging: Staging, end: dict[str, Any]) -> WeightSyncError | None:
         if "reason" in end:

@@ -34,6 +34,7 @@ from embodrl.hybrid_engines.weight_sync.versions import (
 
 logger = logging.getLogger(__name__)
 
+VERSIONS_KEPT = 2
 _STAGING = ".writing_"
 _POLL_S = 0.05
 
@@ -55,7 +56,7 @@ class DiskSender(WeightSender):
         directory: Path,
         trained: Collection[str] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        keep: int = 2,
+        keep: int = VERSIONS_KEPT,
     ) -> None:
         super().__init__(trained, bucket_bytes)
         if keep < 1:

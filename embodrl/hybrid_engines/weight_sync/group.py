@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from embodrl.errors import EmbodrlError, TornSyncError
 
 SENDER = 0
 _POLL_S = 0.005
+_MEET_POLL_S = 0.02
+_BACKLOG = 128
+_HERE, _CANCELLED = "here", "cancelled"
+
+
+def open_meeting(init_method: str, world_size: int, is_sender: bool = True, timeout_s: float = 60.0) -> Store:
+    """Return the store where a group meets; that of the sender is there at once, and must be for others to find it.
+
+    Not torch's rendezvous, in which the sender would wait for one that has died.
+
+    The sender listens at that address alone; by default torch's store would at every address of the machine.
+
+    Raises:
+        RuntimeError: a receiver has not found it in time.
+        TornSyncError: the sender can't listen there.
+    """
+    where = urlsplit(init_method)
+    if where.scheme == "file":
+        return FileStore(where.path, world_size)
+    host, port, timeout = str(where.hostname), where.port or 0, timedelta(seconds=timeout_s)
+    if not is_sender:
+        return TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        remedy = "another program has the port, or the address is not one of this machine"
+        raise TornSyncError(f"a weight sync can't be sent from {init_method}: {error}", remedy) from error
+    return TCPStore(host, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def cancel_meeting(meeting: Store) -> None:
+    """Tell those who are there already: closing it would not, while anybody refers to the store."""
+    meeting.set(_CANCELLED, "")
 
 
 class SyncGroup:
@@ -33,6 +69,9 @@ class SyncGroup:
         device: of the buckets; each rank on a GPU needs one of its own.
         timeout_s: seconds that any of them may keep the others waiting within a sync.
         meet_s: seconds until all must be there, if they are more.
+        check: asked while waiting for the others; what it raises ends that.
+        meeting: of the sender, from ``open_meeting``; None opens it here.
+        find_s: of a receiver: seconds until the sender's meeting must be open; None takes as many as to meet.
 
     Raises:
         TornSyncError: they did not all come.
@@ -47,6 +86,9 @@ class SyncGroup:
         device: torch.device | str = "cpu",
         timeout_s: float = 60.0,
         meet_s: float = 0.0,
+        check: Callable[[], None] = lambda: None,
+        meeting: Store | None = None,
+        find_s: float | None = None,
     ) -> None:
         if world_size < 2:
             raise EmbodrlError(
@@ -54,36 +96,68 @@ class SyncGroup:
             )
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self.broken = False
-        timeout = timedelta(seconds=timeout_s)
+        self._store: Any = meeting
+        self._control: Any = None
+        self._data: Any = None
         try:
-            meeting = rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=max(timeout_s, meet_s)))
-            self.store, _, _ = next(meeting)
+            meet_s = max(timeout_s, meet_s)
+            if meeting is None:
+                find_s = meet_s if find_s is None else find_s
+                self._store = open_meeting(init_method, world_size, rank == SENDER, find_s)
+            self._meet(timedelta(seconds=timeout_s), meet_s, check)
         except RuntimeError as error:
+            self.close()
             raise TornSyncError(
                 f"{world_size} processes of a weight sync were to meet at {init_method}, and did not: {error}",
                 "see whether trainer and rollouts are alive, and make a new group",
             ) from error
-        self.store.set_timeout(timeout)
-        control = dist.PrefixStore("weight_sync", self.store)  # pyright: ignore[reportPrivateImportUsage]
-        self._control: Any = dist.ProcessGroupGloo(control, rank, world_size, timeout)
-        self._data: Any = self._control
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, timeout: timedelta, meet_s: float, check: Callable[[], None]) -> None:
+        self._store.add(_HERE, 1)
+        deadline = time.monotonic() + meet_s
+        while (number := self._store.add(_HERE, 0)) < self.world_size:
+            try:
+                check()
+            except BaseException:
+                cancel_meeting(self._store)
+                raise
+            if self._store.check([_CANCELLED]):
+                raise RuntimeError("the sender has called it off")
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"{number} of them came within {meet_s:g} s")
+            time.sleep(_MEET_POLL_S)
+        self._store.set_timeout(timeout)
+        control = PrefixStore("weight_sync", self._store)
+        self._control = dist.ProcessGroupGloo(control, self.rank, self.world_size, timeout)
+        self._data = self._control
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout  # pyright: ignore  (its only setter)
-            data = dist.PrefixStore("weight_sync_data", self.store)  # pyright: ignore[reportPrivateImportUsage]
-            self._data = dist.ProcessGroupNCCL(data, rank, world_size, options)
+            data = PrefixStore("weight_sync_data", self._store)
+            self._data = dist.ProcessGroupNCCL(data, self.rank, self.world_size, options)
+
+    def close(self) -> None:
+        """Leave; whoever waits for this process within a sync is told at once, and the group can't be used any more."""
+        self.broken = True
+        if self._data is not None and self._data is not self._control:
+            self._data.abort()
+        # Gloo closes its connections when nobody refers to the group; its abort() does not wake those who wait.
+        self._data = self._control = self._store = None
 
     def announce(self, number: int) -> None:
         """Of the sender: let the receivers know that a sync begins."""
         with self._guard("announcing a sync"):
-            self.store.set(f"sync_{number}", "begun")
+            self._store.set(f"sync_{number}", "begun")
 
     def announced(self, number: int, timeout_s: float) -> bool:
         """Of a receiver: tell whether a sync begins within some seconds."""
         with self._guard("waiting for a sync"):
             deadline = time.monotonic() + timeout_s
             # Not store.wait: what it raises when time is up depends on the store.
-            while not self.store.check([f"sync_{number}"]):
+            while not self._store.check([f"sync_{number}"]):
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(_POLL_S)
@@ -122,7 +196,7 @@ class SyncGroup:
         try:
             yield
         except RuntimeError as error:
-            self.broken = True
+            self.close()
             raise TornSyncError(
                 f"a process of the weight sync was lost at {what}: {error}",
                 "see whether trainer and rollouts are alive, and make a new group",

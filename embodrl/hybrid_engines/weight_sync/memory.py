@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
-from embodrl.errors import ChannelClosed, ChannelTimeout, TornSyncError
+from embodrl.errors import ChannelClosed, ChannelTimeout, TornSyncError, WorkerError
 from embodrl.hybrid_engines.weight_sync.base import (
     DEFAULT_STALL_TIMEOUT_S,
     Header,
@@ -19,6 +19,8 @@ from embodrl.hybrid_engines.weight_sync.base import (
 )
 from embodrl.hybrid_engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Layout, Named, buckets, checksum
 from embodrl.hybrid_engines.weight_sync.staging import REMEDY, Staging
+
+_CHECK_S = 1.0
 
 
 class Pipe(Protocol):
@@ -42,6 +44,9 @@ class MemorySender(WeightSender):
         bucket_bytes: see WeightSender.
         verify: send checksums along, which receivers compare.
         stall_timeout_s: seconds a receiver may leave its pipe full.
+
+    Attributes:
+        check: asked while a pipe is full; what it raises ends the sync.
     """
 
     def __init__(
@@ -54,13 +59,14 @@ class MemorySender(WeightSender):
     ) -> None:
         super().__init__(trained, bucket_bytes)
         self.pipes, self.verify, self.stall_timeout_s = pipes, verify, stall_timeout_s
+        self.check: Callable[[], None] = lambda: None
 
     def _send(self, header: Header, stream: Iterator[Named]) -> None:
         try:
             self._send_all(header, stream)
         except Exception as error:
             # A receiver that is only slow would else wait for buckets that do not come.
-            patience_s = 0.0 if isinstance(error, TornSyncError) else self.stall_timeout_s
+            patience_s = 0.0 if isinstance(error, (TornSyncError, WorkerError)) else self.stall_timeout_s
             for pipe in self.pipes:
                 with contextlib.suppress(ChannelTimeout, ChannelClosed):
                     pipe.put({"sync": "abort", "version": header.version, "reason": str(error)}, patience_s)
@@ -80,12 +86,23 @@ class MemorySender(WeightSender):
     def _put(self, message: dict[str, Any]) -> None:
         for number, pipe in enumerate(self.pipes):
             try:
-                pipe.put(message, self.stall_timeout_s)
+                self._put_into(pipe, message)
             except (ChannelTimeout, ChannelClosed) as error:
                 raise TornSyncError(
                     f"weights of version {message['version']} did not reach receiver {number}: {error.message}",
                     "see whether it is alive; then send the next version with full=True",
                 ) from error
+
+    def _put_into(self, pipe: Pipe, message: dict[str, Any]) -> None:
+        deadline = time.monotonic() + self.stall_timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return pipe.put(message, max(0.0, min(left_s, _CHECK_S)))
+            except ChannelTimeout:
+                self.check()
+                if left_s <= _CHECK_S:
+                    raise
 
 
 class MemoryReceiver(WeightReceiver):

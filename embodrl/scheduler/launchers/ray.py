@@ -9,7 +9,9 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, Wor
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, raised, settle
 from embodrl.scheduler.launchers.host import Host, context_message, environment, report
+from embodrl.scheduler.launchers.ray_machines import Machine, Reservation
 from embodrl.scheduler.messages import owned, pack, unpack
 from embodrl.scheduler.placement import ProcessPlace
 
 RESERVE_TIMEOUT_S = 60.0
 _LOG_TAIL_BYTES = 4096
+_LOOK_S = 1.0  # between two looks at the machine of an actor that is not up yet
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 Packed = tuple[bytes, list[Any]]
 
@@ -119,17 +123,37 @@ class RayChannel(Channel):
 
 
 class _RayWorker(Running):
+    """An actor.
+
+    Args:
+        ray: the module.
+        actor: of RayHost.
+        job: what it does.
+        context: of the worker.
+        on_death: see ``Launcher.start``.
+        lost: returns the error of a worker whose machine has gone; None while it is there.
+    """
+
     def __init__(
-        self, ray: Any, actor: Any, job: Job, context: dict[str, Any], on_death: Callable[[WorkerError], None]
+        self,
+        ray: Any,
+        actor: Any,
+        job: Job,
+        context: dict[str, Any],
+        on_death: Callable[[WorkerError], None],
+        lost: Callable[[], WorkerDied | None],
     ) -> None:
         self._ray, self._actor, self._job, self._on_death = ray, actor, job, on_death
         self._closing = False
+        self._settled = threading.Event()  # it is up, or will not be
         self._about: tuple[int, str, str] | None = None
         self._started: Future[Outcome] = Future()
         actor.about.remote().future().add_done_callback(self._introduce)
         packed = pack((context, job.kwargs))
         started = actor.start.remote(job.class_path, job.place.numa_node, packed, dict(job.channels))
         started.future().add_done_callback(lambda done: self._complete(done, self._started, starting=True))
+        self._watcher = threading.Thread(target=self._watch, args=(lost,), name=f"{job.name} comes up", daemon=True)
+        self._watcher.start()
 
     def started(self) -> Future[Outcome]:
         return self._started
@@ -143,6 +167,15 @@ class _RayWorker(Running):
     def _introduce(self, done: Future[Any]) -> None:
         if done.exception() is None:
             self._about = done.result()
+        self._settled.set()
+
+    def _watch(self, lost: Callable[[], WorkerDied | None]) -> None:
+        """Give up an actor whose machine goes before it is up: Ray would wait for the machine to come back."""
+        while not self._settled.wait(_LOOK_S):
+            if (died := lost()) is not None:
+                settle(self._started, died)
+                self._on_death(died)
+                return
 
     def _complete(self, done: Future[Any], future: Future[Outcome], starting: bool) -> None:
         error = done.exception()
@@ -183,23 +216,27 @@ class _RayWorker(Running):
     def close(self, grace_s: float) -> None:
         self._closing = True
         self._ray.wait([self._actor.close.remote()], timeout=grace_s)
-        self._ray.kill(self._actor)
+        self.kill()
 
     def kill(self) -> None:
         self._closing = True
+        self._settled.set()
+        self._watcher.join()  # it asks Ray, which may be shut down next
         self._ray.kill(self._actor)
 
 
 class RayLauncher(Launcher):
     """Ray actors. Joins the Ray that runs, or starts one on this machine.
 
-    Each machine of the placement is a bundle of one placement group, on a node of Ray's of its own, with a CPU a
-    process and the GPUs that are named; the processes share the GPUs of their bundle as the placement says.
+    Machine 0 of the placement is the node of Ray's that the driver is on, the others follow by their addresses; each
+    is a bundle of one placement group, see ``Reservation``. The processes of a machine share the GPUs of its bundle as
+    the placement says.
 
     Args:
         places: all that will be launched, so that co-located groups share a reservation; without it, the first group.
         address: of a Ray cluster; None joins a running one or starts one.
         timeout_s: seconds that the reservation may take.
+        children: processes that the workers will start, by machine of the placement.
         options: of ``ray.init``, e.g. ``num_gpus``.
     """
 
@@ -208,9 +245,10 @@ class RayLauncher(Launcher):
         places: Sequence[ProcessPlace] | None = None,
         address: str | None = None,
         timeout_s: float = RESERVE_TIMEOUT_S,
+        children: Mapping[int, int] | None = None,
         **options: Any,
     ) -> None:
-        self._ray = import_ray()
+        self._ray, self._children = import_ray(), children or {}
         self._timeout_s, self._owned = timeout_s, not self._ray.is_initialized()
         if self._owned:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else it writes a token to the home directory
@@ -224,68 +262,74 @@ class RayLauncher(Launcher):
                 **options,
             )
         self._channels: list[RayChannel] = []
-        self._group: Any = None
-        self._bundles: dict[int, int] = {}
+        self._reservation: Reservation | None = None
         self._meeting: dict[str, str] = {}
         if places is not None:
-            self._reserve(places)
-
-    def _reserve(self, places: Sequence[ProcessPlace]) -> None:
-        """Reserve the resources of all machines.
-
-        Raises:
-            EmbodrlError: Ray has not got them in time.
-        """
-        bundles: list[dict[str, float]] = []
-        for node in sorted({place.node for place in places}):
-            here = [place for place in places if place.node == node]
-            gpus = {device for place in here for device in place.devices}
-            self._bundles[node] = len(bundles)
-            bundles.append({"CPU": float(len(here))} | ({"GPU": float(len(gpus))} if gpus else {}))
-        placement_group = importlib.import_module("ray.util").placement_group
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "STRICT_PACK")
-        ready, _ = self._ray.wait([self._group.ready()], timeout=self._timeout_s)
-        if not ready:
-            self._release()
-            there = {k: v for k, v in self._ray.cluster_resources().items() if k in ("CPU", "GPU")}
-            free = {k: v for k, v in self._ray.available_resources().items() if k in ("CPU", "GPU")}
-            machines = sum(1 for node in self._ray.nodes() if node["Alive"])
-            raise EmbodrlError(
-                f"Ray has not got {bundles} on {len(bundles)} machine(s) within {self._timeout_s:g} s: it has"
-                f" {machines} machine(s) with {there} in all, of which {free} is free",
-                "place fewer processes, add machines to Ray, or end what holds its resources",
-            )
+            try:
+                self.prepare(places)
+            except BaseException:
+                self.close()
+                raise
 
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
-        if self._group is None:
+        """Bring up a worker; see ``Launcher.start``.
+
+        Raises:
+            WorkerDied: its machine has gone; or it is the first of its group, which the others meet, and did not come
+                up.
+            EmbodrlError: nothing is reserved for it.
+        """
+        if self._reservation is None:
             raise EmbodrlError("no resources are reserved", "give RayLauncher the places of all groups")
-        if job.place.node not in self._bundles:
+        machine = self._reservation.machine(job.place.node)
+        if machine is None:
             raise EmbodrlError(
                 f"{job.name} is on machine {job.place.node}, for which nothing is reserved",
                 "give RayLauncher the places of all groups",
             )
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        where = strategies.PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=self._bundles[job.place.node]
-        )
+        if (died := self._lost(job, machine)) is not None:
+            raise died
+        where = self._reservation.strategy(machine)
         actor = self._ray.remote(RayHost).options(num_cpus=1, num_gpus=0, scheduling_strategy=where)
         variables = environment(context_message(job.group, job.rank, job.world_size, job.place, ""))
         running = actor.remote(variables)
         if job.rank == 0:  # it is started first; the others meet where it is
             try:
-                self._meeting[job.rendezvous] = self._ray.get(running.address.remote(), timeout=self._timeout_s)
-            except self._ray.exceptions.GetTimeoutError as error:
+                self._meeting[job.rendezvous] = self._ask_address(running, job, machine)
+            except BaseException:
                 self._ray.kill(running)
-                raise EmbodrlError(
-                    f"{job.name} did not come up within {self._timeout_s:g} s", "give RayLauncher a larger timeout_s"
-                ) from error
+                raise
         meeting = self._meeting.get(job.rendezvous, "")
         context = context_message(job.group, job.rank, job.world_size, job.place, meeting)
-        return _RayWorker(self._ray, running, job, context, on_death)
+        return _RayWorker(self._ray, running, job, context, on_death, lambda: self._lost(job, machine))
+
+    def _ask_address(self, actor: Any, job: Job, machine: Machine) -> str:
+        """Wait for the first of a group, and return where the others meet it."""
+        asked, deadline = actor.address.remote(), time.monotonic() + self._timeout_s
+        while not self._ray.wait([asked], timeout=_LOOK_S)[0]:
+            if (died := self._lost(job, machine)) is not None:
+                raise died
+            if time.monotonic() > deadline:
+                message = f"{job.name} did not come up on {machine} within {self._timeout_s:g} s"
+                raise WorkerDied(message, "see `ray status`, and Ray's logs on that machine", job.rank)
+        try:
+            return self._ray.get(asked)
+        except self._ray.exceptions.RayError as error:
+            message = f"{job.name} has gone while it came up on {machine}: {str(error).splitlines()[0]}"
+            raise WorkerDied(message, "see Ray's logs on that machine", job.rank) from error
+
+    def _lost(self, job: Job, machine: Machine) -> WorkerDied | None:
+        if self._reservation is None or not self._reservation.is_lost(machine):
+            return None
+        return WorkerDied(
+            f"{job.name} can't be brought up: {machine} has gone from Ray",
+            "bring the machine back to Ray (`ray start`), or place the run on those that are left, and start it again",
+            job.rank,
+        )
 
     def prepare(self, places: Sequence[ProcessPlace]) -> None:
-        if self._group is None:
-            self._reserve(places)
+        if self._reservation is None:
+            self._reservation = Reservation(self._ray, places, self._children, self._timeout_s)
 
     def rendezvous(self, group: str) -> str:
         return group  # a name for what rank 0 tells once it is up
@@ -298,15 +342,12 @@ class RayLauncher(Launcher):
         self._channels.append(RayChannel(name, capacity, queue))
         return self._channels[-1]
 
-    def _release(self) -> None:
-        if self._group is not None:
-            importlib.import_module("ray.util").remove_placement_group(self._group)
-        self._group = None
-
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
         self._channels = []
-        self._release()
+        if self._reservation is not None:
+            self._reservation.release()
+        self._reservation = None
         if self._owned:
             self._ray.shutdown()

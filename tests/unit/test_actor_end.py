@@ -1,0 +1,260 @@
+"""Weights from training processes to those that act, past the main process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sending_worker import CountingWorker
+from sync_parts import Target
+from tiny_training import train, training_config
+from torch import Tensor
+
+from embodrl.config.schema import Config
+from embodrl.errors import WeightSyncError, WorkerDied, WorkerError, WorkerRaised
+from embodrl.hybrid_engines.weight_sync.buckets import layout_of, num_bytes, trained_names
+from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver
+from embodrl.models.base import VLAPolicy
+from embodrl.scheduler.channel import LocalChannel, SharedChannel
+from embodrl.scheduler.group import Handle, WorkerGroup
+from embodrl.scheduler.launchers.base import Outcome
+from embodrl.scheduler.launchers.inline import InlineLauncher
+from embodrl.scheduler.launchers.process import ProcessLauncher
+from embodrl.scheduler.placement import ProcessPlace
+from embodrl.workers.actor import GroupTrainEngine
+from embodrl.workers.actor_end import ActorEnd, sends_weights
+from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.weight_link import WeightInbox, WeightLink
+
+PIPE = "weights_0"
+ALGORITHM = {"update_epoch": 1}
+
+
+def state_of(policy: VLAPolicy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+class Bench:
+    """Training in the process of the test, as if it were another one, and a policy that receives."""
+
+    def __init__(self, config: Config, directory: Path) -> None:
+        configure_torch(config)
+        self.config, self.launcher = config, InlineLauncher()
+        self.channels = SharedChannel(PIPE, 8), SharedChannel("answers", 8)
+        pipe, answers = self.channels
+        self.policy, acting = build_policy(config), build_policy(config)
+        places = (ProcessPlace("actor", 0),)
+        self.engine = GroupTrainEngine(config, self.policy, None, places, self.launcher, {PIPE: pipe})
+        self.target = Target(acting)  # type: ignore[arg-type]
+        end = ActorEnd(self.engine.group, {PIPE: pipe}, trained_names(self.policy))
+        self.link = WeightLink("memory", end, [pipe], [answers], directory)
+        options = self.link.options()
+        self.link.open(options)
+        receiver = MemoryReceiver(self.target, pipe, layout_of(acting))
+        self.inbox = WeightInbox(receiver, answers, options["generation"])
+
+    def close(self) -> None:
+        self.inbox.close()
+        self.engine.close()
+        self.launcher.close()
+        for channel in self.channels:
+            channel.release()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    found = Bench(training_config(algorithm=ALGORITHM), tmp_path)
+    yield found
+    found.close()
+
+
+def test_the_policy_of_the_main_process_is_written_only_when_it_is_asked_for(bench: Bench) -> None:
+    engine, before = bench.engine, state_of(bench.policy)
+    bench.link.send((), 0)
+    assert same(state_of(bench.target.net), before)  # type: ignore[arg-type]
+    train(engine, "openvla", bench.policy, bench.config, range(2))
+    bench.link.send((), 2)
+    assert same(state_of(bench.policy), before), "weights went past it"
+    acting = state_of(bench.target.net)  # type: ignore[arg-type]
+    assert not same(acting, before) and bench.target.version == 2
+    assert same(dict(engine.weights()), acting) and same(state_of(bench.policy), acting)
+
+
+def test_a_checkpoint_in_one_piece_and_the_end_of_a_run_fetch_it(bench: Bench) -> None:
+    engine = bench.engine
+    train(engine, "openvla", bench.policy, bench.config, range(2))
+    saved = {name: tensor.clone() for name, tensor in engine.state_dict().tensors["policy"].items()}
+    bench.link.send((), 2)
+    assert same(saved, state_of(bench.target.net))  # type: ignore[arg-type]
+    train(engine, "openvla", bench.policy, bench.config, range(2, 3))
+    assert same(state_of(bench.policy), saved)
+    engine.fetch()
+    bench.link.send((), 3)
+    assert same(state_of(bench.policy), state_of(bench.target.net)) and not same(saved, state_of(bench.policy))  # type: ignore[arg-type]
+
+
+def test_a_state_that_was_loaded_is_not_overwritten(bench: Bench) -> None:
+    engine = bench.engine
+    saved = engine.state_dict()
+    before = {name: tensor.clone() for name, tensor in saved.tensors["policy"].items()}
+    saved.tensors["policy"] = before
+    train(engine, "openvla", bench.policy, bench.config, range(2))
+    engine.load_state_dict(saved)
+    assert same(state_of(bench.policy), before)
+    bench.link.send((), 5)
+    assert same(state_of(bench.target.net), before)  # type: ignore[arg-type]
+
+
+def test_an_old_version_is_an_error_of_the_sync_and_not_of_the_process(bench: Bench) -> None:
+    bench.link.send((), 3)
+    with pytest.raises(WeightSyncError, match="version 3 can't follow version 3"):
+        bench.link.send((), 3)
+    bench.link.send((), 4)
+    assert bench.target.version == 4
+
+
+def test_weights_left_in_a_directory_are_an_error_of_the_sync(bench: Bench, tmp_path: Path) -> None:
+    old = tmp_path / "v000007"
+    old.mkdir()
+    (old / "STABLE").write_text("")
+    with pytest.raises(WeightSyncError, match="holds weights already"):
+        bench.link.end.open({"kind": "disk", "directory": str(tmp_path)}, lambda: None)
+
+
+PIPES = {f"weights_{rank}": LocalChannel(f"weights_{rank}", 2) for rank in range(2)}
+
+
+class Group:
+    """A group of one process; what it answers is there when it has been waited for."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.future, self.killed = answer, Future(), False
+
+    def check(self) -> None: ...
+
+    def call(self, method: str, *_: Any) -> Handle:
+        return Handle(method, {0: self.future}, list, lambda rank: "")
+
+    def finish(self) -> None:
+        if isinstance(self.answer, Exception):
+            self.future.set_exception(self.answer)
+        else:
+            self.future.set_result(Outcome(self.answer, 0.0))
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize("error", [WorkerDied("actor[0] was killed", rank=0), WorkerRaised("out of memory", rank=0)])
+def test_a_training_process_that_fails_is_not_taken_for_one_that_plays(error: WorkerError) -> None:
+    """Those would be brought up anew."""
+    group: Any = Group(error)
+    with pytest.raises(WorkerError, match=r"actor|memory") as caught:
+        ActorEnd(group, PIPES, ["a"]).send((), 1, group.finish)
+    assert type(caught.value) is WorkerError and group.killed
+
+
+def test_one_that_plays_and_dies_is_told_when_the_sender_is_free_again() -> None:
+    group: Any = Group(None)
+    asked: list[int] = []
+
+    def check() -> None:
+        asked.append(len(asked))
+        group.finish()
+        raise WorkerDied("rollout[1] was killed", rank=1)
+
+    with pytest.raises(WorkerDied, match=r"rollout\[1\]"):
+        ActorEnd(group, PIPES, ["a"]).send((), 1, check)
+    assert asked == [0] and group.future.done() and not group.killed
+
+
+def test_the_pipe_of_one_that_has_gone_is_emptied_for_the_sender() -> None:
+    """Which would else wait for room in it; those of the others are theirs."""
+    pipes = {name: LocalChannel(name, 2) for name in ("weights_0", "weights_1")}
+    for pipe in pipes.values():
+        pipe.put({"sync": "begin"})
+    group: Any = Group(None)
+
+    def check() -> None:
+        group.finish()
+        raise WorkerDied("rollout[1] was killed", rank=1)
+
+    with pytest.raises(WorkerDied, match=r"rollout\[1\]"):
+        ActorEnd(group, pipes, ["a"]).send((), 1, check)
+    assert [pipe.free_places() for pipe in pipes.values()] == [1, 2]
+
+
+def test_a_meeting_is_called_off_when_one_that_plays_dies() -> None:
+    group: Any = Group(None)
+    end = ActorEnd(group, PIPES, ["a"])
+    calls: list[str] = []
+    end._meeting = SimpleNamespace(set=lambda key, value: (calls.append(key), group.finish()))  # type: ignore[assignment]
+
+    def check() -> None:
+        raise WorkerDied("rollout[1] was killed", rank=1)
+
+    with pytest.raises(WorkerDied, match=r"rollout\[1\]"):
+        end.open({"kind": "collective"}, check)
+    assert calls == ["cancelled"]
+
+
+def test_who_sends() -> None:
+    apart = {"actor": {"own_process": True}, "rollout": {"own_process": True}}
+    assert sends_weights(training_config(**apart))
+    assert not sends_weights(training_config(actor={"own_process": True}))
+    assert not sends_weights(training_config(rollout={"own_process": True}))
+    ahead = {"runner": {"max_staleness": 1}, "algorithm": {"decoupled": {"enabled": True}}}
+    assert not sends_weights(training_config(**apart, **ahead))
+
+
+@pytest.mark.slow
+def test_shards_are_gathered_a_bucket_at_a_time_and_only_those_that_travel(tmp_path: Path) -> None:
+    config = training_config(actor={"training_backend": "fsdp"}, model={"trainable": "head"})
+    configure_torch(config)
+    policy = build_policy(config)
+    launcher = ProcessLauncher()
+    group = WorkerGroup(CountingWorker, "actor", config=config)
+    try:
+        channels = {PIPE: launcher.channel(PIPE, 4), "answers": launcher.channel("answers", 4)}
+        group.launch(2, launcher, channels, timeout_s=600.0)
+        names = trained_names(policy)
+        link = WeightLink(
+            "memory", ActorEnd(group, {PIPE: channels[PIPE]}, names), [channels[PIPE]], [channels["answers"]], tmp_path
+        )
+        options = link.options()
+        link.open(options)
+        sizes = {name: num_bytes(tensor) for name, tensor in policy.state_dict().items()}
+        bucket, largest = 2 * max(sizes.values()), max(sizes.values())
+        acting = build_policy(config)
+        with torch.no_grad():
+            for parameter in acting.parameters():
+                parameter.zero_()
+        inbox = WeightInbox(
+            MemoryReceiver(Target(acting), channels[PIPE], layout_of(acting)),  # type: ignore[arg-type]
+            channels["answers"],
+            options["generation"],
+        )
+        try:
+            group.count(bucket).result(600.0)
+            link.send((), 0)
+            assert same(state_of(acting), state_of(policy))
+            (gathered, peak), (theirs, _) = group.counted().result(600.0)
+            # A bucket, and the tensor that did not fit into it, were alive at a time.
+            assert gathered == theirs == len(sizes) and largest < peak <= bucket + largest < sum(sizes.values())
+            group.count(bucket).result(600.0)
+            link.send((), 1)
+            assert [number for number, _ in group.counted().result(600.0)] == [len(names)] * 2 < [len(sizes)] * 2
+        finally:
+            inbox.close()
+    finally:
+        group.kill()
+        launcher.close()
