@@ -37,20 +37,27 @@ learn() {
     cp "$work/$name/rl/metrics.jsonl" "$target/$name.jsonl"
 }
 
+# more NAME ITERATIONS: goes on with a run that is whole
+more() {
+    [ "$(wc -l <"$work/$1/rl/metrics.jsonl")" -gt "$2" ] || $embodrl resume "$work/$1/rl" runner.max_iterations="$2"
+    cp "$work/$1/rl/metrics.jsonl" "$target/$1.jsonl"
+}
+
 pull() {
-    learn pull_cube_seed_0 20 env=maniskill_pull model=openvla "${patience[@]}"
+    learn pull_cube_seed_0 40 env=maniskill_pull model=openvla "${patience[@]}"
 }
 
 lift() {
     local name=lift_peg_seed_0 args=(env=maniskill_lift_peg model=openvla "${patience[@]}")
     warm_start $name 400 500 5e-4 "${args[@]}"
-    learn $name 15 "${args[@]}" model.warm_start="$work/$name/sft/policy"
+    learn $name 30 "${args[@]}" model.warm_start="$work/$name/sft/policy"
 }
 
 reach() {
     local name=metaworld_reach_seed_0 args=(env=metaworld model=openvla model.warm_start=null "${elsewhere[@]}" "${patience[@]}")
     warm_start $name 150 400 6e-4 "${args[@]}"
-    learn $name 15 "${args[@]}" model.warm_start="$work/$name/sft/policy" env.eval.num_episodes=128
+    learn $name 30 "${args[@]}" model.warm_start="$work/$name/sft/policy" env.eval.num_episodes=128
+    more $name 60
 }
 
 libero() {
