@@ -9,9 +9,11 @@ from pathlib import Path
 
 from embodrl.checkpoint import Checkpoint, CheckpointManager
 from embodrl.config import load_run
+from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import Config
 from embodrl.errors import CheckpointError, OutputError
 from embodrl.hybrid_engines.sharded_checkpoint import read_whole
+from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
 from embodrl.workers.policy import build_policy
 from embodrl.workers.run_lock import run_lock
@@ -42,6 +44,15 @@ def run_directory(config: Config) -> Path:
 def has_results(run_dir: Path) -> bool:
     """Tell whether a run has written what it ends with."""
     return (run_dir / POLICY_DIR).is_dir() and (run_dir / REPORT_FILE).is_file()
+
+
+def num_bytes_on_disk(config: Config, policy: VLAPolicy, state_num_bytes: int) -> int:
+    """Return what a run writes: its checkpoints, one more while it is written, and weights that travel by disk."""
+    total = (config.runner.keep_last_n + 1) * state_num_bytes
+    if has_rollout_processes(config) and config.rollout.weight_sync == "disk":
+        weights = sum(t.numel() * t.element_size() for t in policy.state_dict().values())
+        total += (VERSIONS_KEPT + 1) * weights
+    return total
 
 
 def export_policy(policy: VLAPolicy, directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from embodrl.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.config import LoadedConfig, load_run
+from embodrl.config.rules.rollout_processes import main_component
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.errors import (
@@ -40,6 +42,7 @@ from embodrl.run_files import (
     export_policy,
     has_results,
     how_to_go_on,
+    num_bytes_on_disk,
     run_directory,
     what_is_left,
     without_lost_warm_start,
@@ -47,7 +50,7 @@ from embodrl.run_files import (
 )
 from embodrl.workers.actor import GroupTrainEngine, make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator
-from embodrl.workers.launch import main_component, make_launcher, make_rollouts, num_bytes_on_disk
+from embodrl.workers.launch import make_launcher, make_rollouts
 from embodrl.workers.offload import PhaseOffload
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
 from embodrl.workers.publish import WeightPublisher
@@ -365,7 +368,7 @@ def _execute(
     """
     component = main_component(config)
     device = configure_torch(config, component)
-    if component is None:  # it holds the weights on their way from what trains to what acts
+    if component is None:  # it keeps a policy for checkpoints, publishing and export alone
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
@@ -394,13 +397,10 @@ def _execute(
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
             raise type(error)(error.message, f"{error.remedy}; then {how_to_go_on(run_dir)}") from error
         finally:
-            rollouts.close()
-            if engine is not None:
-                engine.close()
-            if launcher is not None:
-                launcher.close()
-            if metrics is not None:
-                metrics.close()
+            with ExitStack() as closing:  # in the other order, and all of them, whatever fails
+                for part in (metrics, launcher, engine, rollouts):
+                    if part is not None:
+                        closing.callback(part.close)
         if runner.finished:
             export_policy(policy, run_dir / POLICY_DIR)
         if not runner.saved:

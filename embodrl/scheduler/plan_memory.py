@@ -10,7 +10,7 @@ import torch
 
 from embodrl.config.rules.actor import has_own_process
 from embodrl.config.rules.cluster import gpus_per_node
-from embodrl.config.rules.rollout_processes import has_rollout_processes
+from embodrl.config.rules.rollout_processes import has_rollout_processes, main_component
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.sharding import blocks_of
 from embodrl.models.base import VLAPolicy
@@ -43,7 +43,8 @@ ESTIMATED_BY = {
     "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
     "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's, unless vLLM copies"
     " them",
-    "weights in between": "counted: the main process, which neither trains nor acts, passes on parameters and buffers",
+    "kept policy": "counted: parameters and buffers of a main process that neither trains nor acts, for checkpoints,"
+    " publishing and export; and, ahead of training, the trained parameters that rollout processes act with",
     "KV cache": "counted: 2 x layers x rows decided at once x key-value heads x positions x head width x bytes",
     "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration; once"
     " over the rollouts, once in a main process that joins them, and once in each training process",
@@ -209,9 +210,11 @@ def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
     for place in (*actors, *rollouts):
         if place.component == "actor" or not _shared(config, actors, place):
             add((place.node, HOST), "program", PYTHON_BYTES)
-    if has_own_process(config) and has_rollout_processes(config):  # the main process neither trains nor acts
+    if main_component(config) is None:
         add((0, HOST), "program", PYTHON_BYTES)
-        add((0, HOST), "weights in between", 0 if figures is None else figures.plain)
+        add((0, HOST), "kept policy", 0 if figures is None else figures.plain)
+    if has_rollout_processes(config) and config.runner.max_staleness and figures is not None:
+        add((0, HOST), "kept policy", figures.trained)
     simulators = placement.of("env")
     if config.env.env_type == "maniskill":
         share = -(-config.env.train.total_num_envs // len(simulators))

@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from embodrl.config.rules.actor import has_own_process
-from embodrl.config.rules.rollout_processes import has_rollout_processes
+from embodrl.config.rules.rollout_processes import main_component
 from embodrl.config.schema import Config
 from embodrl.errors import TornSyncError, WeightSyncError, WorkerDied, WorkerError
 from embodrl.hybrid_engines.weight_sync.base import GatherOnly, WeightSender
@@ -38,7 +37,7 @@ Problem = tuple[str, str]
 
 def sends_weights(config: Config) -> bool:
     """Tell whether the processes that train send their weights to those that act by themselves."""
-    return has_own_process(config) and has_rollout_processes(config) and not config.runner.max_staleness
+    return main_component(config) is None and not config.runner.max_staleness
 
 
 class SendingWorker(Worker):

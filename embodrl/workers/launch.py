@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 from embodrl.config.rules.actor import has_own_process
 from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import Config
-from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
-from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.placement import solve
 from embodrl.workers.rollouts import LocalRollouts, Rollouts
-
-
-def main_component(config: Config) -> Literal["actor", "rollout"] | None:
-    """Return what the main process does, besides driving the others; None if nothing."""
-    if not has_rollout_processes(config):
-        return "rollout"
-    return None if has_own_process(config) else "actor"
 
 
 def make_launcher(config: Config) -> Launcher | None:
@@ -58,12 +48,3 @@ def make_rollouts(config: Config, run_dir: Path, launcher: Launcher | None) -> R
 
     assert launcher is not None
     return RolloutGroup(config, solve(config), launcher, run_dir)
-
-
-def num_bytes_on_disk(config: Config, policy: VLAPolicy, state_num_bytes: int) -> int:
-    """Return what a run writes: its checkpoints, one more while it is written, and weights that travel by disk."""
-    total = (config.runner.keep_last_n + 1) * state_num_bytes
-    if has_rollout_processes(config) and config.rollout.weight_sync == "disk":
-        weights = sum(t.numel() * t.element_size() for t in policy.state_dict().values())
-        total += (VERSIONS_KEPT + 1) * weights
-    return total

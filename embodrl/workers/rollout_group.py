@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ class RolloutGroup(Rollouts):
         self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: ()
         self._version = 0
         self._pipes: dict[str, Channel] = {}
+        self._closing = ExitStack()
+        self._closing.callback(self.group.close)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +134,7 @@ class RolloutGroup(Rollouts):
             self.run_dir.resolve() / "weight_sync",
             "cuda" if uses_nccl(self.placement) and device.type == "cuda" else "cpu",
         )
+        self._closing.callback(self.link.close)
         logger.info("%d rollout process(es), weights by %s from the %s", self.size, kind, sender)
         for handle in [self.group.call_on(rank, "prepare", keep_frames) for rank in range(self.size)]:
             handle.result()
@@ -143,12 +146,10 @@ class RolloutGroup(Rollouts):
             self.source = AsyncRolloutWorker(self.config, self._num_envs, len(self._tasks), players, self, should_stop)
         else:
             self.source = GroupSource(self)
+        self._closing.callback(self.source.close)
 
     def close(self) -> None:
-        if hasattr(self, "source"):
-            self.source.close()
-            self.link.close()
-        self.group.close()
+        self._closing.close()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

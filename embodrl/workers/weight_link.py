@@ -60,10 +60,12 @@ class WeightInbox:
             try:
                 report = self._receiver.receive(_POLL_S)
             except WeightSyncError as error:
+                logger.warning("weights were not taken over: %s", error)
                 self._answer(None, str(error))
                 if isinstance(self._receiver, CollectiveReceiver) and self._receiver.group.broken:
                     return
-            except Exception as error:  # noqa: BLE001 - the main process raises it
+            except Exception as error:
+                logger.exception("no more weights are taken over")
                 self._answer(None, f"{type(error).__name__}: {error}")
                 return
             else:
@@ -91,7 +93,7 @@ def make_receiver(
     Args:
         kind: memory, collective or disk.
         target: takes the weights over.
-        options: what the sending end told (``WeightLink.join``).
+        options: what the sending end told (``WeightLink.options``).
         pipe: buckets of this process, for memory.
         rank: of the rollout process.
         layout: of its policy.

@@ -168,14 +168,18 @@ def test_rollout_processes_have_weights_that_leave():
     gpu = memory_of(plan, 0)
     assert gpu.needed["rollout weights"] > 0
     assert gpu.in_phase("rollouts") == gpu.needed["rollout weights"] + gpu.needed["KV cache"]
-    assert "weights" in gpu.needed and "weights in between" not in memory_of(plan, HOST).needed
+    assert "weights" in gpu.needed and "kept policy" not in memory_of(plan, HOST).needed
 
 
-def test_a_main_process_that_only_passes_weights_on_needs_main_memory():
+def test_a_main_process_that_neither_trains_nor_acts_keeps_a_policy():
     one, both = plan_of(*APART), plan_of(*APART, "rollout.own_process=true")
     more = memory_of(both, HOST).needed["program"] - memory_of(one, HOST).needed["program"]
-    assert memory_of(both, HOST).needed["weights in between"] == memory_of(both, 0).needed["rollout weights"]
-    assert "weights in between" in ESTIMATED_BY
+    assert memory_of(both, HOST).needed["kept policy"] == memory_of(both, 0).needed["rollout weights"]
+    assert "kept policy" in ESTIMATED_BY
+    ahead = memory_of(
+        plan_of(*APART, "rollout.own_process=true", "runner.max_staleness=1", "algorithm.decoupled.enabled=true"), HOST
+    ).needed["kept policy"]
+    assert ahead == memory_of(both, HOST).needed["kept policy"] + memory_of(both, 0).needed["gradients"]
     assert more == memory_of(one, HOST).needed["program"] / 2
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 from embodrl.config.placement import PlacementError
+from embodrl.config.rules.actor import has_own_process
 from embodrl.config.rules.base import Context, Finding, note, rule
 from embodrl.config.rules.cluster import KEY, place_all
 from embodrl.config.schema import Config
@@ -23,6 +25,13 @@ def needs_rollout_processes(config: Config) -> bool:
     """Tell whether the main process can't play by itself."""
     places = place_all(config)["rollout"]
     return config.cluster.launcher == "ray" or len(places) > 1 or places[0].node > 0
+
+
+def main_component(config: Config) -> Literal["actor", "rollout"] | None:
+    """Return what the main process of a valid configuration does besides driving the others; None if nothing."""
+    if not has_rollout_processes(config):
+        return "rollout"
+    return None if has_own_process(config) else "actor"
 
 
 def _knows_places(config: Config) -> bool:

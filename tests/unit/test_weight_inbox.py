@@ -1,0 +1,48 @@
+"""What a rollout process does with weights that it can not take over."""
+
+import logging
+import queue
+
+import pytest
+
+from embodrl.errors import TornSyncError
+from embodrl.workers.weight_link import WeightInbox
+
+
+class Refusing:
+    """A receiver of one version, which it does not take over."""
+
+    def __init__(self, error):
+        self.errors = [error]
+
+    def receive(self, timeout_s=None):
+        if self.errors:
+            raise self.errors.pop()
+        return None
+
+    def close(self):
+        pass
+
+
+class Answers(queue.Queue):
+    def put(self, value, timeout_s):  # type: ignore[override]
+        super().put(value, timeout=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "told"),
+    [
+        (TornSyncError("4 of 5 buckets came"), logging.WARNING, "weights were not taken over: 4 of 5 buckets came"),
+        (RuntimeError("no memory"), logging.ERROR, "no more weights are taken over"),
+    ],
+)
+def test_a_refusal_is_answered_and_in_the_log_of_the_process(caplog, error, level, told):
+    answers = Answers()
+    inbox = WeightInbox(Refusing(error), answers, 3)  # type: ignore[arg-type]
+    try:
+        answer = answers.get(timeout=60.0)
+    finally:
+        inbox.close()
+    assert answer["generation"] == 3 and answer["version"] is None and str(error) in answer["problem"]
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(level, told)]
+    assert (caplog.records[0].exc_info is not None) == (level == logging.ERROR)
