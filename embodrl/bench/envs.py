@@ -245,9 +245,9 @@ def measure(config: Config, case: Case, num_envs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def configure(name: str, size: int) -> Config:
+def configure(name: str, size: int, settings: Sequence[str] = ()) -> Config:
     """Return the configuration of a case, with one camera of that size and the task's own view."""
-    config = load_config(list(CASES[name].overrides)).config
+    config = load_config([*CASES[name].overrides, *settings]).config
     camera = config.env.cameras[0].model_copy(update={"height": size, "width": size, "fov_rad": None})
     patience = dict.fromkeys(("start_timeout_s", "reset_timeout_s", "step_timeout_s"), TIMEOUT_S)
     return config.model_copy(update={"env": config.env.model_copy(update={"cameras": (camera,), **patience})})
@@ -265,6 +265,7 @@ def run(
     numbers: Sequence[int] = NUM_ENVS,
     tell: Callable[[str], object] = lambda text: None,
     keep: Callable[[dict[str, Any]], object] = lambda result: None,
+    settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure and return the figures.
 
@@ -274,17 +275,18 @@ def run(
         numbers: of environments.
         tell: gets a line before each measurement.
         keep: gets the figures so far after each measurement.
+        settings: of the configuration, ``env.python=...`` say; they go to all simulators.
     """
     result: dict[str, Any] = {"hardware": describe_hardware(), "chunk": CHUNK, "envs": {}, "left_out": {}}
     for name in names:
         rows: list[dict[str, Any]] = []
         try:
-            check_simulator(configure(name, sizes[0]))
+            check_simulator(configure(name, sizes[0], settings))
         except MissingDependencyError as error:
             result["left_out"][name] = f"{error.message}: {error.remedy}"
             continue
         for size in sizes:
-            config = configure(name, size)
+            config = configure(name, size, settings)
             for number in numbers:
                 tell(f"{name}, {size} x {size}, {number} environments")
                 rows += measure(config, CASES[name], number)
@@ -293,15 +295,15 @@ def run(
     return result
 
 
-def main(json_path: Path | None = None, names: Sequence[str] = tuple(CASES)) -> int:
-    """Measure, show a table, and write JSON if asked; return 0."""
+def main(json_path: Path | None = None, names: Sequence[str] = tuple(CASES), settings: Sequence[str] = ()) -> int:
+    """Measure, show a table, and write JSON if asked; return 0. For ``names`` and ``settings`` see ``run``."""
     console = Console()
 
     def keep(result: dict[str, Any]) -> None:
         if json_path is not None:
             write_json_file(json_path, result)
 
-    result = run(names, tell=lambda text: Console(stderr=True).print(text), keep=keep)
+    result = run(names, tell=lambda text: Console(stderr=True).print(text), keep=keep, settings=settings)
     for name, reason in result["left_out"].items():
         console.print(f"{name} is left out: {reason}")
     for name, figures in result["envs"].items():

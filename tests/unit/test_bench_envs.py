@@ -106,3 +106,9 @@ def test_the_views_are_the_simulators_own() -> None:
     for name in ("maniskill", "metaworld", "gymnasium", "libero"):
         camera = envs.configure(name, 224).env.cameras[0]
         assert (camera.height, camera.width, camera.fov_rad) == (224, 224, None)
+
+
+def test_settings_go_to_every_simulator() -> None:
+    for name in ("maniskill", "metaworld"):
+        env = envs.configure(name, 64, [f"env.python={sys.executable}", "env.num_processes=1"]).env
+        assert (env.python, env.num_processes) == (sys.executable, 1)
