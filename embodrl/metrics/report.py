@@ -106,8 +106,10 @@ def draw_curves(rows: Rows, path: Path, num_eval_episodes: int | None = None) ->
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(12, 9.5), dpi=110, layout="constrained")
+        figure = Figure(figsize=(12, 9.5), dpi=110)
         FigureCanvasAgg(figure)
+        # A constrained layout draws everything twice.
+        figure.subplots_adjust(left=0.06, right=0.93, bottom=0.05, top=0.965, wspace=0.36, hspace=0.32)
         axes = figure.subplots(3, 2)
         iterations = [row["iteration"] for row in rows]
         minutes = [seconds / 60 for seconds in _elapsed_s(rows)]

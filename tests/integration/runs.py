@@ -1,5 +1,6 @@
 """Whole runs of the command line at the smallest size, as a user starts them."""
 
+import functools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from fork_server import ForkServer
 
 HERE = Path(__file__).parent
 GONE_S = 20.0
@@ -72,17 +74,22 @@ def embodrl(
     timeout_s: float = 480.0,
 ) -> Outcome:
     """Run the command line to its end; ``children`` gets the process ids that live when the signal is sent."""
-    process = start(*args, stop_at=stop_at, children=children, search_path=search_path)
-    try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    finally:
-        process.kill()
-    return Outcome(process.returncode, stdout, stderr)
+    environ = environment(stop_at, children, search_path)
+    return Outcome(*fork_server().run([str(each) for each in args], environ, timeout_s))
 
 
-def start(
-    *args: object, stop_at: str = "", children: Path | None = None, search_path: Path | None = None
-) -> subprocess.Popen[str]:
+def start(*args: object) -> subprocess.Popen[str]:
+    """Start the command line as a user does."""
+    command = [sys.executable, "-c", "from embodrl.cli.main import main; main()", *map(str, args)]
+    return subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    return ForkServer()
+
+
+def environment(stop_at: str = "", children: Path | None = None, search_path: Path | None = None) -> dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("STOP_AT")}
     environ |= {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), str(search_path or ""), os.environ.get("PYTHONPATH")])),
@@ -90,9 +97,7 @@ def start(
         "STOP_AT": stop_at,
         "COLUMNS": "200",
     }
-    environ |= {"STOP_AT_CHILDREN": str(children or os.devnull)}
-    command = [sys.executable, "-c", "from embodrl.cli.main import main; main()", *map(str, args)]
-    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return environ | {"STOP_AT_CHILDREN": str(children or os.devnull)}
 
 
 def assert_gone(children: Path) -> None:
