@@ -48,6 +48,7 @@ def test_the_first_iterations_have_the_losses_of_one_process(config: Path, whole
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 def test_native_in_its_own_process_is_the_same_run(config: Path, tmp_path: Path) -> None:
     for name, own in (("inside", "false"), ("apart", "true")):
         outcome = train(config, tmp_path / name, f"actor.own_process={own}")

@@ -35,7 +35,7 @@ AHEAD = ("runner.max_staleness=1", "algorithm.decoupled.enabled=true", "rollout.
 
 
 # The others differ from these in their losses alone, which are compared on the toy environment.
-IN_SHORT = ("ppo", "grpo", "srpo")
+IN_SHORT = ("ppo",)
 
 
 @pytest.mark.parametrize("preset", [p if p in IN_SHORT else pytest.param(p, marks=pytest.mark.long) for p in PRESETS])

@@ -22,6 +22,7 @@ env:
 """ + TINY_POLICY.replace("max_iterations: 4", "max_iterations: 3").replace("num_threads: 1", "num_threads: 2")
 
 
+@pytest.mark.long
 def test_a_killed_and_an_interrupted_run_are_resumed_bit_exactly(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG)

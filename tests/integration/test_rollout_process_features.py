@@ -37,7 +37,7 @@ FEATURES = {
     "published weights": ("rollout.publish_weights=true", "model.trainable=head"),
     "shards": ("runner.checkpoint_format=sharded", "actor.own_process=true"),
 }
-IN_SHORT = ("offload", "judged by what they see")
+IN_SHORT = ("offload",)
 ALL = [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in FEATURES]
 
 
@@ -79,7 +79,8 @@ def test_a_feature_gives_the_same_run(config: Path, tmp_path: Path, name: str) -
         )
 
 
-@pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("interrupted", [False, True])
 def test_a_process_that_dies_in_a_further_rollout_goes_on_with_the_update(
     config: Path, tmp_path: Path, interrupted: bool
 ) -> None:

@@ -38,6 +38,7 @@ def test_end_to_end_on_an_environment_without_a_simulator(monkeypatch: pytest.Mo
     assert result["ratio"] > 0 and result["hardware"]["cpu"]
 
 
+@pytest.mark.long
 def test_rollouts_beside_training_are_measured_in_the_middle_of_a_run() -> None:
     tiny = ("env=toy", "model=openvla", "env.num_processes=1", "env.train.total_num_envs=4", "algorithm.update_epoch=1")
     small = ("actor.global_batch_size=20", "actor.micro_batch_size=20", "env.train.max_steps_per_rollout_epoch=25")
