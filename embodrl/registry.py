@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from embodrl.errors import EmbodrlError, UnknownNameError
 from embodrl.names import import_function, import_object, nearest, parameters_of
@@ -73,6 +73,34 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
+
+
+class RegisteredName(str):
+    """A string that is known to be a name of ``registry``; an enumeration that extensions can add members to.
+
+    Raises:
+        UnknownNameError: the name is not registered; lists the known ones and the nearest.
+    """
+
+    __slots__ = ()
+    registry: ClassVar[Registry]
+
+    def __new__(cls, name: str) -> Self:
+        cls.registry.entry(name)
+        return super().__new__(cls, name)
+
+    @classmethod
+    def members(cls) -> list[Self]:
+        """Return the registered names, in order of registration."""
+        return [cls(name) for name in cls.registry]
+
+    @classmethod
+    def add(cls, name: str, target: Any, description: str, **facts: Any) -> Self:
+        """Register a name and return it, as a member from now on. See ``Registry.register``."""
+        cls.registry.register(name, target, description, **facts)
+        member = cls(name)
+        setattr(cls, name.upper(), member)
+        return member
 
 
 class FunctionRegistry(Registry):

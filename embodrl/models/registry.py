@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodrl.registry import MODELS
+from embodrl.registry import MODELS, RegisteredName
 
 if TYPE_CHECKING:
     import torch
@@ -13,27 +13,21 @@ if TYPE_CHECKING:
     from embodrl.models.base import LoadReport, VLAPolicy
 
 
-class SupportedModel(str):
-    """The name of a registered model family: a string that is known to be one.
-
-    Works like a string enumeration that extensions can add members to: ``SupportedModel("openvla")``,
-    ``SupportedModel.OPENVLA``, ``SupportedModel.members()``.
+class SupportedModel(RegisteredName):
+    """The name of a registered model family: ``SupportedModel("openvla")``, ``SupportedModel.OPENVLA``, ``members()``.
 
     Raises:
         UnknownNameError: the name is not registered; lists the known ones and the nearest.
     """
 
     __slots__ = ()
+    registry = MODELS
 
     OPENVLA: ClassVar[SupportedModel]
     OPENVLA_OFT: ClassVar[SupportedModel]
     PI0: ClassVar[SupportedModel]
     PI05: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
-
-    def __new__(cls, name: str) -> SupportedModel:
-        MODELS.entry(name)
-        return super().__new__(cls, name)
 
     @classmethod
     def register(
@@ -52,15 +46,7 @@ class SupportedModel(str):
         Raises:
             EmbodrlError: the name is taken.
         """
-        MODELS.register(name, builder, description, value_head=value_head, **facts)
-        member = cls(name)
-        setattr(cls, name.upper(), member)
-        return member
-
-    @classmethod
-    def members(cls) -> list[SupportedModel]:
-        """Return the registered families, in order of registration."""
-        return [cls(name) for name in MODELS]
+        return cls.add(name, builder, description, value_head=value_head, **facts)
 
 
 for _member in SupportedModel.members():

@@ -27,7 +27,7 @@ from embodrl.errors import EmbodrlError
 ELSEWHERE = os.environ.get("EMBODRL_SIMULATORS_PYTHON")
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "libero_assets" / "assets"
 ASSETS = os.environ.get("EMBODRL_LIBERO_ASSETS") or (str(SHARED) if SHARED.is_dir() else "")
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "new_environment"))  # processes inherit it
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "new_env"))  # processes inherit it
 LIMIT, CHUNK = 10, 4
 CAMERA = {"name": "base_camera", "height": 24, "width": 32, "fov_rad": None, "eye": None, "target": None}
 

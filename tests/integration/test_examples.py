@@ -64,7 +64,7 @@ def test_a_pipeline_from_outside_the_package(tmp_path: Path) -> None:
 
 
 def test_an_environment_from_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = yaml.safe_load((EXAMPLES / "new_environment" / "config.yaml").read_text())
+    example = yaml.safe_load((EXAMPLES / "new_env" / "config.yaml").read_text())
     tiny = yaml.safe_load(TINY_POLICY)
     sizes = {
         "max_episode_steps": 6,
@@ -81,7 +81,7 @@ def test_an_environment_from_outside_the_package(tmp_path: Path, monkeypatch: py
         config,
         f"runner.output_dir={tmp_path / 'run'}",
         "runner.max_iterations=2",
-        search_path=EXAMPLES / "new_environment",
+        search_path=EXAMPLES / "new_env",
     )
     assert outcome.code == 0, outcome.stderr
     rows = metrics(tmp_path / "run")

@@ -1,6 +1,6 @@
 """An environment from outside the package: a bright bar on a line, to be pushed to the right end.
 
-PYTHONPATH=examples/new_environment embodrl train --config examples/new_environment/config.yaml
+PYTHONPATH=examples/new_env embodrl train --config examples/new_env/config.yaml
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.registry import SupportedEnv
 from embodrl.envs.simulator import SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules
-from embodrl.registry import ENVS
 
 ACTION_DIM = 7
 STEP = 0.2
@@ -87,4 +87,6 @@ class LineWorld(SimulatorVectorEnv):
 
 
 # What the rules want to know without building the environment: its tasks and the size of an action.
-ENVS.register("line_world", LineWorld, "a bar to be pushed to the right", tasks=("push-right",), action_dim=ACTION_DIM)
+SupportedEnv.register(
+    "line_world", LineWorld, "a bar to be pushed to the right", tasks=("push-right",), action_dim=ACTION_DIM
+)

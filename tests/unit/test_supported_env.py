@@ -1,0 +1,45 @@
+"""Names of environments: an enumeration that extensions can add members to."""
+
+import subprocess
+import sys
+
+import pytest
+
+from embodrl.envs.registry import SupportedEnv
+from embodrl.errors import EmbodrlError, UnknownNameError
+from embodrl.registry import ENVS
+
+
+def test_members_are_the_registered_environments():
+    assert SupportedEnv.LIBERO == "libero" and SupportedEnv("maniskill") is not None
+    assert {"maniskill", "metaworld", "gymnasium", "libero", "toy"} <= set(SupportedEnv.members())
+    with pytest.raises(UnknownNameError, match="did you mean 'metaworld'"):
+        SupportedEnv("metawrld")
+    with pytest.raises(EmbodrlError, match="registered already"):
+        SupportedEnv.register("libero", "somewhere:Else")
+
+
+def test_an_environment_from_outside_becomes_a_member(monkeypatch):
+    monkeypatch.setattr(ENVS, "_entries", dict(ENVS._entries))
+    mine = SupportedEnv.register("mine_own", "my.env:Env", "mine", tasks=("reach",), action_dim=3, settings=("id",))
+    try:
+        assert mine == "mine_own" == SupportedEnv.MINE_OWN and mine in SupportedEnv.members()  # type: ignore[attr-defined]
+        entry = ENVS.entry("mine_own")
+        assert entry.description == "mine" and entry.target == "my.env:Env"
+        assert entry.facts == {"tasks": ("reach",), "action_dim": 3, "settings": ("id",)}
+    finally:
+        del SupportedEnv.MINE_OWN  # type: ignore[attr-defined]
+
+
+def test_what_is_not_said_is_no_fact(monkeypatch):
+    """Validation tells an environment whose tasks are not known from one that has none."""
+    monkeypatch.setattr(ENVS, "_entries", dict(ENVS._entries))
+    SupportedEnv.register("bare", "my.env:Env")
+    del SupportedEnv.BARE  # type: ignore[attr-defined]
+    assert ENVS.entry("bare").facts == {}
+
+
+def test_asking_imports_no_simulator_and_no_torch():
+    code = "import sys; from embodrl.envs.registry import SupportedEnv as S; S('libero'); print(sorted(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not any(f"'{name}'" in loaded for name in ("torch", "mujoco", "sapien", "mani_skill", "gymnasium"))
