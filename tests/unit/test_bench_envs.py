@@ -87,7 +87,7 @@ def test_a_table_and_a_file(
     monkeypatch.setattr(envs, "check_simulator", lacks_maniskill)
     rows = [{"size": 16, "num_envs": 1, "what": "stock", "steps_per_s": 3.0, "ratio": 1.0, "cpu_ratio": 1.0}]
     result = {"left_out": {"maniskill": "no ManiSkill: get it"}, "envs": {"toy": {"task": "a task", "rows": rows}}}
-    monkeypatch.setattr(envs, "run", lambda names, tell, keep: result)
+    monkeypatch.setattr(envs, "run", lambda names, tell, keep, settings: result)
     path = tmp_path / "envs.json"
     assert envs.main(path) == 0
     assert json.loads(path.read_text()) == result

@@ -1,0 +1,17 @@
+"""Which faults `make test` leaves out with simulators that take long to start."""
+
+import pytest
+
+LONG_WITH_MANISKILL = (
+    "test_a_damaged_mesh_cache_is_made_anew",
+    "test_random_faults_in_both_processes_neither_hang_nor_break_anything",
+    "test_a_full_dev_shm_is_of_no_account",
+    "test_a_simulator_that_fails_in_a_reset",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are selected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name.startswith(LONG_WITH_MANISKILL) and "[maniskill" in item.name:
+            item.add_marker("long")
