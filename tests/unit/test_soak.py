@@ -24,8 +24,9 @@ def test_flat_memory_passes_and_a_warm_up_does_not_count() -> None:
 def test_a_slow_leak_fails() -> None:
     leaking = [replace(s, driver_mib=100 + 0.2 * s.time_s) for s in FLAT]  # 115 to 120 in the last quarter
     assert failed(check_memory(leaking)) == ["memory of the driver"]
-    leaking = [replace(s, workers_mib=(40 + 0.1 * s.time_s,)) for s in FLAT]
-    assert failed(check_memory(leaking)) == ["memory of a simulator process"]
+    # A process that is killed now and then is young whenever it is looked at; one is never killed.
+    leaking = [replace(s, workers_mib=(40 + 0.1 * s.time_s, 40 + s.time_s % 7)) for s in FLAT]
+    assert failed(check_memory(leaking)) == ["memory of the simulator process that is spared"]
     assert len(failed(check_memory(FLAT[:5]))) == 2  # too few to tell
 
 
