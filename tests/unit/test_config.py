@@ -63,6 +63,7 @@ def test_every_task_of_maniskill_and_the_mix_have_presets() -> None:
         ("PlaceSphere-v1",),
         ("PokeCube-v1",),
         ("PullCube-v1",),
+        ("PullCubeTool-v1",),
         ("PushCube-v1",),
         ("PushCube-v1", "PullCube-v1"),
         ("RollBall-v1",),

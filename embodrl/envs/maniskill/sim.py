@@ -82,7 +82,9 @@ class ManiSkillSim:
         reduction = (0.0 if device == "cuda" else 0.95) if mesh_decimation is None else mesh_decimation
         if reduction > 0:
             decimate_robot(self.env.agent.robot.links, reduction)
-            simplify_ground(self.env.table_scene.ground)
+            # PullCubeTool gives its table another name.
+            table = self.env.scene_builder if hasattr(self.env, "scene_builder") else self.env.table_scene
+            simplify_ground(table.ground)
         self._controller: EndEffectorController | None = None
         if sim_backend == "physx_cpu":
             self._controller = EndEffectorController(self.env)

@@ -32,6 +32,7 @@ TASKS: dict[str, Task] = {
         Task("LiftPegUpright-v1", "lift the peg and stand it upright"),
         Task("PegInsertionSide-v1", "insert the peg into the hole of the box from the side", robot="panda_wristcam"),
         Task("PokeCube-v1", "poke the cube with the peg"),
+        Task("PullCubeTool-v1", "pull the cube closer with the tool"),
         Task("RollBall-v1", "roll the ball into the goal"),
         Task("PlaceSphere-v1", "pick up the ball and put it into the bin"),
     )
