@@ -26,7 +26,7 @@ from embodrl.scheduler.extras import check_extras
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
 from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, preset_lacks
-from embodrl.scheduler.simulators import check_others, troubles
+from embodrl.scheduler.simulators import check_others, preflight, troubles
 
 GIB = 1 << 30
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
@@ -208,17 +208,20 @@ def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> Finding:
     return Finding("GPU", "ok", text)
 
 
-def preflight_rendering() -> None:
+def preflight_rendering(python: str | None = None) -> None:
     """Refuse before anything is started where no camera can be rendered. Takes about 0.1 s.
+
+    Args:
+        python: interpreter of the simulator processes, which may bring libraries of its own; None for this one.
 
     Raises:
         MissingDependencyError: ManiSkill, the Vulkan loader or a sufficient driver is missing; names the package.
     """
-    checks: tuple[Callable[[], Finding], ...] = (
-        check_simulator,
-        check_libraries,
-        lambda: check_vulkan(vulkan.probe_in_subprocess()),
-    )
+    checks: list[Callable[[], Finding]] = [lambda: check_vulkan(vulkan.probe_in_subprocess())]
+    if python is None:
+        checks = [check_simulator, check_libraries, *checks]
+    else:
+        preflight("maniskill", python)
     for check in checks:
         finding = check()
         if finding.status == "error":

@@ -27,7 +27,7 @@ def check_simulator(config: Config) -> None:
     if config.env.env_type == "maniskill":
         from embodrl.scheduler.doctor import preflight_rendering
 
-        preflight_rendering()
+        preflight_rendering(interpreter_of(config))
     elif config.env.env_type == "libero":
         from embodrl.scheduler.libero import preflight_libero
 
