@@ -48,6 +48,18 @@ print(json.dumps({"contrast": contrast, "gl": gl, "software": draws_in_software(
 """
 
 
+def ask(python: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a piece of code in an interpreter, which sees what a simulator process there would see.
+
+    Raises:
+        OSError: it can't be started.
+        subprocess.TimeoutExpired: it hangs.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    command = [python, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+
+
 def missing_packages(env_type: str, python: str | None = None) -> list[str]:
     """Return the modules that an environment needs and an interpreter (None: this one) has not.
 
@@ -58,10 +70,8 @@ def missing_packages(env_type: str, python: str | None = None) -> list[str]:
     if python is None:
         return [name for name in needs if importlib.util.find_spec(name) is None]
     remedy = "set env.python to the interpreter of a virtual environment that has the simulator"
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    command = [python, "-c", FIND_MODULES, *needs]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+        done = ask(python, FIND_MODULES, *needs)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MissingDependencyError(f"env.python {python} can't be run: {error}", remedy) from error
     if done.returncode != 0:

@@ -107,6 +107,14 @@ def test_the_shipped_pins_are_exact_and_name_no_index():
     assert not any(line.startswith(("torch", "nvidia")) for line in lines)
 
 
+def test_packages_of_this_environment_are_not_those_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install()
+    (tmp_path / "here" / "libero").mkdir(parents=True)
+    (tmp_path / "here" / "libero" / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "here"))
+    assert find_package(str(places.installed_python("libero"))) is None
+
+
 def test_all_that_libero_lacks_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
     install()
