@@ -127,6 +127,17 @@ def interpreter_exists(context: Context) -> Iterator[Finding]:
         yield Finding("env.python", message, remedy, "the path of an interpreter, auto, or null")
 
 
+@note("env.env_type", "env.render_detail", "env.mesh_decimation")
+def decimation_decides(context: Context) -> Iterator[Finding]:
+    """A part of the triangles that is named goes before the kind of pictures."""
+    env = context.config.env
+    read: tuple[str, ...] = ENVS.entry(env.env_type).facts.get("settings", ()) if env.env_type in ENVS else ()
+    if "mesh_decimation" in read and env.mesh_decimation != "auto" and context.by_user("env.render_detail"):
+        message = f"has no effect: env.mesh_decimation is {env.mesh_decimation:g}, which decides alone"
+        remedy = "leave it out, or set env.mesh_decimation=auto"
+        yield Finding("env.render_detail", message, remedy, others=("env.mesh_decimation",))
+
+
 @note("env")
 def keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that this environment does not read."""
