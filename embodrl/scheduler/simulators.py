@@ -118,7 +118,8 @@ def draw_frame(
         what = next((line for line in reversed(lines) if not line.startswith("remedy:")), lines[-1])
         return Finding(name, "error", what, error.remedy or remedy)
     if contrast == 0:
-        return Finding(name, "error", "it draws an empty picture", "try MUJOCO_GL=osmesa, or another driver")
+        other = "try another Vulkan driver" if env_type == "maniskill" else "try MUJOCO_GL=osmesa, or another driver"
+        return Finding(name, "error", "it draws an empty picture", other)
     seconds = time.monotonic() - start
     return Finding(name, "ok", f"one environment and one frame in {seconds:.1f} s ({python or 'this environment'})")
 

@@ -426,3 +426,10 @@ def test_videos_are_named_after_the_outcome_and_decode(env: Any, tmp_path: Path)
     assert len(video) == frames
     assert video[0].shape == (256, 256, 3)
     assert np.asarray(video[0]).std() > 10
+
+
+def test_doctor_makes_an_environment(env: Any) -> None:
+    from embodrl.scheduler.doctor import check_maniskill
+
+    found = check_maniskill(can_draw=True)
+    assert found.status == "ok" and "one environment and one frame" in found.detail, found
