@@ -12,7 +12,7 @@ from embodrl.envs.mujoco_scene import GL_REMEDY
 from embodrl.errors import MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
-from embodrl.scheduler.simulators import ask, draw_frame, missing_gl
+from embodrl.scheduler.simulators import ask, draw_frame, missing_gl, optional
 
 INSTALL = "embodrl env install libero"
 ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
@@ -91,4 +91,4 @@ def check_libero() -> Finding:
         "max_episode_steps": 1,
     }
     interpreter = None if python is None else str(python)
-    return draw_frame("LIBERO", "libero", kwargs, interpreter, remedy=f"{INSTALL} --force")
+    return optional(draw_frame("LIBERO", "libero", kwargs, interpreter, remedy=f"{INSTALL} --force"))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from embodrl.config import isolated as places
+from embodrl.config import load_config
 from embodrl.errors import EmbodrlError, UsageError
-from embodrl.scheduler import isolated
+from embodrl.scheduler import isolated, libero, simulators
+from embodrl.scheduler.findings import Finding, can_train
 from embodrl.scheduler.libero import find_package, preflight_libero
 from embodrl.scheduler.libero import problems as libero_problems
+from embodrl.workers.env import try_simulator
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +109,20 @@ def test_the_shipped_pins_are_exact_and_name_no_index():
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert all(line.count("==") == 1 and "/" not in line and not line.startswith("-") for line in lines)
     assert not any(line.startswith(("torch", "nvidia")) for line in lines)
+
+
+def test_a_libero_that_does_not_run_keeps_nobody_from_training(monkeypatch: pytest.MonkeyPatch):
+    install()
+    broken = Finding("LIBERO", "error", "it draws an empty picture", "another driver")
+    monkeypatch.setattr(libero, "problems", lambda *_: [])
+    monkeypatch.setattr(libero, "draw_frame", lambda *_, **__: broken)
+    assert can_train([libero.check_libero()])
+    assert libero.check_libero().remedy == broken.remedy
+    # What a configuration asks for is another matter.
+    monkeypatch.setattr(simulators, "draw_frame", lambda name, *_: replace(broken, name=name))
+    config = load_config(["env=libero"]).config
+    found = try_simulator(config)
+    assert found.name == "env=libero" and not can_train([found])
 
 
 def test_packages_of_this_environment_are_not_those_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
