@@ -23,6 +23,7 @@ from embodrl.errors import MissingDependencyError
 from embodrl.scheduler import libero, vulkan
 from embodrl.scheduler.extras import check_extras
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
+from embodrl.scheduler.isolated import check_all_pins
 from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, preset_lacks
 from embodrl.scheduler.simulators import CAMERA, check_others, draw_frame, preflight, troubles
@@ -239,7 +240,7 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
     ]
     if libero.wanted():
         findings.append(libero.check_libero())
-    return findings + check_extras()
+    return findings + check_all_pins() + check_extras()
 
 
 def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:

@@ -18,7 +18,7 @@ from embodrl.scheduler import isolated, libero, simulators
 from embodrl.scheduler.findings import Finding, can_train
 from embodrl.scheduler.libero import find_package, preflight_libero
 from embodrl.scheduler.libero import problems as libero_problems
-from embodrl.workers.env import try_simulator
+from embodrl.workers.env import check_simulator, try_simulator
 
 
 @pytest.fixture(autouse=True)
@@ -73,13 +73,38 @@ def test_a_half_made_environment_is_not_taken_for_whole(tmp_path: Path):
     assert not (tmp_path / "libero" / "leftover").exists()
 
 
-def test_other_pins_make_it_outdated(tmp_path: Path):
+def mark(prefix: Path, **changes: str) -> None:
+    marker = prefix / places.MARKER
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | changes))
+
+
+def test_other_pins_make_it_outdated_which_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(libero, "problems", lambda *_: [])
+    config = load_config(["env=libero"]).config
     install()
-    marker = tmp_path / "libero" / places.MARKER
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"requirements": "old"}))
+    check_simulator(config)
+    assert isolated.check_all_pins() == [] and not caplog.messages
+    mark(tmp_path / "libero", requirements="old")
     assert isolated.list_environments()[0].state == "outdated"
+    [found] = isolated.check_all_pins()
+    assert (found.status, found.remedy) == ("warning", "embodrl env install libero")
+    check_simulator(config)
+    [told] = caplog.messages
+    assert str(tmp_path / "libero") in told and found.remedy in told
+    named = load_config(["env=libero", f"env.python={places.installed_python('libero')}"]).config
+    check_simulator(named)
+    assert len(caplog.messages) == 1, "an interpreter that the user names is the user's affair"
     install()
     assert isolated.list_environments()[0].state == "ready"
+
+
+def test_a_directory_of_another_simulator_is_no_installation(tmp_path: Path):
+    install()
+    mark(tmp_path / "libero", name="another")
+    assert places.installed_python("libero") is None
+    assert isolated.check_all_pins() == []
 
 
 def test_a_failing_pip_leaves_nothing_that_is_used(monkeypatch: pytest.MonkeyPatch):
