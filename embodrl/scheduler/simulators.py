@@ -25,7 +25,7 @@ from embodrl.scheduler.findings import Finding
 
 RENDER_TIMEOUT_S = 120.0
 FRAME_TIMEOUTS = EnvTimeouts(300.0, 300.0, 300.0)
-CAMERA = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+CAMERA: dict[str, Any] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "metaworld": {"tasks": ["reach-v3"], "cameras": [{**CAMERA, "name": "corner2"}]},
     "gymnasium": {"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [CAMERA]},

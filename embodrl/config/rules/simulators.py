@@ -134,8 +134,7 @@ def decimation_decides(context: Context) -> Iterator[Finding]:
     read: tuple[str, ...] = ENVS.entry(env.env_type).facts.get("settings", ()) if env.env_type in ENVS else ()
     if "mesh_decimation" in read and env.mesh_decimation != "auto" and context.by_user("env.render_detail"):
         message = f"has no effect: env.mesh_decimation is {env.mesh_decimation:g}, which decides alone"
-        remedy = "leave it out, or set env.mesh_decimation=auto"
-        yield Finding("env.render_detail", message, remedy, others=("env.mesh_decimation",))
+        yield Finding("env.render_detail", message, "leave it out, or set env.mesh_decimation=auto")
 
 
 @note("env")
