@@ -233,7 +233,7 @@ ENVS.register(
     "ManiSkill 3 (SAPIEN) table-top manipulation",
     tasks="embodrl.envs.maniskill.tasks:INSTRUCTIONS",
     action_dim=7,
-    settings=("cameras", *_REWARDS, "sim_backend", "render_backend", "mesh_decimation", "video"),
+    settings=("cameras", *_REWARDS, "sim_backend", "render_backend", "render_detail", "mesh_decimation", "video"),
     needs=("mani_skill", "sapien", "fast_simplification"),
     extra="maniskill",
     actions="change of the gripper's pose (x, y, z, three angles) and its opening, -1 to 1",

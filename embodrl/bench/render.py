@@ -93,6 +93,7 @@ class Ours:
             cameras={"base_camera": {"width": size, "height": size}},
             sim_backend="physx_cpu",
             render_backend="cpu" if device.startswith("pci") else "gpu",
+            render_detail="auto",
             mesh_decimation=None,
             human_size=(128, 128),
         )

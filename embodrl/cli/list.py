@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -91,10 +91,19 @@ def envs() -> str:
             facts[INSTALL] = f"embodrl env install {name}"
         table.append((name, entry.description))
         table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
-        table += [
-            ("", f"{'task':<{width}}  {task}" + f": {text}" * bool(text)) for task, text in env_tasks(name).items()
-        ]
+        table += [("", f"{label:<{width}}  {text}") for label, text in labelled_tasks(name)]
     return rows(table)
+
+
+def labelled_tasks(name: str) -> list[tuple[str, str]]:
+    """Return the tasks of an environment with their instructions, below the suites where there are any."""
+    tasks = {task: task + f": {text}" * bool(text) for task, text in env_tasks(name).items()}
+    suites: dict[str, Any] = ENVS.entry(name).facts.get("suites", {})
+    result: list[tuple[str, str]] = []
+    for suite, facts in suites.items():
+        result.append(("suite", f"env.suite={suite}, {len(facts['tasks'])} tasks"))
+        result += [("task", tasks.pop(task)) for task in facts["tasks"]]
+    return result + [("task", text) for text in tasks.values()]
 
 
 def algorithms() -> str:

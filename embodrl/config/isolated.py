@@ -55,5 +55,6 @@ def read_marker(prefix: Path) -> dict[str, Any] | None:
 def installed_python(name: str) -> Path | None:
     """Return the interpreter of a simulator's environment, or None where there is no whole one."""
     prefix = default_prefix(name)
-    python = python_of(prefix)
-    return python if read_marker(prefix) is not None and os.access(python, os.X_OK) else None
+    python, marker = python_of(prefix), read_marker(prefix)
+    whole = marker is not None and marker.get("name") == name and os.access(python, os.X_OK)
+    return python if whole else None

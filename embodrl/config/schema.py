@@ -157,12 +157,15 @@ class EnvConfig(Section):
         default="auto", description="Vulkan device; auto takes a GPU if there is one"
     )
     mesh_decimation: Fraction | Literal["auto"] = Field(
-        default="auto", description="part of the robot's visual triangles to drop; auto is 0.95 on a CPU and 0 on a GPU"
+        default="auto",
+        description="ManiSkill: part of the robot's visual triangles to drop; 0 leaves the ground as it is, too; auto"
+        " leaves both to render_detail",
     )
     render_detail: Literal["auto", "full", "fast"] = Field(
         default="auto",
-        description="of MuJoCo's pictures: fast leaves out shadows, reflections, anti-aliasing and most triangles of"
-        " large meshes; auto is fast where a CPU draws",
+        description="fast leaves out shadows, reflections, anti-aliasing and most triangles of large meshes (ManiSkill:"
+        " 95 % of the robot's triangles and nearly all of the ground's); full draws as the simulator does; auto is fast"
+        " where a CPU draws",
     )
     num_processes: PositiveInt = Field(
         default=2,

@@ -44,7 +44,7 @@ def simplifier(package: str) -> tuple[Any, str]:
     try:
         return import_module("fast_simplification"), version("fast-simplification")
     except ImportError as error:
-        remedy = f"pip install '{package}', or set env.render_detail=full (ManiSkill: env.mesh_decimation=0)"
+        remedy = f"pip install '{package}', or set env.render_detail=full"
         raise MissingDependencyError(f"fast_simplification can't be imported: {error}", remedy) from error
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,22 @@ from embodrl.errors import MissingDependencyError
 from embodrl.scheduler import libero, vulkan
 from embodrl.scheduler.extras import check_extras
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
+from embodrl.scheduler.isolated import check_all_pins
 from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, preset_lacks
-from embodrl.scheduler.simulators import check_others, troubles
+from embodrl.scheduler.simulators import CAMERA, check_others, draw_frame, preflight, troubles
 
 GIB = 1 << 30
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 MIN_MEMORY_GIB = 4.0
 MIN_SHARED_MEMORY_MIB = 256.0
 MIN_DISK_GIB = 2.0
-RENDER_TIMEOUT_S = 120.0
 
 SIMULATOR_REMEDY = "pip install 'embodrl[maniskill]' (in a clone: make setup)"
+MANISKILL_EXAMPLE: dict[str, Any] = {"tasks": ["PushCube-v1"], "cameras": [{**CAMERA, "name": "base_camera"}]}
 INSTALLER = "in a clone: scripts/install_system_packages.sh"
 MESA = "apt install mesa-vulkan-drivers, on Debian 12 with -t bookworm-backports"
+FRAME_REMEDY = f"make its packages anew: {SIMULATOR_REMEDY}; or try another Vulkan driver: {MESA}"
 VULKAN_REMEDIES = {
     vulkan.NO_LOADER: f"install the Vulkan loader: apt install libvulkan1 ({INSTALLER})",
     vulkan.NO_DEVICE: f"install a Vulkan driver: {MESA} ({INSTALLER})",
@@ -164,21 +165,13 @@ def check_vulkan(report: vulkan.VulkanReport) -> Finding:
     return Finding("Vulkan", "ok", "; ".join(devices))
 
 
-def check_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
-    """One simulated step and one frame, for real."""
-    command = [sys.executable, "-m", "embodrl.scheduler.render_check"]
-    remedy = "run it yourself to see more: python -m embodrl.scheduler.render_check"
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return Finding("rendering", "error", f"no frame within {timeout_s:g} s", remedy)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"]
-        return Finding("rendering", "error", lines[-1], remedy)
-    result = json.loads(done.stdout.splitlines()[-1])
-    if result["contrast"] == 0:
-        return Finding("rendering", "error", f"{result['device']} draws an empty picture", remedy)
-    return Finding("rendering", "ok", f"one step and one frame on {result['device']} in {result['seconds']:.1f} s")
+def check_maniskill(can_draw: bool) -> Finding:
+    """One environment and one frame, for real, where the packages are there and something can draw."""
+    packages = check_simulator()
+    if packages.status == "error" or not can_draw:
+        return packages
+    frame = draw_frame("ManiSkill", "maniskill", MANISKILL_EXAMPLE, remedy=FRAME_REMEDY)
+    return replace(frame, detail=f"{packages.detail}: {frame.detail}")
 
 
 def list_gpus() -> list[tuple[str, int]]:
@@ -208,17 +201,20 @@ def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> Finding:
     return Finding("GPU", "ok", text)
 
 
-def preflight_rendering() -> None:
+def preflight_rendering(python: str | None = None) -> None:
     """Refuse before anything is started where no camera can be rendered. Takes about 0.1 s.
+
+    Args:
+        python: interpreter of the simulator processes, which may bring libraries of its own; None for this one.
 
     Raises:
         MissingDependencyError: ManiSkill, the Vulkan loader or a sufficient driver is missing; names the package.
     """
-    checks: tuple[Callable[[], Finding], ...] = (
-        check_simulator,
-        check_libraries,
-        lambda: check_vulkan(vulkan.probe_in_subprocess()),
-    )
+    checks: list[Callable[[], Finding]] = [lambda: check_vulkan(vulkan.probe_in_subprocess())]
+    if python is None:
+        checks = [check_simulator, check_libraries, *checks]
+    else:
+        preflight("maniskill", python)
     for check in checks:
         finding = check()
         if finding.status == "error":
@@ -227,8 +223,7 @@ def preflight_rendering() -> None:
 
 def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
     """Run every check; a frame is drawn only where the driver could do it."""
-    torch = installed_version("torch")
-    simulator, driver = check_simulator(), vulkan.probe_in_subprocess()
+    torch, libraries, driver = installed_version("torch"), check_libraries(), vulkan.probe_in_subprocess()
     findings = [
         check_python(),
         check_cpu(),
@@ -238,21 +233,19 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
         check_torch(),
         check_torchvision(torch, installed_version("torchvision")),
         check_gpu(gpus, torch),
-        simulator,
-        check_libraries(),
+        check_maniskill(driver.usable and libraries.status == "ok"),
+        libraries,
         check_vulkan(driver),
+        *check_others(),
     ]
-    if driver.usable and simulator.status == "ok":
-        findings.append(check_rendering())
-    findings += check_others()
     if libero.wanted():
         findings.append(libero.check_libero())
-    return findings + check_extras()
+    return findings + check_all_pins() + check_extras()
 
 
 def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
     """Return what the presets need to know."""
-    simulator_checks = ("ManiSkill", "system libraries", "Vulkan", "rendering")
+    simulator_checks = ("ManiSkill", "system libraries", "Vulkan")
     lacking = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
     usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
     return Machine(

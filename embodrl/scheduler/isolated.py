@@ -25,6 +25,7 @@ from embodrl.config.isolated import (
 )
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import nearest
+from embodrl.scheduler.findings import Finding
 
 # What proves that the packages fit each other.
 IMPORTS = {"libero": "import mujoco, numba, scipy, cv2, bddl, robosuite.macros, matplotlib.cm, fast_simplification"}
@@ -72,6 +73,20 @@ def list_environments() -> list[Installed]:
     """Return all that can be installed, and what has been."""
     prefixes = {name: default_prefix(name) for name in installable()}
     return [Installed(name, prefix, state_of(name, prefix)) for name, prefix in prefixes.items()]
+
+
+def check_pins(name: str) -> Finding | None:
+    """Return a warning if the environment that ``env.python: auto`` finds was made from other pins than today's."""
+    prefix = default_prefix(name)
+    if name not in installable() or state_of(name, prefix) != "outdated":
+        return None
+    detail = f"{prefix} has other packages than this version of embodrl pins; it may run nevertheless"
+    return Finding(f"environment of {name}", "warning", detail, f"embodrl env install {name}")
+
+
+def check_all_pins() -> list[Finding]:
+    """Return a warning for every environment that is outdated."""
+    return [found for found in map(check_pins, installable()) if found is not None]
 
 
 def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], None]) -> Path:

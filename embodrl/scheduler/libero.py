@@ -12,7 +12,7 @@ from embodrl.envs.mujoco_scene import GL_REMEDY
 from embodrl.errors import MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
-from embodrl.scheduler.simulators import draw_frame, missing_gl
+from embodrl.scheduler.simulators import ask, draw_frame, missing_gl, optional
 
 INSTALL = "embodrl env install libero"
 ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
@@ -29,7 +29,7 @@ def find_package(python: str | None) -> Path | None:
         found = spec.submodule_search_locations if spec is not None else None
         return Path(found[0]) / "libero" if found else None
     try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False)
+        done = ask(python, _PROBE)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return Path(done.stdout.strip()) if done.returncode == 0 and done.stdout.strip() else None
@@ -91,4 +91,4 @@ def check_libero() -> Finding:
         "max_episode_steps": 1,
     }
     interpreter = None if python is None else str(python)
-    return draw_frame("LIBERO", "libero", kwargs, interpreter, remedy=f"{INSTALL} --force")
+    return optional(draw_frame("LIBERO", "libero", kwargs, interpreter, remedy=f"{INSTALL} --force"))

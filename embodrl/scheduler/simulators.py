@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from embodrl.scheduler.findings import Finding
 
 RENDER_TIMEOUT_S = 120.0
 FRAME_TIMEOUTS = EnvTimeouts(300.0, 300.0, 300.0)
-CAMERA = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+CAMERA: dict[str, Any] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "metaworld": {"tasks": ["reach-v3"], "cameras": [{**CAMERA, "name": "corner2"}]},
     "gymnasium": {"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [CAMERA]},
@@ -48,6 +49,18 @@ print(json.dumps({"contrast": contrast, "gl": gl, "software": draws_in_software(
 """
 
 
+def ask(python: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a piece of code in an interpreter, which sees what a simulator process there would see.
+
+    Raises:
+        OSError: it can't be started.
+        subprocess.TimeoutExpired: it hangs.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    command = [python, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+
+
 def missing_packages(env_type: str, python: str | None = None) -> list[str]:
     """Return the modules that an environment needs and an interpreter (None: this one) has not.
 
@@ -58,10 +71,8 @@ def missing_packages(env_type: str, python: str | None = None) -> list[str]:
     if python is None:
         return [name for name in needs if importlib.util.find_spec(name) is None]
     remedy = "set env.python to the interpreter of a virtual environment that has the simulator"
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    command = [python, "-c", FIND_MODULES, *needs]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+        done = ask(python, FIND_MODULES, *needs)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MissingDependencyError(f"env.python {python} can't be run: {error}", remedy) from error
     if done.returncode != 0:
@@ -75,8 +86,12 @@ def check_simulator(env_type: str) -> Finding:
     if missing:
         detail = f"not installed: {', '.join(missing)}; for env={env_type} only"
         return Finding(env_type, "ok", detail, f"pip install 'embodrl[{facts['extra']}]'")
-    found = draw_frame(env_type, env_type, EXAMPLES[env_type])
-    return found if found.status == "ok" else Finding(found.name, "warning", found.detail, found.remedy)
+    return optional(draw_frame(env_type, env_type, EXAMPLES[env_type]))
+
+
+def optional(found: Finding) -> Finding:
+    """Turn an error into a warning: training can run without a simulator that it does not use."""
+    return replace(found, status="warning") if found.status == "error" else found
 
 
 def draw_frame(
@@ -108,7 +123,8 @@ def draw_frame(
         what = next((line for line in reversed(lines) if not line.startswith("remedy:")), lines[-1])
         return Finding(name, "error", what, error.remedy or remedy)
     if contrast == 0:
-        return Finding(name, "error", "it draws an empty picture", "try MUJOCO_GL=osmesa, or another driver")
+        other = "try another Vulkan driver" if env_type == "maniskill" else "try MUJOCO_GL=osmesa, or another driver"
+        return Finding(name, "error", "it draws an empty picture", other)
     seconds = time.monotonic() - start
     return Finding(name, "ok", f"one environment and one frame in {seconds:.1f} s ({python or 'this environment'})")
 

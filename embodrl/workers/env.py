@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,30 @@ from embodrl.envs.pool import EnvPool
 from embodrl.errors import MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
+from embodrl.scheduler.isolated import check_pins
 from embodrl.scheduler.placement import ProcessPlace
 from embodrl.scheduler.topology import assign_cpus
 
+logger = logging.getLogger(__name__)
+
 
 def check_simulator(config: Config) -> None:
-    """Refuse a simulator that can't run on this machine, before anything is started.
+    """Refuse a simulator that can't run on this machine, before anything is started; warn of an outdated one.
 
     Raises:
         MissingDependencyError: names the missing package.
     """
+    _refuse_missing(config)
+    outdated = check_pins(config.env.env_type) if config.env.python == AUTO else None
+    if outdated is not None:
+        logger.warning("%s: %s; %s", outdated.name, outdated.detail, outdated.remedy)
+
+
+def _refuse_missing(config: Config) -> None:
     if config.env.env_type == "maniskill":
         from embodrl.scheduler.doctor import preflight_rendering
 
-        preflight_rendering()
+        preflight_rendering(interpreter_of(config))
     elif config.env.env_type == "libero":
         from embodrl.scheduler.libero import preflight_libero
 
@@ -44,7 +55,7 @@ def try_simulator(config: Config) -> Finding:
 
     name = f"env={config.env.env_type}"
     try:
-        check_simulator(config)
+        _refuse_missing(config)  # doctor tells of outdated environments, whatever the configuration
     except MissingDependencyError as error:
         return Finding(name, "error", error.message, error.remedy)
     return draw_frame(name, config.env.env_type, env_kwargs(config), interpreter_of(config), config.extensions)

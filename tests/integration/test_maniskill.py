@@ -103,7 +103,7 @@ def test_a_partial_reset_leaves_the_other_environment_alone(env: Any) -> None:
 
 
 def test_light_meshes_hardly_change_the_picture_and_leave_collisions_alone() -> None:
-    light, stock = make(1, ["PushCube-v1"]), make(1, ["PushCube-v1"], mesh_decimation=0.0)
+    light, stock = make(1, ["PushCube-v1"]), make(1, ["PushCube-v1"], render_detail="full")
     try:
         ours, theirs = (start(e, seeds_of(3)).images.astype(np.int64) for e in (light, stock))
         difference = np.abs(ours - theirs)
@@ -426,3 +426,10 @@ def test_videos_are_named_after_the_outcome_and_decode(env: Any, tmp_path: Path)
     assert len(video) == frames
     assert video[0].shape == (256, 256, 3)
     assert np.asarray(video[0]).std() > 10
+
+
+def test_doctor_makes_an_environment(env: Any) -> None:
+    from embodrl.scheduler.doctor import check_maniskill
+
+    found = check_maniskill(can_draw=True)
+    assert found.status == "ok" and "one environment and one frame" in found.detail, found

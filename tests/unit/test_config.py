@@ -223,7 +223,8 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
         (["env=toy", "env.mesh_decimation=0.5"], "env.mesh_decimation"),
         (["env=toy", "env.video.height=64"], "env.video.height"),
         (["env=toy", "env.id=Hopper-v5"], "env.id"),
-        (["env=maniskill", "env.render_detail=full"], "env.render_detail"),
+        (["env=toy", "env.render_detail=full"], "env.render_detail"),
+        (["env=maniskill", "env.render_detail=fast", "env.mesh_decimation=0"], "env.render_detail"),
         (["env=metaworld", "env.sim_backend=physx_cpu"], "env.sim_backend"),
         (["env.train.max_steps_per_rollout_epoch=45"], "env.train.max_steps_per_rollout_epoch"),
         (

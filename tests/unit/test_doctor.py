@@ -112,6 +112,23 @@ def test_preflight_without_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "embodrl[maniskill]" in caught.value.remedy
 
 
+def frame(name: str) -> Finding:
+    return Finding(name, "ok", "one environment and one frame")
+
+
+def test_maniskill_itself_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", "mani_skill 3"))
+    assert doctor.check_maniskill(can_draw=False).detail == "mani_skill 3"
+    # What the process of a ManiSkill whose packages are broken says.
+    monkeypatch.setattr(doctor, "MANISKILL_EXAMPLE", {"no_such_argument": 1})
+    found = doctor.check_maniskill(can_draw=True)
+    assert (found.name, found.status) == ("ManiSkill", "error")
+    assert "mani_skill 3: " in found.detail and "no_such_argument" in found.detail
+    assert "embodrl[maniskill]" in found.remedy and "Vulkan driver" in found.remedy
+    lacking = doctor.summarize([found], []).simulators["maniskill"]
+    assert "no_such_argument" in lacking
+
+
 @pytest.mark.parametrize(("vulkan_status", "exit_code"), [(vulkan.USABLE, 0), (vulkan.NO_DEVICE, 1)])
 def test_run_doctor_as_json(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vulkan_status: int, exit_code: int
@@ -119,14 +136,14 @@ def test_run_doctor_as_json(
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan_status, [], "as told"))
     monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
     monkeypatch.setattr(doctor, "check_libraries", lambda: Finding("system libraries", "ok", ""))
-    monkeypatch.setattr(doctor, "check_rendering", lambda: Finding("rendering", "ok", "a frame"))
+    drawn: list[str] = []
+    monkeypatch.setattr(doctor, "draw_frame", lambda name, *rest, **options: drawn.append(name) or frame(name))
     monkeypatch.setattr(doctor, "check_shared_memory", lambda: Finding("shared memory", "ok", "enough"))
     out = io.StringIO()
     assert doctor.run_doctor(json_output=True, output_dir=tmp_path, console=Console(file=out, width=40)) == exit_code
     report = json.loads(out.getvalue())
-    names = [finding["name"] for finding in report["findings"]]
     assert report["can_train"] == (exit_code == 0)
-    assert ("rendering" in names) == (vulkan_status == vulkan.USABLE)
+    assert ("ManiSkill" in drawn) == (vulkan_status == vulkan.USABLE)
     assert ("as told" in report["presets"]["env=maniskill"]) == (exit_code == 1)
 
 

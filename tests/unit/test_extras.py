@@ -7,8 +7,9 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.errors import MissingDependencyError
-from embodrl.scheduler import extras, simulators
+from embodrl.scheduler import doctor, extras, simulators, vulkan
 from embodrl.scheduler.extras import Extra, check_extra, check_extras
+from embodrl.scheduler.findings import Finding
 from embodrl.workers.env import check_simulator, try_simulator
 
 
@@ -86,6 +87,38 @@ def test_the_packages_of_another_interpreter_are_looked_for_there(monkeypatch: p
         check_simulator(config)
     found = try_simulator(config)
     assert found.status == "error" and "pip install 'embodrl[metaworld]'" in found.remedy
+
+
+def python_with(folder: Path, *packages: str) -> str:
+    """Return an interpreter like this one that finds these packages as well, though PYTHONPATH is not handed to it."""
+    for name in packages:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_maniskill_is_looked_for_in_the_interpreter_that_will_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = ("simulator_of_another_interpreter",)
+    monkeypatch.setitem(simulators.ENVS.entry("maniskill").facts, "needs", needs)
+    monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.USABLE))
+    here = Finding("ManiSkill", "error", "not installed: in this environment")
+    monkeypatch.setattr(doctor, "check_simulator", lambda: here)
+    monkeypatch.setattr(doctor, "check_libraries", lambda: here)
+    with pytest.raises(MissingDependencyError, match="in this environment"):
+        check_simulator(load_config(["env=maniskill"]).config)
+    check_simulator(load_config(["env=maniskill", f"env.python={python_with(tmp_path, *needs)}"]).config)
+    config = load_config(["env=maniskill", f"env.python={sys.executable}"]).config
+    with pytest.raises(MissingDependencyError, match=f"{needs[0]}, which {sys.executable} has not"):
+        check_simulator(config)
+    monkeypatch.setitem(simulators.ENVS.entry("maniskill").facts, "needs", ("json",))
+    monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.NO_DEVICE, [], "no driver"))
+    with pytest.raises(MissingDependencyError, match="no driver"):
+        check_simulator(config)
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\necho no libpython >&2\nexit 127\n", None])

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from embodrl.config import isolated as places
+from embodrl.config import load_config
 from embodrl.errors import EmbodrlError, UsageError
-from embodrl.scheduler import isolated
+from embodrl.scheduler import isolated, libero, simulators
+from embodrl.scheduler.findings import Finding, can_train
 from embodrl.scheduler.libero import find_package, preflight_libero
 from embodrl.scheduler.libero import problems as libero_problems
+from embodrl.workers.env import check_simulator, try_simulator
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +73,38 @@ def test_a_half_made_environment_is_not_taken_for_whole(tmp_path: Path):
     assert not (tmp_path / "libero" / "leftover").exists()
 
 
-def test_other_pins_make_it_outdated(tmp_path: Path):
+def mark(prefix: Path, **changes: str) -> None:
+    marker = prefix / places.MARKER
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | changes))
+
+
+def test_other_pins_make_it_outdated_which_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(libero, "problems", lambda *_: [])
+    config = load_config(["env=libero"]).config
     install()
-    marker = tmp_path / "libero" / places.MARKER
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"requirements": "old"}))
+    check_simulator(config)
+    assert isolated.check_all_pins() == [] and not caplog.messages
+    mark(tmp_path / "libero", requirements="old")
     assert isolated.list_environments()[0].state == "outdated"
+    [found] = isolated.check_all_pins()
+    assert (found.status, found.remedy) == ("warning", "embodrl env install libero")
+    check_simulator(config)
+    [told] = caplog.messages
+    assert str(tmp_path / "libero") in told and found.remedy in told
+    named = load_config(["env=libero", f"env.python={places.installed_python('libero')}"]).config
+    check_simulator(named)
+    assert len(caplog.messages) == 1, "an interpreter that the user names is the user's affair"
     install()
     assert isolated.list_environments()[0].state == "ready"
+
+
+def test_a_directory_of_another_simulator_is_no_installation(tmp_path: Path):
+    install()
+    mark(tmp_path / "libero", name="another")
+    assert places.installed_python("libero") is None
+    assert isolated.check_all_pins() == []
 
 
 def test_a_failing_pip_leaves_nothing_that_is_used(monkeypatch: pytest.MonkeyPatch):
@@ -105,6 +134,28 @@ def test_the_shipped_pins_are_exact_and_name_no_index():
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert all(line.count("==") == 1 and "/" not in line and not line.startswith("-") for line in lines)
     assert not any(line.startswith(("torch", "nvidia")) for line in lines)
+
+
+def test_a_libero_that_does_not_run_keeps_nobody_from_training(monkeypatch: pytest.MonkeyPatch):
+    install()
+    broken = Finding("LIBERO", "error", "it draws an empty picture", "another driver")
+    monkeypatch.setattr(libero, "problems", lambda *_: [])
+    monkeypatch.setattr(libero, "draw_frame", lambda *_, **__: broken)
+    assert can_train([libero.check_libero()])
+    assert libero.check_libero().remedy == broken.remedy
+    # What a configuration asks for is another matter.
+    monkeypatch.setattr(simulators, "draw_frame", lambda name, *_: replace(broken, name=name))
+    config = load_config(["env=libero"]).config
+    found = try_simulator(config)
+    assert found.name == "env=libero" and not can_train([found])
+
+
+def test_packages_of_this_environment_are_not_those_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install()
+    (tmp_path / "here" / "libero").mkdir(parents=True)
+    (tmp_path / "here" / "libero" / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "here"))
+    assert find_package(str(places.installed_python("libero"))) is None
 
 
 def test_all_that_libero_lacks_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from embodrl.cli.list import models
-from embodrl.registry import MODELS
+from embodrl.cli.list import envs, models
+from embodrl.registry import ENVS, MODELS
 
 
 def blocks() -> dict[str, dict[str, str]]:
@@ -52,6 +52,22 @@ def test_a_family_without_facts_is_listed_by_its_description(monkeypatch: pytest
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
     MODELS.register("mine", "nowhere:build", "a model of mine")
     assert blocks()["mine"] == {"": "a model of mine"}
+
+
+def test_tasks_are_listed_below_their_suites() -> None:
+    lines = [line.strip().split(maxsplit=1) for line in envs().splitlines()]
+    listed: dict[str, list[str]] = {}
+    for label, text in lines:
+        if label == "suite":
+            listed[text.partition(",")[0]] = []
+        elif label == "task" and listed:
+            listed[list(listed)[-1]].append(text)
+        elif listed:
+            break  # the next environment
+    facts = ENVS.entry("libero").facts
+    for suite, content in facts["suites"].items():
+        assert listed.pop(f"env.suite={suite}") == [f"{task}: {facts['tasks'][task]}" for task in content["tasks"]]
+    assert not listed
 
 
 def test_listing_imports_neither_torch_nor_a_simulator() -> None:

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodrl.config import load_config
 from embodrl.envs.experts.base import CLOSED, MAX_REACH_M, is_reachable, reach
 from embodrl.envs.maniskill.controller import quaternion_from_euler, quaternion_multiply
 from embodrl.envs.maniskill.fleet import Journal
 from embodrl.envs.maniskill.grasp import angle_between
+from embodrl.envs.maniskill.rendering import reduction_of
 from embodrl.envs.video import VideoWriter
+from embodrl.workers.env import env_kwargs
 
 
 def grid(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -22,6 +25,27 @@ def grid(n: int) -> tuple[np.ndarray, np.ndarray]:
     flat = np.array(corners, np.float32).reshape(-1, 2) / n
     vertices = np.concatenate([flat, np.zeros((len(flat), 1), np.float32)], axis=1)
     return vertices, np.arange(len(vertices), dtype=np.uint32).reshape(-1, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_a_cpu", "on_a_gpu"),
+    [
+        ([], 0.95, 0.0),
+        (["env.render_detail=full"], 0.0, 0.0),
+        (["env.render_detail=fast"], 0.95, 0.95),
+        (["env.mesh_decimation=0.5"], 0.5, 0.5),
+        (["env.render_detail=fast", "env.mesh_decimation=0"], 0.0, 0.0),
+    ],
+)
+def test_detail_decides_on_meshes_unless_a_part_is_named(
+    overrides: list[str], on_a_cpu: float, on_a_gpu: float
+) -> None:
+    loaded = load_config(["env=maniskill", *overrides])
+    kwargs = env_kwargs(loaded.config)
+    found = [reduction_of(kwargs["render_detail"], kwargs["mesh_decimation"], device) for device in ("pci:0", "cuda")]
+    assert found == [on_a_cpu, on_a_gpu]
+    both = len(overrides) == 2
+    assert ["env.render_detail"] * both == [n.key for n in loaded.notes if n.key == "env.render_detail"]
 
 
 def test_decimation_keeps_the_shape_of_a_mesh_with_split_vertices() -> None:

@@ -127,6 +127,16 @@ def interpreter_exists(context: Context) -> Iterator[Finding]:
         yield Finding("env.python", message, remedy, "the path of an interpreter, auto, or null")
 
 
+@note("env.env_type", "env.render_detail", "env.mesh_decimation")
+def decimation_decides(context: Context) -> Iterator[Finding]:
+    """A part of the triangles that is named goes before the kind of pictures."""
+    env = context.config.env
+    read: tuple[str, ...] = ENVS.entry(env.env_type).facts.get("settings", ()) if env.env_type in ENVS else ()
+    if "mesh_decimation" in read and env.mesh_decimation != "auto" and context.by_user("env.render_detail"):
+        message = f"has no effect: env.mesh_decimation is {env.mesh_decimation:g}, which decides alone"
+        yield Finding("env.render_detail", message, "leave it out, or set env.mesh_decimation=auto")
+
+
 @note("env")
 def keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that this environment does not read."""

@@ -32,6 +32,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         max_chunk: largest C.
         sim_backend: physx_cpu or physx_cuda.
         render_backend: auto, cpu or gpu.
+        render_detail: auto, full or fast; see ``ManiSkillSim``.
         mesh_decimation: see ``ManiSkillSim``.
         video_size: height and width in pixels of videos.
         video_fps: frames a second of videos.
@@ -51,6 +52,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         max_chunk: int = 8,
         sim_backend: str = "physx_cpu",
         render_backend: str = "auto",
+        render_detail: str = "auto",
         mesh_decimation: float | None = None,
         video_size: tuple[int, int] = (256, 256),
         video_fps: int = 20,
@@ -62,6 +64,7 @@ class ManiSkillVectorEnv(SteppingEnv):
                 "cameras": {c["name"]: {k: v for k, v in c.items() if k != "name"} for c in cameras},
                 "sim_backend": sim_backend,
                 "render_backend": render_backend,
+                "render_detail": render_detail,
                 "mesh_decimation": mesh_decimation,
                 "human_size": tuple(video_size),
             },

@@ -13,6 +13,7 @@ from embodrl.envs.maniskill.grasp import use_numpy_grasp_check
 from embodrl.envs.maniskill.rendering import (
     accept_pci_devices,
     decimate_robot,
+    reduction_of,
     render_device_name,
     simplify_ground,
 )
@@ -35,7 +36,9 @@ class ManiSkillSim:
         cameras: name -> width, height, and optionally fov_rad, eye and target (None: the task's own).
         sim_backend: physx_cpu or physx_cuda.
         render_backend: auto, cpu or gpu.
-        mesh_decimation: part of the robot's visual triangles to drop; None is 0.95 on a CPU and 0 on a GPU.
+        render_detail: full (stock meshes and ground), fast (light ones), or auto (fast where the CPU draws).
+        mesh_decimation: part of the robot's visual triangles to drop, whatever ``render_detail`` is; None leaves it to
+            that.
         human_size: height and width in pixels of ``render_human``.
     """
 
@@ -46,6 +49,7 @@ class ManiSkillSim:
         cameras: dict[str, dict[str, Any]],
         sim_backend: str,
         render_backend: str,
+        render_detail: str,
         mesh_decimation: float | None,
         human_size: tuple[int, int],
     ) -> None:
@@ -79,7 +83,7 @@ class ManiSkillSim:
         self._place_cameras(cameras)
         if self.task.show_hidden:
             self.env._hidden_objects.clear()
-        reduction = (0.0 if device == "cuda" else 0.95) if mesh_decimation is None else mesh_decimation
+        reduction = reduction_of(render_detail, mesh_decimation, device)
         if reduction > 0:
             decimate_robot(self.env.agent.robot.links, reduction)
             # PullCubeTool gives its table another name.
