@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from embodrl.envs.channel import Frame, Kind, PeerGoneError
 from embodrl.envs.codec import decode, encode
 from embodrl.envs.process import WorkerProcess, resident_bytes
-from embodrl.envs.transport import NUM_SLOTS, Ring, copy_observation, copy_step
+from embodrl.envs.transport import NUM_SLOTS, Ring, copy_observation, copy_step, spec_from_dict
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
-from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
+from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
 
@@ -42,13 +42,6 @@ class EnvTimeouts:
     start_s: float = 180.0
     reset_s: float = 60.0
     step_s: float = 60.0
-
-
-def spec_from_dict(fields: dict[str, Any]) -> EnvSpec:
-    """Return the EnvSpec of ``dataclasses.asdict`` that went through JSON."""
-    cameras: dict[str, Any] = {"cameras": tuple(CameraSpec(**camera) for camera in fields["cameras"])}
-    tuples: dict[str, Any] = {name: tuple(fields[name]) for name in ("action_low", "action_high", "tasks")}
-    return EnvSpec(**(fields | tuples | cameras))
 
 
 class EnvManager:
@@ -98,6 +91,7 @@ class EnvManager:
         self.first_env = first_env
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
         self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # chunks in a row, by environment; see EnvPool
         self._config = {
             "env_type": env_type,
             "kwargs": dict(kwargs or {}),
@@ -164,6 +158,7 @@ class EnvManager:
         if len(self.seeds) != self._spec.num_envs:
             self.seeds = np.full(self._spec.num_envs, -1, np.int64)
             self.task_ids = np.zeros(self._spec.num_envs, np.int32)
+            self.refused = np.zeros(self._spec.num_envs, np.int64)
         if self._offloaded is not None:
             self.set_state(self._offloaded)
             self._offloaded = None
