@@ -108,7 +108,7 @@ def count_refused(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int
     manager.refused[bad] += 1
     rows = np.flatnonzero(bad)
     for row in rows.tolist():
-        task, seed = manager.spec.tasks[int(manager.task_ids[row])], manager.seeds[row]
+        task, seed = manager.spec.tasks[int(manager.task_ids[row])], step.episode_seed[row]
         what = f"environment {manager.first_env + row} (task {task}, seed {seed}): {bounds.reason(step, row)}"
         logger.warning("%s: %s", manager, what)
         if manager.refused[row] > limit:

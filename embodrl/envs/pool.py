@@ -434,7 +434,9 @@ class EnvPool:
         if not len(rows):
             return step
         step, last = copy_step(step), None if last is None else copy_observation(last)
-        again = manager.reset(self._seeds(manager)[rows], manager.task_ids[rows], rows)
+        # Not the episode that an auto-reset has begun: the one that ends here is played again.
+        seeds = np.where(step.episode_seed < 0, self._seeds(manager), step.episode_seed)
+        again = manager.reset(seeds[rows], manager.task_ids[rows], rows)
         step.observation = copy_observation(self._checked(manager, again))
         end_as_invalid(step, rows, last)
         self.faults.count("lost_episodes", len(rows))

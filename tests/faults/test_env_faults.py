@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodrl.envs.faults import Bounds
 from embodrl.envs.manager import EnvManager, EnvTimeouts
 from embodrl.envs.pool import EnvPool, FaultCounts
-from embodrl.errors import EnvQuarantined, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.envs.stepping import next_seed
+from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
 
 SEEDS, TASKS = np.array([20, 21]), np.array([0, 1], np.int32)
 ACTIONS = np.full((2, 3, 7), 0.3, np.float32)
@@ -322,45 +322,33 @@ def test_what_is_not_finite_is_quarantined(fault, tmp_path):
         assert pool.step(actions).valid.all()
 
 
-def refusing_pool():
-    """Every chunk in which the dot moves is refused."""
-    options = {"total_num_envs": 4, "num_processes": 2, "name": "train", "bounds": Bounds(reward=1e-6)}
-    return EnvPool.create("toy", {"image_size": 8, "max_episode_steps": 1000}, max_restarts=3, **options)
+def test_a_crash_after_an_auto_reset_names_the_seeds_that_are_played_and_plays_them_again(tmp_path, caplog):
+    with faulty_pool("kill", tmp_path / "fired", max_episode_steps=3) as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        actions = np.zeros((4, 3, 7), np.float32)
+        actions[1] = 0.3
+        first = pool.step(actions, copy=True)
+        assert first.done.all() and first.episode_seed.tolist() == [0, 1, 2, 3]
+        seeds = [next_seed(seed) for seed in range(4)]
+        assert [manager.seeds.tolist() for manager in pool.managers] == [seeds[:2], seeds[2:]]
+        step = pool.step(actions, copy=True)
+        assert not step.valid[:2].any() and step.episode_seed.tolist() == seeds
+        assert f"seeds {seeds[0]}, {seeds[1]})" in caplog.text and "seeds 0, 1)" not in caplog.text
+        np.testing.assert_array_equal(step.observation.images[:2], first.observation.images[:2])
+        again = pool.step(actions)
+        assert again.valid.all() and again.episode_seed[:2].tolist() == seeds[:2]
 
 
-@pytest.mark.parametrize("pools_come_and_go", [False, True])
-def test_an_environment_that_is_refused_again_and_again_stops_with_the_cause(pools_come_and_go):
-    actions = np.zeros((4, 3, 7), np.float32)
-    actions[3] = 0.3
-
-    def begin(pool):
-        part = pool.split(1)[0]
-        assert part.spec.num_envs == 4
-        part.reset(np.arange(30, 34), np.zeros(4, np.int32))
-        return part
-
-    with refusing_pool() as pool:
-        part = begin(pool)
-        for _ in range(3):
-            np.testing.assert_array_equal(part.step(actions).valid.any(axis=1), [True, True, True, False])
-            part = begin(pool) if pools_come_and_go else part
-        with pytest.raises(EnvQuarantined, match="given up after 3 chunks in a row that were refused") as stopped:
-            part.step(actions)
-        for words in ("env.max_restarts", "rank 1 of 2", "'train/1'", "environment 3", "reach-red", "seed 33"):
-            assert words in stopped.value.message
-        assert "in its reward is beyond env.max_abs_reward=1e-06" in stopped.value.message
-        assert "raise env.max_abs_reward" in stopped.value.remedy
-
-
-def test_chunks_that_are_refused_now_and_then_stop_nothing():
-    still, moving = np.zeros((4, 3, 7), np.float32), np.full((4, 3, 7), 0.3, np.float32)
-    with refusing_pool() as pool:
-        pool.reset(np.arange(30, 34), np.zeros(4, np.int32))
-        for _ in range(4):
-            for _ in range(3):
-                assert not pool.step(moving).valid.any()
-            assert pool.step(still).valid.all()
-        assert pool.faults.quarantined == 48
+def test_seeds_stay_where_episodes_are_not_followed_by_others(tmp_path):
+    with faulty_pool("none", tmp_path / "fired", max_episode_steps=3) as pool:
+        pool.call("set_auto_reset", {"value": False})
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        assert pool.step(np.zeros((4, 3, 7), np.float32)).done.all()
+        assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
+        os.kill(pool.managers[0].pid, signal.SIGKILL)
+        pool.reset(np.arange(4), np.zeros(4, np.int32))  # a process that is started anew is told again
+        assert pool.step(np.zeros((4, 3, 7), np.float32)).done.all()
+        assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
 
 
 PARENT = """
