@@ -165,6 +165,10 @@ class EnvRaised(EnvError):
     """The simulator raised; the message carries the child's traceback."""
 
 
+class EnvQuarantined(EnvError):
+    """What a simulator says can't be true, too often in a row; a new episode does not help."""
+
+
 class TaskRunnerError(EmbodrlError):
     """A task runner is closed, its loop has failed, or it is asked for what it can't do."""
 

@@ -192,7 +192,8 @@ class EnvConfig(Section):
     step_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a chunk may take")
     max_restarts: NonNegativeInt = Field(
         default=10,
-        description="processes that died, hung or raised and are started anew; one more stops the run",
+        description="processes that died, hung or raised and are started anew; one more stops the run, and so does"
+        " one more chunk of an environment that can't be true (see the next two) without a valid one in between",
     )
     max_abs_reward: PositiveFloat = Field(
         default=1e6, description="a reward beyond it is taken for a fault of the simulator, as one that is no number is"

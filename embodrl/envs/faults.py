@@ -5,13 +5,21 @@ Legend: B environments, C actions in a chunk.
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.errors import EnvQuarantined
 from embodrl.types import EnvStep, Observation
+
+if TYPE_CHECKING:
+    from embodrl.envs.manager import EnvManager
+
+logger = logging.getLogger("embodrl.envs")
 
 _COUNTING = threading.Lock()
 
@@ -67,6 +75,49 @@ class Bounds:
         if step.final_observation is not None:
             bad |= step.final_mask & self.broken_states(step.final_observation)
         return bad
+
+    def reason(self, step: EnvStep, row: int) -> str:
+        """Tell what makes a row of ``broken_rows`` one."""
+        seen = [step.observation.state[row]]
+        if step.final_observation is not None and step.final_mask[row]:
+            seen.append(step.final_observation.state[row])
+        reward, state = ("reward", step.reward[row], self.reward), ("state", np.concatenate(seen), self.state)
+        for name, values, bound in (reward, state):
+            broken = values[~(np.abs(values) <= bound)]
+            if len(broken):
+                how = f"beyond env.max_abs_{name}={bound:g}" if np.isfinite(broken[0]) else "not finite"
+                return f"{broken[0]:g} in its {name} is {how}"
+        return "nothing"
+
+
+def count_refused(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int, place: str) -> NDArray[np.int64]:
+    """Return the rows whose reward or state can't be true, and count how often in a row each was among them.
+
+    Args:
+        manager: whose step it is; keeps the counts, as pools come and go.
+        step: before anything is made of it.
+        bounds: what can be true.
+        limit: so many chunks of an environment may be refused without a valid one in between.
+        place: of the manager in its pool, for messages.
+
+    Raises:
+        EnvQuarantined: it is one more.
+    """
+    bad = bounds.broken_rows(step)
+    manager.refused[step.valid.any(axis=1) & ~bad] = 0
+    manager.refused[bad] += 1
+    rows = np.flatnonzero(bad)
+    for row in rows.tolist():
+        task, seed = manager.spec.tasks[int(manager.task_ids[row])], step.episode_seed[row]
+        what = f"environment {manager.first_env + row} (task {task}, seed {seed}): {bounds.reason(step, row)}"
+        logger.warning("%s: %s", manager, what)
+        if manager.refused[row] > limit:
+            raise EnvQuarantined(
+                f"given up after {limit} chunks in a row that were refused (env.max_restarts), {place}, {what};"
+                f" {manager}",
+                "look at the log of its process, or raise env.max_abs_reward or env.max_abs_state if that may be true",
+            )
+    return rows
 
 
 def forget_frames(error: BaseException) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.mujoco_faults import Divergence
 from embodrl.envs.mujoco_scene import choose_gl, is_fast, simplify
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules
@@ -67,6 +68,7 @@ class GymnasiumSimulator(Simulator):
         self.action_low, self.action_high = (-1.0,) * low.size, (1.0,) * low.size
         self._obs: Any = None
         self._return = 0.0
+        self._divergence = Divergence()
         self._film_renderer: Any = None
         space = self.env.observation_space
         self.state_dim = space.shape[0] if _is_vector(space) else 0
@@ -94,7 +96,8 @@ class GymnasiumSimulator(Simulator):
         scaled = (self._middle + self._half * np.clip(action, -1, 1)).reshape(self._shape)
         self._obs, reward, terminated, truncated, info = self.env.step(scaled.astype(self.env.action_space.dtype))
         self._return += float(reward)
-        return SimStep(float(reward), self._is_success(info), bool(terminated), bool(truncated))
+        diverged = self._divergence.struck(getattr(self.env.unwrapped, "data", None))
+        return SimStep(float(reward), self._is_success(info), bool(terminated), bool(truncated), diverged)
 
     def _is_success(self, info: dict[str, Any]) -> bool:
         if self._success_key == RETURN:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from embodrl.envs.channel import Frame, Kind, PeerGoneError
 from embodrl.envs.codec import decode, encode
 from embodrl.envs.process import WorkerProcess, resident_bytes
-from embodrl.envs.transport import NUM_SLOTS, Ring, copy_observation, copy_step
+from embodrl.envs.stepping import next_seed
+from embodrl.envs.transport import NUM_SLOTS, Ring, copy_observation, copy_step, spec_from_dict
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
-from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
+from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
 
@@ -42,13 +43,6 @@ class EnvTimeouts:
     start_s: float = 180.0
     reset_s: float = 60.0
     step_s: float = 60.0
-
-
-def spec_from_dict(fields: dict[str, Any]) -> EnvSpec:
-    """Return the EnvSpec of ``dataclasses.asdict`` that went through JSON."""
-    cameras: dict[str, Any] = {"cameras": tuple(CameraSpec(**camera) for camera in fields["cameras"])}
-    tuples: dict[str, Any] = {name: tuple(fields[name]) for name in ("action_low", "action_high", "tasks")}
-    return EnvSpec(**(fields | tuples | cameras))
 
 
 class EnvManager:
@@ -98,6 +92,7 @@ class EnvManager:
         self.first_env = first_env
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
         self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # chunks in a row, by environment; see EnvPool
         self._config = {
             "env_type": env_type,
             "kwargs": dict(kwargs or {}),
@@ -150,6 +145,7 @@ class EnvManager:
         except OSError as error:
             raise EnvError(f"{self}: cannot start '{self.python or 'python'}': {error}", "check env.python") from error
         self._pending = (Kind.BUILD, 0)
+        self._auto_reset = bool(self._config["kwargs"].get("auto_reset", True))
 
     def wait_started(self) -> None:
         """Wait until the environment is ready; after ``offload``, until it is back in the state it had."""
@@ -161,9 +157,9 @@ class EnvManager:
         except EnvRaised:
             self._drop()
             raise
-        if len(self.seeds) != self._spec.num_envs:
-            self.seeds = np.full(self._spec.num_envs, -1, np.int64)
-            self.task_ids = np.zeros(self._spec.num_envs, np.int32)
+        if len(self.seeds) != (batch := self._spec.num_envs):
+            self.seeds, self.task_ids = np.full(batch, -1, np.int64), np.zeros(batch, np.int32)
+            self.refused = np.zeros(batch, np.int64)
         if self._offloaded is not None:
             self.set_state(self._offloaded)
             self._offloaded = None
@@ -333,6 +329,8 @@ class EnvManager:
         step = self._running_ring().slots[frame.slot].step(frame.argument)
         seeded = (step.episode_seed >= 0) & step.valid[:, 0]
         self.seeds[seeded] = step.episode_seed[seeded]
+        ended = np.flatnonzero(seeded & step.done & self._auto_reset)
+        self.seeds[ended] = [next_seed(seed) for seed in self.seeds[ended].tolist()]
         self.task_ids[:] = step.observation.task_id
         return copy_step(step) if copy else step
 
@@ -362,6 +360,8 @@ class EnvManager:
     def call_async(self, method: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Send a request of ``VectorEnv.call``; ``wait_call`` fetches the answer."""
         self._request(Kind.CALL, payload=encode({"method": method, "arguments": dict(arguments or {})}))
+        if method == "set_auto_reset":
+            self._auto_reset = bool((arguments or {}).get("value", self._auto_reset))
 
     def wait_call(self, method: str, timeout: float | None = None) -> Any:
         """Return the answer to ``call_async``; ``method`` is for messages."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.metaworld_tasks import INSTRUCTIONS
+from embodrl.envs.mujoco_faults import Divergence
 from embodrl.envs.mujoco_scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules
@@ -68,6 +69,7 @@ class MetaWorldSimulator(Simulator):
         env.__dict__.pop("sawyer_observation_space", None)  # a cached one would cut the goal off
         env.max_path_length = UNLIMITED
         self._env = env
+        self._divergence = Divergence()
         self._obs: NDArray[np.float64] = np.zeros(0)
         self._expert: Any = None
         self._size = (cameras[0]["height"], cameras[0]["width"])
@@ -89,7 +91,8 @@ class MetaWorldSimulator(Simulator):
     def step(self, action: NDArray[np.float32]) -> SimStep:
         """See Simulator."""
         self._obs, reward, _, _, info = self._env.step(np.clip(action, -1, 1))
-        return SimStep(float(reward) / MAX_REWARD, bool(info["success"]))
+        diverged = self._divergence.struck(self._env.data)
+        return SimStep(float(reward) / MAX_REWARD, bool(info["success"]), diverged=diverged)
 
     def first_reward(self) -> float:
         """See Simulator."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.faults import Bounds, FaultCounts, end_as_invalid, forget_frames, lost_step
+from embodrl.envs.faults import Bounds, FaultCounts, count_refused, end_as_invalid, forget_frames, lost_step
 from embodrl.envs.manager import EnvManager
 from embodrl.envs.offload import SimulatorMemory, onload, resident
 from embodrl.envs.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
@@ -36,13 +36,15 @@ class EnvPool:
     A manager whose process dies, hangs or raises is restarted and reset to the seeds it had, and the episodes under
     way there end: the chunk is not valid, ``truncated`` at its first action, and the final observation is the last
     good one. The same happens to a single environment with a reward or state that is not finite or out of bounds. Both
-    are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised.
+    are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised; and so it is when as many chunks
+    of one environment in a row can't be true.
 
     Results are valid until the next but one result of the pool; ask for ``copy=True`` to keep them longer.
 
     Args:
         managers: equal but for their number of environments.
-        max_restarts: process restarts over the life of the pool and its parts.
+        max_restarts: process restarts over the life of the pool and its parts; refused chunks of one environment
+            without a valid one in between.
         faults: counts to go on with.
         bounds: of rewards and states.
     """
@@ -426,21 +428,15 @@ class EnvPool:
 
     def _quarantine(self, rank: int, step: EnvStep) -> EnvStep:
         """End the episodes of environments with a reward or state that can't be true, and reset those environments."""
-        bad = self.bounds.broken_rows(step)
-        if not bad.any():
-            return step
         manager, last = self.managers[rank], self._last[rank]
-        rows = np.flatnonzero(bad)
-        logger.warning(
-            "%s: a reward or the state of environments %s is not finite, or beyond env.max_abs_reward (%g) or"
-            " env.max_abs_state (%g)",
-            manager,
-            (rows + manager.first_env).tolist(),
-            self.bounds.reward,
-            self.bounds.state,
-        )
+        place = f"rank {rank} of {len(self.managers)}"
+        rows = count_refused(manager, step, self.bounds, self.max_restarts, place)
+        if not len(rows):
+            return step
         step, last = copy_step(step), None if last is None else copy_observation(last)
-        again = manager.reset(self._seeds(manager)[rows], manager.task_ids[rows], rows)
+        # Not the episode that an auto-reset has begun: the one that ends here is played again.
+        seeds = np.where(step.episode_seed < 0, self._seeds(manager), step.episode_seed)
+        again = manager.reset(seeds[rows], manager.task_ids[rows], rows)
         step.observation = copy_observation(self._checked(manager, again))
         end_as_invalid(step, rows, last)
         self.faults.count("lost_episodes", len(rows))

@@ -26,12 +26,14 @@ class SimStep:
         success: the task is solved now.
         terminated: the episode can't go on for another reason.
         truncated: a step limit of the simulator's own was reached.
+        diverged: the simulation has broken down, and nothing of this is true: the episode ends as not valid.
     """
 
     reward: float
     success: bool
     terminated: bool = False
     truncated: bool = False
+    diverged: bool = False
 
 
 class Simulator(ABC):
@@ -265,12 +267,12 @@ class SimulatorVectorEnv(SteppingEnv):
         """See SteppingEnv."""
         num_envs = self.spec.num_envs
         reward = np.zeros(num_envs, np.float32)
-        success, terminated, truncated = (np.zeros(num_envs, np.bool_) for _ in range(3))
+        success, terminated, truncated, diverged = (np.zeros(num_envs, np.bool_) for _ in range(4))
         for row in np.flatnonzero(running).tolist():
             step = self._sims[row].step(actions[row])
             reward[row], success[row] = step.reward, step.success
-            terminated[row], truncated[row] = step.terminated, step.truncated
-        return StepResult(reward, success, terminated, truncated)
+            terminated[row], truncated[row], diverged[row] = step.terminated, step.truncated, step.diverged
+        return StepResult(reward, success, terminated, truncated, diverged)
 
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
         """See SteppingEnv."""

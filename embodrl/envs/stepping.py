@@ -62,12 +62,15 @@ class StepResult:
         success: ``bool[B]``, the task is solved now.
         terminated: ``bool[B]``, the episode can't go on for another reason, or None for never.
         truncated: ``bool[B]``, a step limit of the simulator's own was reached, or None for never.
+        diverged: ``bool[B]``, the simulation has broken down, or None for never. The reward is then no number, in
+            every mode, by which ``EnvPool`` knows that nothing of the chunk is true.
     """
 
     reward: NDArray[np.float32]
     success: NDArray[np.bool_]
     terminated: NDArray[np.bool_] | None = None
     truncated: NDArray[np.bool_] | None = None
+    diverged: NDArray[np.bool_] | None = None
 
 
 class SteppingEnv(VectorEnv):
@@ -178,6 +181,8 @@ class SteppingEnv(VectorEnv):
             self._potential = np.where(running, result.reward, self._potential)
         elif self.rules.reward_mode == "dense":
             reward += np.where(running, result.reward, 0)
+        if result.diverged is not None:
+            reward[running & result.diverged] = np.nan
         self._elapsed += running
         self._returned += reward
         for row in self._video.rows(running):

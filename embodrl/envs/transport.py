@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import EmbodrlError
-from embodrl.types import EnvSpec, EnvStep, Observation
+from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
 NUM_SLOTS = 2
 INSTRUCTION_BYTES = 512
@@ -41,6 +41,13 @@ class Layout:
     request: dict[str, tuple[int, tuple[int, ...], type[np.generic]]]
     slots: tuple[dict[str, tuple[int, tuple[int, ...], type[np.generic]]], ...]
     num_bytes: int
+
+
+def spec_from_dict(fields: dict[str, Any]) -> EnvSpec:
+    """Return the EnvSpec of ``dataclasses.asdict`` that went through JSON."""
+    cameras: dict[str, Any] = {"cameras": tuple(CameraSpec(**camera) for camera in fields["cameras"])}
+    tuples: dict[str, Any] = {name: tuple(fields[name]) for name in ("action_low", "action_high", "tasks")}
+    return EnvSpec(**(fields | tuples | cameras))
 
 
 def request_shapes(spec: EnvSpec) -> Shapes:

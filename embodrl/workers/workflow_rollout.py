@@ -19,7 +19,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.async_pool import AsyncPool
 from embodrl.envs.environment import Environment
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import EmbodrlError, EnvRaised, EnvTimeout, EnvWorkerDied, RolloutEngineError
+from embodrl.errors import EmbodrlError, EnvQuarantined, EnvRaised, EnvTimeout, EnvWorkerDied, RolloutEngineError
 from embodrl.hybrid_engines.async_engine import AsyncEngine, EpisodeEngine
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.names import import_workflow
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 # How often a shard is played at most until an episode of it is left; a shard may be few episodes, of one group.
 MAX_PLAYS = 4
-_BEYOND_REPAIR = (EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
+_BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
 
 
 class WorkflowError(EmbodrlError):

@@ -9,11 +9,11 @@ import numpy as np
 from embodrl.registry import ENVS
 
 
-def raise_it(*_):
+def raise_it(_):
     raise RuntimeError("contact solver diverged")
 
 
-def crash(*_):
+def crash(_):
     print("simulator: lost the device", flush=True)
     ctypes.string_at(0)
 
@@ -32,6 +32,14 @@ def spoil_state(value):
     return spoil
 
 
+def diverge(env):
+    """Let MuJoCo find a velocity beyond all measure: it warns, and begins again from its model."""
+    simulator = getattr(env._sims[-1], "simulator", env._sims[-1])
+    inside = getattr(simulator, "env", getattr(simulator, "_env", simulator))
+    data = getattr(inside, "unwrapped", inside).data
+    getattr(data, "_data", data).qvel[:] = 1e11
+
+
 def draw_floats(step):
     step.observation.images = step.observation.images.astype(np.float32) * np.nan
 
@@ -41,7 +49,8 @@ BEFORE = {
     "raise in step": ("chunk_step", raise_it),
     "raise in reset": ("reset", raise_it),
     "crash": ("chunk_step", crash),
-    "hang": ("chunk_step", lambda *_: time.sleep(1000)),
+    "hang": ("chunk_step", lambda _: time.sleep(1000)),
+    "diverges": ("chunk_step", diverge),
 }
 AFTER = {
     "reward is no number": ("chunk_step", spoil_reward(np.nan)),
@@ -62,9 +71,10 @@ def break_next(env, fault):
     def broken(*arguments):
         setattr(env, name, sound)
         if fault in BEFORE:
-            action()
+            action(env)
         result = sound(*arguments)
-        action(result)
+        if fault in AFTER:
+            action(result)
         return result
 
     setattr(env, name, broken)

@@ -14,6 +14,7 @@ import pytest
 
 from embodrl.envs.manager import EnvManager, EnvTimeouts
 from embodrl.envs.pool import EnvPool, FaultCounts
+from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
 
 SEEDS, TASKS = np.array([20, 21]), np.array([0, 1], np.int32)
@@ -319,6 +320,35 @@ def test_what_is_not_finite_is_quarantined(fault, tmp_path):
         np.testing.assert_array_equal(step.final_observation.state[1], good.observation.state[1])
         np.testing.assert_array_equal(step.observation.state[1], start.state[1])
         assert pool.step(actions).valid.all()
+
+
+def test_a_crash_after_an_auto_reset_names_the_seeds_that_are_played_and_plays_them_again(tmp_path, caplog):
+    with faulty_pool("kill", tmp_path / "fired", max_episode_steps=3) as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        actions = np.zeros((4, 3, 7), np.float32)
+        actions[1] = 0.3
+        first = pool.step(actions, copy=True)
+        assert first.done.all() and first.episode_seed.tolist() == [0, 1, 2, 3]
+        seeds = [next_seed(seed) for seed in range(4)]
+        assert [manager.seeds.tolist() for manager in pool.managers] == [seeds[:2], seeds[2:]]
+        step = pool.step(actions, copy=True)
+        assert not step.valid[:2].any() and step.episode_seed.tolist() == seeds
+        assert f"seeds {seeds[0]}, {seeds[1]})" in caplog.text and "seeds 0, 1)" not in caplog.text
+        np.testing.assert_array_equal(step.observation.images[:2], first.observation.images[:2])
+        again = pool.step(actions)
+        assert again.valid.all() and again.episode_seed[:2].tolist() == seeds[:2]
+
+
+def test_seeds_stay_where_episodes_are_not_followed_by_others(tmp_path):
+    with faulty_pool("none", tmp_path / "fired", max_episode_steps=3) as pool:
+        pool.call("set_auto_reset", {"value": False})
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        assert pool.step(np.zeros((4, 3, 7), np.float32)).done.all()
+        assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
+        os.kill(pool.managers[0].pid, signal.SIGKILL)
+        pool.reset(np.arange(4), np.zeros(4, np.int32))  # a process that is started anew is told again
+        assert pool.step(np.zeros((4, 3, 7), np.float32)).done.all()
+        assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
 
 
 PARENT = """

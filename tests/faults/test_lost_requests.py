@@ -13,8 +13,10 @@ from test_env_faults import wait_until_gone
 
 from embodrl.config import load_config
 from embodrl.data.demos import DemoWriter
+from embodrl.envs.faults import Bounds
 from embodrl.envs.pool import EnvPool
 from embodrl.envs.toy import ToyVectorEnv
+from embodrl.errors import EnvQuarantined
 from embodrl.metrics.progress import Progress
 from embodrl.types import PolicyOutput
 from embodrl.workers.collect import Collector
@@ -71,6 +73,15 @@ def test_a_collection_begins_its_attempts_anew(name: str, number: int, tmp_path:
     episodes = json.loads((tmp_path / "index.json").read_text())["episodes"]
     assert len({episode["seed"] for episode in episodes}) == 12
     assert [episode["length"] for episode in episodes] == [expert_steps(episode["seed"]) for episode in episodes]
+
+
+def test_a_collection_of_which_nothing_can_be_true_stops(tmp_path: Path) -> None:
+    config = load_config([*SETTINGS, f"collect.output_dir={tmp_path}"]).config
+    with mortal(auto_reset=False) as pool:
+        pool.doom("", 0)
+        pool.bounds = Bounds(reward=1e-6)
+        with pytest.raises(EnvQuarantined, match=r"environment \d \(task reach-red, seed \d+\): .* in its reward"):
+            Collector(config, pool, DemoWriter(tmp_path)).run(Progress("collect", 1, "episodes", "off"))
 
 
 def expert_steps(seed: int) -> int:

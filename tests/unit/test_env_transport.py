@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 
 from embodrl.envs.codec import decode, encode
-from embodrl.envs.manager import spec_from_dict
 from embodrl.envs.toy import ToyVectorEnv
-from embodrl.envs.transport import INSTRUCTION_BYTES, POISON_BYTE, ResultSlot, compute_layout, copy_step
+from embodrl.envs.transport import (
+    INSTRUCTION_BYTES,
+    POISON_BYTE,
+    ResultSlot,
+    compute_layout,
+    copy_step,
+    spec_from_dict,
+)
 from embodrl.errors import EmbodrlError
 from embodrl.types import CameraSpec, EnvSpec
 

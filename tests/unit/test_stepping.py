@@ -81,6 +81,17 @@ def test_reward_modes(mode: str, expected: list[float]) -> None:
     assert step.success.all() and not step.done.any()
 
 
+@pytest.mark.parametrize("mode", ["dense", "dense_delta", "sparse"])
+@pytest.mark.parametrize("replayed", [False, True])
+def test_the_reward_of_a_simulation_that_has_diverged_is_no_number(mode: str, replayed: bool) -> None:
+    env = Scripts(reward_mode=mode, replayed=replayed, events={"diverged": 2})
+    begin(env)
+    step = env.chunk_step(chunk(0.5, 1.0, 0.75), BOTH)
+    np.testing.assert_array_equal(np.isnan(step.reward), [[False, True, False]] * 2)
+    begin(env)
+    assert np.isfinite(env.chunk_step(chunk(0.5), np.array([True, False])).reward).all()
+
+
 @pytest.mark.parametrize(
     ("events", "ignore", "terminated", "truncated"),
     [

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from embodrl.envs.libero.controller import ArmModel, OscController
 from embodrl.envs.libero.init_states import read_init_states
 from embodrl.envs.libero.suites import SUITES, TaskFacts, init_state_of
+from embodrl.envs.mujoco_faults import Divergence
 from embodrl.envs.mujoco_scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, MissingDependencyError
@@ -213,6 +214,7 @@ class LiberoSim(Simulator):
         self.data = scene.new_data()
         self.fixtures: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
         self._controller = OscController(scene.arm, scene.rest)
+        self._divergence = Divergence()
 
     def reset(self, seed: int) -> None:
         """See Simulator: fixtures are placed by the seed, objects and robot as in the initial state it stands for."""
@@ -226,11 +228,17 @@ class LiberoSim(Simulator):
         self._controller.reset()
         for _ in range(scene.options.settle_steps):
             self._play(NOTHING)
+        if self._divergence.struck(self.data._data):
+            raise EnvError(
+                f"{scene.task}: the simulation breaks down while it settles in initial state {init_state}, seed {seed}",
+                "use the pinned versions of LIBERO, or lower env.settle_steps",
+            )
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
         """See Simulator; a control step is 1/20 s."""
         self._play(action.astype(np.float64))
-        return SimStep(0.0, bool(self.scene.env._check_success()))
+        diverged = self._divergence.struck(self.data._data)
+        return SimStep(0.0, bool(self.scene.env._check_success()), diverged=diverged)
 
     def _play(self, action: NDArray[np.float64]) -> None:
         scene, data, controller = self.scene, self.data._data, self._controller

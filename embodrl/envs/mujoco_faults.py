@@ -1,0 +1,43 @@
+"""How to tell that a simulation of MuJoCo has diverged, which it hides: it warns, and begins again from its model."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+logger = logging.getLogger("embodrl.envs")
+
+_WARNINGS = ("mjWARN_BADQPOS", "mjWARN_BADQVEL", "mjWARN_BADQACC")
+
+
+class Divergence:
+    """Watches the warnings of a simulation, which is finite again by the time that anybody looks at it."""
+
+    def __init__(self) -> None:
+        self._data: Any = None
+        self._counters: dict[str, Any] = {}
+
+    def struck(self, data: Any) -> bool:
+        """Tell whether positions, velocities or accelerations were beyond all measure since this was last asked.
+
+        Args:
+            data: an ``MjData``; of anything else nothing is known, and the answer is False.
+        """
+        if data is not self._data:
+            self._data, self._counters = data, _counters(data)
+        found = [name for name, counter in self._counters.items() if counter.number]
+        if not found:
+            return False
+        logger.warning("a simulation has diverged (%s), and MuJoCo began again from its model", ", ".join(found))
+        for counter in self._counters.values():
+            # MuJoCo's own reset takes the counts of before with it: a second time would be told by the same number.
+            counter.number = 0
+        return True
+
+
+def _counters(data: Any) -> dict[str, Any]:
+    mujoco: Any = sys.modules.get("mujoco")  # whoever has an MjData has imported it
+    if mujoco is None or not isinstance(data, mujoco.MjData):
+        return {}
+    return {name: data.warning[getattr(mujoco.mjtWarning, name)] for name in _WARNINGS}
