@@ -15,7 +15,7 @@ from embodrl.config.schema import Config
 from embodrl.data.demos import DemoWriter, Episode, Writer
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.envs.pool import EnvPool
-from embodrl.errors import EmbodrlError, EnvTimeout, EnvWorkerDied
+from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.metrics.progress import Progress
 from embodrl.types import Observation
 from embodrl.workers.stop import StopSignal
@@ -34,6 +34,7 @@ class Collector:
 
     Attributes:
         kept, tried, solved: ``int64[T]``, episodes of each task that were kept, played to their end, and successful.
+        lost: ``int64[T]``, episodes that a fault has ended.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Collector:
         self.kept = np.zeros(len(self.tasks), np.int64)
         self.tried = np.zeros(len(self.tasks), np.int64)
         self.solved = np.zeros(len(self.tasks), np.int64)
+        self.lost = np.zeros(len(self.tasks), np.int64)
         self.wanted = np.array(
             [len(part) for part in np.array_split(np.arange(self.settings.num_episodes), len(self.tasks))]
         )
@@ -100,7 +102,7 @@ class Collector:
         """Collect until every task has its share, or until asked to stop.
 
         Raises:
-            EmbodrlError: the experts fail too often.
+            EmbodrlError: the experts fail too often, or the simulator does.
         """
         observation = self.begin(np.arange(self.pool.spec.num_envs))
         while not (self.finished or self.should_stop()):
@@ -116,11 +118,14 @@ class Collector:
             executed = np.clip(expert + noise, -1, 1).astype(np.float32)
             step = self.pool.step(executed[:, None])
             observation, ended = step.observation, np.flatnonzero(step.done)
-            for row in ended[step.valid[ended].any(axis=1)]:  # the others were lost to a fault
+            whole = step.valid[ended].any(axis=1)  # the others were lost to a fault
+            for row in ended[whole]:
                 self._keep(int(row), bool(step.success[row]), observation.instruction[row])
+            np.add.at(self.lost, self.task_ids[ended[~whole]], 1)
             progress.update(int(self.kept.sum()), f"success {self.solved.sum() / max(self.tried.sum(), 1):.0%}")
             if len(ended):
                 self._refuse_failing_experts()
+                self._refuse_losing_simulators()
                 observation = self.begin(ended)
 
     def _keep(self, row: int, success: bool, instruction: str) -> None:
@@ -142,6 +147,15 @@ class Collector:
             raise EmbodrlError(
                 f"the expert fails more than 9 times in 10 on {', '.join(names)}",
                 "lower collect.noise_std, or raise env.max_episode_steps",
+            )
+
+    def _refuse_losing_simulators(self) -> None:
+        losing = (self.lost > 50) & (self.lost > (MAX_ATTEMPTS_PER_EPISODE - 1) * self.tried)
+        if losing.any():
+            names = [task for task, loses in zip(self.tasks, losing, strict=True) if loses]
+            raise EnvError(
+                f"the simulator loses more than 9 episodes in 10 of {', '.join(names)} to faults",
+                "the warnings above say which; look at the logs of its processes",
             )
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from embodrl.data.demos import DemoWriter
 from embodrl.data.load import load_demos
 from embodrl.envs.pool import FaultCounts
 from embodrl.envs.toy import ToyVectorEnv
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, EnvError
 from embodrl.metrics.progress import Progress
 from embodrl.workers.collect import Collector
 
@@ -113,6 +113,35 @@ def test_an_episode_lost_to_a_fault_is_neither_kept_nor_counted(tmp_path: Path) 
     first = config(tmp_path).collect.seed
     assert min(episode["seed"] for episode in content["episodes"]) == first + NUM_ENVS
     assert int(collector.tried[0]) <= collector.attempts - NUM_ENVS
+
+
+class BreakingPool(LocalPool):
+    """Every episode plays well for a while, and is then lost to a fault; one in ``whole`` is not."""
+
+    def __init__(self, whole=0):
+        super().__init__()
+        self.whole, self.ends = whole, 0
+
+    def step(self, actions):
+        step = self.env.chunk_step(actions, np.ones(NUM_ENVS, np.bool_))
+        for row in np.flatnonzero(step.done):
+            self.ends += 1
+            if not (self.whole and self.ends % self.whole == 0):
+                step.valid[row] = False
+        return step
+
+
+@pytest.mark.parametrize("keep_failures", ["true", "false"])
+def test_a_simulator_that_loses_nearly_every_episode_stops_the_collection(tmp_path: Path, keep_failures: str) -> None:
+    settings = config(tmp_path, f"collect.keep_failures={keep_failures}", "collect.num_episodes=1000")
+    with pytest.raises(EnvError, match="loses more than 9 episodes in 10 of reach-red to faults"):
+        collect(settings, BreakingPool())
+
+
+def test_a_simulator_that_loses_many_episodes_goes_on(tmp_path: Path) -> None:
+    settings = config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=20")
+    collector = collect(settings, BreakingPool(whole=5))
+    assert int(collector.kept[0]) == 20 and int(collector.lost[0]) > 50
 
 
 class FailingResetPool(LocalPool):
