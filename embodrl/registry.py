@@ -6,10 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from embodrl.errors import EmbodrlError, UnknownNameError
 from embodrl.names import import_function, import_object, nearest, parameters_of
+
+if TYPE_CHECKING:
+    from typing import Self  # simulators may live in a Python 3.10, which lacks it
 
 
 @dataclass(frozen=True)

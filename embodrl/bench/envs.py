@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -282,6 +283,8 @@ def run(
         rows: list[dict[str, Any]] = []
         try:
             check_simulator(configure(name, sizes[0], settings))
+            if name == "maniskill" and find_spec("sapien") is None:  # tells which device the other side draws with
+                raise MissingDependencyError("sapien is not in this interpreter", "pip install 'embodrl[maniskill]'")
         except MissingDependencyError as error:
             result["left_out"][name] = f"{error.message}: {error.remedy}"
             continue

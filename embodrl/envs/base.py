@@ -51,7 +51,8 @@ class VectorEnv(ABC):
     def chunk_step(self, actions: NDArray[np.float32], active: NDArray[np.bool_]) -> EnvStep:
         """Play ``actions float32[B,C,A]`` in order; render only what the policy will see next.
 
-        Rows where ``active bool[B]`` is False are not simulated: their ``valid`` is False throughout.
+        Rows where ``active bool[B]`` is False are not simulated: their ``valid`` is False throughout. With auto-reset
+        the episode after one of seed s has the seed ``stepping.next_seed(s)``: restarts play that again.
         """
 
     @abstractmethod

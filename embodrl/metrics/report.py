@@ -109,7 +109,7 @@ def draw_curves(rows: Rows, path: Path, num_eval_episodes: int | None = None) ->
         figure = Figure(figsize=(12, 9.5), dpi=110)
         FigureCanvasAgg(figure)
         # A constrained layout draws everything twice.
-        figure.subplots_adjust(left=0.06, right=0.93, bottom=0.05, top=0.965, wspace=0.36, hspace=0.32)
+        figure.subplots_adjust(left=0.085, right=0.92, bottom=0.05, top=0.965, wspace=0.4, hspace=0.32)
         axes = figure.subplots(3, 2)
         iterations = [row["iteration"] for row in rows]
         minutes = [seconds / 60 for seconds in _elapsed_s(rows)]

@@ -19,7 +19,7 @@ import numpy as np
 
 from embodrl.envs.manager import EnvManager, EnvTimeouts
 from embodrl.envs.mujoco_scene import GL_LIBRARIES, GL_REMEDY, loads
-from embodrl.errors import EnvError, MissingDependencyError
+from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied, MissingDependencyError
 from embodrl.registry import ENVS
 from embodrl.scheduler.findings import Finding
 
@@ -117,6 +117,8 @@ def draw_frame(
     try:
         with EnvManager(env_type, {**kwargs, "num_envs": 1}, name="doctor", **options) as manager:
             contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
+    except (EnvWorkerDied, EnvTimeout) as error:  # what follows is the tail of a log, and the limits are doctor's own
+        return Finding(name, "error", error.message.partition("\n")[0], remedy or error.remedy)
     except EnvError as error:
         lines = [line.strip() for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
         # What a simulator raises ends with its remedy.

@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 PRELOADED = (
     "embodrl.runner",
     "embodrl.workers.sft",
@@ -30,16 +32,20 @@ _MESSAGE_BYTES = 1 << 18
 
 
 class ForkServer:
-    """The other end, in the process of the tests."""
+    """The other end, in the process of the tests.
 
-    def __init__(self) -> None:
+    Args:
+        hash_seed: of all its runs; sets have another order in those of another server.
+    """
+
+    def __init__(self, hash_seed: int) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(hash_seed)},
             )
 
     def run(self, arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int, str, str]:
@@ -55,11 +61,15 @@ class ForkServer:
             status = stack.enter_context(os.fdopen(reading))
             socket.send_fds(self._socket, [request.encode()], [out.fileno(), err.fileno(), writing])
             os.close(writing)
-            pid = int(status.readline())
-            if not select.select([status], [], [], timeout_s)[0]:
-                os.kill(pid, signal.SIGKILL)
-                raise TimeoutError(f"{arguments} took longer than {timeout_s:g} s")
-            code = os.waitstatus_to_exitcode(int(status.readline()))
+            if not (begun := status.readline()):
+                raise RuntimeError(f"the server of runs has gone, with exit code {self._process.wait(60.0)}")
+            try:
+                if not select.select([status], [], [], timeout_s)[0]:
+                    raise TimeoutError(f"{arguments} took longer than {timeout_s:g} s")
+                code = os.waitstatus_to_exitcode(int(status.readline()))
+            except BaseException:  # the time of a test is over, say
+                os.kill(int(begun), signal.SIGKILL)
+                raise
             out.seek(0)
             err.seek(0)
             return code, out.read().decode(), err.read().decode()
@@ -83,6 +93,7 @@ def serve(server: socket.socket) -> list[str]:
             os.environ.clear()
             os.environ.update(request["environ"])
             os.chdir(request["directory"])
+            np.random.seed()
             # As of `python -c`: the working directory, PYTHONPATH, and what was there.
             sys.path[:] = ["", *filter(None, request["environ"].get("PYTHONPATH", "").split(os.pathsep)), *plain]
             return request["arguments"]

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from embodrl.config import load_config
-from embodrl.errors import MissingDependencyError
-from embodrl.scheduler import doctor, vulkan
+from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied, MissingDependencyError
+from embodrl.scheduler import doctor, simulators, vulkan
 from embodrl.scheduler.findings import Finding, as_json, can_train, show
 from embodrl.scheduler.libraries import missing_libraries
 from embodrl.scheduler.presets import Machine, lacks, num_parameters, preset_lacks
@@ -127,6 +127,21 @@ def test_maniskill_itself_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "embodrl[maniskill]" in found.remedy and "Vulkan driver" in found.remedy
     lacking = doctor.summarize([found], []).simulators["maniskill"]
     assert "no_such_argument" in lacking
+
+
+@pytest.mark.parametrize("error", [EnvWorkerDied, EnvTimeout])
+def test_a_driver_that_crashes_or_hangs_is_named_with_what_may_help(
+    monkeypatch: pytest.MonkeyPatch, error: type[EnvError]
+) -> None:
+    def die(manager: object) -> None:
+        raise error(
+            "env manager 'doctor': killed by SIGSEGV\n--- end of its log\nExtension modules: numpy", "see the log"
+        )
+
+    monkeypatch.setattr(simulators.EnvManager, "start", die)
+    found = simulators.draw_frame("ManiSkill", "toy", {}, remedy="try another driver")
+    assert (found.status, found.detail) == ("error", "env manager 'doctor': killed by SIGSEGV")
+    assert found.remedy == "try another driver"
 
 
 @pytest.mark.parametrize(("vulkan_status", "exit_code"), [(vulkan.USABLE, 0), (vulkan.NO_DEVICE, 1)])

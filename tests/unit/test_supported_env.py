@@ -1,13 +1,17 @@
 """Names of environments: an enumeration that extensions can add members to."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from embodrl.envs.registry import SupportedEnv
 from embodrl.errors import EmbodrlError, UnknownNameError
 from embodrl.registry import ENVS
+
+NEW_IN_3_11 = {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "assert_never", "assert_type"}
 
 
 def test_members_are_the_registered_environments():
@@ -43,3 +47,15 @@ def test_asking_imports_no_simulator_and_no_torch():
     code = "import sys; from embodrl.envs.registry import SupportedEnv as S; S('libero'); print(sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not any(f"'{name}'" in loaded for name in ("torch", "mujoco", "sapien", "mani_skill", "gymnasium"))
+
+
+def test_simulators_may_live_in_an_older_python():
+    """No module of their processes imports from typing what it has from Python 3.11 on."""
+    code = "import sys, embodrl.envs.worker_main; print(*(m.__file__ for m in sys.modules.values()"
+    code += " if m.__name__.startswith('embodrl')), sep='\\n')"
+    files = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert len(files) > 10
+    for file in files:
+        top = ast.parse(Path(file).read_text()).body  # what is below TYPE_CHECKING is not imported
+        imports = [node for node in top if isinstance(node, ast.ImportFrom) and node.module == "typing"]
+        assert not {name.name for node in imports for name in node.names} & NEW_IN_3_11, file
