@@ -102,6 +102,7 @@ def test_an_interrupted_run_is_resumed_to_the_bit(config: Path, whole: Path, tmp
     assert all(mine[name].equal(theirs[name]) for name in mine | theirs)
 
 
+@pytest.mark.long
 def test_a_training_process_that_dies_while_it_sends_ends_the_run(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = train(config, run_dir, *APART, "rollout.weight_sync=collective", stop_at="gather_only:4:SIGKILL:rank_1")

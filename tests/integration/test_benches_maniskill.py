@@ -9,6 +9,7 @@ from embodrl.bench import e2e, envs, render
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.xdist_group("maniskill")]
 
 
+@pytest.mark.long
 def test_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render, "NUM_BLOCKS", 1)
     monkeypatch.setattr(render, "FRAMES", {64: 3, 224: 3})

@@ -22,7 +22,7 @@ from embodrl.registry import MODELS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FAMILIES = list(MODELS)
 # The others share their modules: OpenVLA-OFT with OpenVLA, pi0.5 with pi0.
-IN_SHORT = ("openvla", "pi0")
+IN_SHORT = ("openvla",)
 
 
 @pytest.fixture(scope="module")

@@ -82,6 +82,7 @@ def test_a_rollout_process_may_die_at_any_time(
     assert not (run_dir / "weight_sync").exists()
 
 
+@pytest.mark.long
 def test_a_rollout_process_that_dies_again_and_again_ends_the_run(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     order = (f"runner.output_dir={run_dir}", TWO, "rollout.max_restarts=1")
@@ -91,6 +92,7 @@ def test_a_rollout_process_that_dies_again_and_again_ends_the_run(config: Path, 
     assert "embodrl resume" in done.stderr
 
 
+@pytest.mark.long
 def test_an_interrupted_rollout_is_undone_and_resumed_to_the_bit(config: Path, plain: list, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     order = (f"runner.output_dir={run_dir}", TWO, "rollout.weight_sync=collective")

@@ -59,6 +59,7 @@ class Fixed:
         return torch.zeros(observation.batch_size, 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.sim
 @pytest.mark.xdist_group("maniskill")
