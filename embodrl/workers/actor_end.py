@@ -23,13 +23,15 @@ from embodrl.errors import TornSyncError, WeightSyncError, WorkerDied, WorkerErr
 from embodrl.hybrid_engines.weight_sync.base import GatherOnly, WeightSender
 from embodrl.hybrid_engines.weight_sync.group import cancel_meeting, open_meeting
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.group import WorkerGroup
+from embodrl.scheduler.group import Handle, WorkerGroup
 from embodrl.scheduler.launchers.base import free_port
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.weight_link import SendingEnd, drain, make_sender
 
 _POLL_S = 0.1
 _FIND_S = 60.0
+_NOTICE_S = 5.0
+"""Within which the end of a process is noticed."""
 _LOCALHOST = "127.0.0.1"
 Problem = tuple[str, str]
 """Message and remedy of what kept weights from being sent; the process itself is well."""
@@ -154,6 +156,7 @@ class ActorEnd(SendingEnd):
     def _ask(self, method: str, *args: Any, check: Callable[[], None] = lambda: None) -> Any:
         """Return what the processes answer. What ``check`` raises is raised when they are free again."""
         failure: WorkerError | None = None
+        handle: Handle | None = None
         try:
             self.group.check()
             handle = self.group.call(method, *args)
@@ -164,8 +167,9 @@ class ActorEnd(SendingEnd):
                     self._let_go(failure)
             answer = handle.result()
         except WorkerError as error:
+            cause = error if handle is None else _cause(handle, error)
             self.group.kill()  # without one of them the others would wait for ever
-            raise WorkerError(error.message, error.remedy, error.rank) from error
+            raise WorkerError(cause.message, cause.remedy, cause.rank) from cause
         if failure is not None:
             raise failure
         return answer
@@ -175,6 +179,13 @@ class ActorEnd(SendingEnd):
         self.close()
         if isinstance(failure, WorkerDied):
             drain(list(self.pipes.values())[failure.rank])
+
+
+def _cause(handle: Handle, error: WorkerError) -> WorkerError:
+    """Return the death of a process, if that is what another has told by an error of its connection."""
+    wait(handle.futures.values(), _NOTICE_S)  # the other may be quicker
+    errors = [future.exception() for future in handle.futures.values() if future.done()]
+    return next((found for found in errors if isinstance(found, WorkerDied)), error)
 
 
 def _failure(check: Callable[[], None]) -> WorkerError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +27,7 @@ from embodrl.scheduler.launchers.base import Outcome
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.placement import ProcessPlace
+from embodrl.workers import actor_end
 from embodrl.workers.actor import GroupTrainEngine
 from embodrl.workers.actor_end import ActorEnd, sends_weights
 from embodrl.workers.policy import build_policy, configure_torch
@@ -258,3 +260,17 @@ def test_shards_are_gathered_a_bucket_at_a_time_and_only_those_that_travel(tmp_p
     finally:
         group.kill()
         launcher.close()
+
+
+def test_the_death_of_a_process_is_the_cause_of_what_another_raises():
+    """A lost connection is told at once by who waits at its other end, before the death itself is noticed."""
+    told, died = WorkerRaised("actor[0] raised RuntimeError", "", 0), WorkerDied("actor[1] was killed", "", 1)
+    futures = {0: Future(), 1: Future()}
+    futures[0].set_exception(told)
+    thread = threading.Timer(0.2, futures[1].set_exception, (died,))
+    thread.start()
+    handle = SimpleNamespace(futures=futures)
+    assert actor_end._cause(handle, told) is died  # type: ignore[arg-type]
+    futures[1] = Future()
+    futures[1].set_result(None)
+    assert actor_end._cause(handle, told) is told  # type: ignore[arg-type]

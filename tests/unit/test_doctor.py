@@ -203,6 +203,6 @@ def test_every_preset_is_judged() -> None:
 @pytest.mark.sim
 @pytest.mark.slow
 def test_one_frame_for_real() -> None:
-    finding = doctor.check_rendering()
+    finding = doctor.check_maniskill(can_draw=True)
     assert finding.status == "ok", finding.detail
     assert "one frame" in finding.detail
