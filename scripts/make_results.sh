@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the learning curves of docs/results.md: demonstrations, imitation, reinforcement learning, task by task.
 #
-#   scripts/make_results.sh [pull|lift|reach|libero ...]
+#   scripts/make_results.sh [pull|lift|reach|drawer|libero ...]
 #
 # RESULTS_DIR holds what is made; a stage whose result is there is not done again, and a run that was stopped goes on.
 # RESULTS_TARGET takes the recorded metrics. SIMULATORS_PYTHON is an interpreter with Meta-World, where embodrl's own has none.
@@ -60,6 +60,13 @@ reach() {
     more $name 60
 }
 
+drawer() {
+    local name=metaworld_drawer_seed_0
+    local args=(env=metaworld "env.tasks=[drawer-close-v3]" model=openvla model.warm_start=null "${elsewhere[@]}" "${patience[@]}")
+    warm_start $name 60 100 6e-4 "${args[@]}"
+    learn $name 30 "${args[@]}" model.warm_start="$work/$name/sft/policy" env.eval.num_episodes=128
+}
+
 libero() {
     local args=(env=libero_spatial model=openvla model.warm_start=null "${patience[@]}")
     [ -f "$work/libero_eval.json" ] || $embodrl eval "${args[@]}" env.video.enabled=false \
@@ -67,7 +74,7 @@ libero() {
     learn libero_spatial_seed_0 3 "${args[@]}" runner.eval_at_start=false runner.eval_interval=0 env.eval.num_episodes=40
 }
 
-for task in "${@:-pull lift reach libero}"; do
+for task in "${@:-pull lift reach drawer libero}"; do
     for each in $task; do
         date -u +"%H:%M:%S $each"
         $each
