@@ -1,6 +1,7 @@
 """What offload frees of simulator processes, and how long it takes, of every simulator here.
 
-``python benchmarks/env_offload.py [FILE.json] [SETTING ...]``; settings go to all environments, ``env.python=...`` say.
+``python benchmarks/env_offload.py [FILE.json [NAME|SETTING ...]]``; all of ENVIRONMENTS without names. Settings go to all
+that are measured, ``env.python=...`` say.
 Each environment plays a rollout in two processes, leaves and comes back, with its process and without. The next picture
 after it is compared with that of a twin that stayed.
 """
@@ -75,11 +76,12 @@ def measure(settings: list[str], extra: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    path, given = Path(sys.argv[1]) if len(sys.argv) > 1 else None, sys.argv[2:]
+    names, extra = [word for word in given if "=" not in word], [word for word in given if "=" in word]
     results: dict[str, Any] = {}
-    for name, settings in ENVIRONMENTS.items():
+    for name in names or ENVIRONMENTS:
         try:
-            results[name] = measure(settings, sys.argv[2:])
+            results[name] = measure(ENVIRONMENTS[name], extra)
         except EmbodrlError as error:
             results[name] = {"skipped": error.message.splitlines()[0]}
         print(name, json.dumps(results[name]), flush=True)

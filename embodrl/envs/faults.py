@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("embodrl.envs")
 
 _COUNTING = threading.Lock()
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -69,6 +70,16 @@ class Bounds:
         """Return ``bool[B]``: where the state can't be true."""
         return _beyond(observation.state, self.state)
 
+    def hold(self, step: EnvStep) -> bool:
+        """Return True if nothing in a step can be broken: the quick way where ``broken_rows`` would find none.
+
+        Rows of the final observation that say nothing are looked at, too, so that False means no more than a doubt.
+        """
+        states = [step.observation.state]
+        if step.final_observation is not None:
+            states.append(step.final_observation.state)
+        return _within(step.reward, self.reward) and all(_within(state, self.state) for state in states)
+
     def broken_rows(self, step: EnvStep) -> NDArray[np.bool_]:
         """Return ``bool[B]``: where a reward or a state, the final one included, can't be true."""
         bad = _beyond(step.reward, self.reward) | self.broken_states(step.observation)
@@ -91,20 +102,22 @@ class Bounds:
 
 
 def count_refused(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int, place: str) -> NDArray[np.int64]:
-    """Return the rows whose reward or state can't be true, and count how often in a row each was among them.
+    """Return the rows whose reward or state can't be true, and count how many episodes in a row each has so lost.
 
     Args:
         manager: whose step it is; keeps the counts, as pools come and go.
         step: before anything is made of it.
         bounds: what can be true.
-        limit: so many chunks of an environment may be refused without a valid one in between.
+        limit: so many episodes of an environment may end so, without one in between that came to its own end.
         place: of the manager in its pool, for messages.
 
     Raises:
         EnvQuarantined: it is one more.
     """
+    if bounds.hold(step) and not manager.refused.any():
+        return _NO_ROWS
     bad = bounds.broken_rows(step)
-    manager.refused[step.valid.any(axis=1) & ~bad] = 0
+    manager.refused[step.valid.any(axis=1) & step.done & ~bad] = 0
     manager.refused[bad] += 1
     rows = np.flatnonzero(bad)
     for row in rows.tolist():
@@ -113,7 +126,7 @@ def count_refused(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int
         logger.warning("%s: %s", manager, what)
         if manager.refused[row] > limit:
             raise EnvQuarantined(
-                f"given up after {limit} chunks in a row that were refused (env.max_restarts), {place}, {what};"
+                f"given up after {limit} episodes in a row that broke off so (env.max_restarts), {place}, {what};"
                 f" {manager}",
                 "look at the log of its process, or raise env.max_abs_reward or env.max_abs_state if that may be true",
             )
@@ -126,6 +139,11 @@ def forget_frames(error: BaseException) -> None:
     while link is not None:
         link.__traceback__ = None
         link = link.__context__
+
+
+def _within(values: NDArray[np.float32], bound: float) -> bool:
+    """Return True if no number is beyond the bound or none at all; a comparison with a number that is not one is False."""
+    return not values.size or (float(values.max()) <= bound and float(values.min()) >= -bound)
 
 
 def _beyond(values: NDArray[np.float32], bound: float) -> NDArray[np.bool_]:

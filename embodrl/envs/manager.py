@@ -92,7 +92,7 @@ class EnvManager:
         self.first_env = first_env
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
         self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # chunks in a row, by environment; see EnvPool
+        self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
         self._config = {
             "env_type": env_type,
             "kwargs": dict(kwargs or {}),

@@ -36,15 +36,15 @@ class EnvPool:
     A manager whose process dies, hangs or raises is restarted and reset to the seeds it had, and the episodes under
     way there end: the chunk is not valid, ``truncated`` at its first action, and the final observation is the last
     good one. The same happens to a single environment with a reward or state that is not finite or out of bounds. Both
-    are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised; and so it is when as many chunks
-    of one environment in a row can't be true.
+    are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised; and so it is when as many
+    episodes of one environment in a row broke off over numbers that can't be true.
 
     Results are valid until the next but one result of the pool; ask for ``copy=True`` to keep them longer.
 
     Args:
         managers: equal but for their number of environments.
-        max_restarts: process restarts over the life of the pool and its parts; refused chunks of one environment
-            without a valid one in between.
+        max_restarts: process restarts over the life of the pool and its parts; episodes of one environment that broke
+            off so, without one in between that came to its own end.
         faults: counts to go on with.
         bounds: of rewards and states.
     """

@@ -47,9 +47,11 @@ def draw_floats(step):
 # name -> the method that fails, before it does anything or in what it returns.
 BEFORE = {
     "raise in step": ("chunk_step", raise_it),
+    "hang in step": ("chunk_step", lambda _: time.sleep(1000)),
     "raise in reset": ("reset", raise_it),
+    "crash in reset": ("reset", crash),
+    "hang in reset": ("reset", lambda _: time.sleep(1000)),
     "crash": ("chunk_step", crash),
-    "hang": ("chunk_step", lambda _: time.sleep(1000)),
     "diverges": ("chunk_step", diverge),
 }
 AFTER = {

@@ -37,14 +37,18 @@ HIT = np.array([False, False, True, True])
 
 
 class Impatient:
-    """Timeouts, the first of one kind short; the second removes the file that keeps processes from coming up."""
+    """Timeouts, one of a kind short: the first, or the second of ``reset_s``, as sending a request takes the first.
+
+    What follows removes the file that keeps processes from coming up.
+    """
 
     def __init__(self, kind: str, slow_start: Path | None = None) -> None:
         self._kind, self._slow_start, self._reads = kind, slow_start, 0
+        self._short = 2 if kind == "reset_s" else 1
 
     def __getattr__(self, name: str) -> float:
         self._reads += name == self._kind
-        if name == self._kind and self._reads == 1:
+        if name == self._kind and self._reads == self._short:
             return SHORT_S
         if name == self._kind and self._slow_start is not None:
             self._slow_start.unlink(missing_ok=True)
@@ -152,18 +156,22 @@ def test_a_start_that_takes_too_long_after_a_death(pool: EnvPool, folder: Path) 
     check_lost(pool, pool.step(actions(pool), copy=True), before + 2)
 
 
-@pytest.mark.parametrize("fault", ["raise in step", "crash", "picture is no picture"])
+@pytest.mark.parametrize("fault", ["raise in step", "crash", "hang in step", "picture is no picture"])
 def test_a_simulator_that_fails_in_a_step(pool: EnvPool, fault: str) -> None:
     before = pool.faults.restarts
     pool.call_one(1, "break_next", {"fault": fault})
+    if fault == "hang in step":
+        pool.managers[1].timeouts = Impatient("step_s")  # type: ignore[assignment]
     check_lost(pool, pool.step(actions(pool), copy=True), before + 1)
 
 
-@pytest.mark.parametrize("fault", ["raise in reset", "state is no number in reset"])
+@pytest.mark.parametrize("fault", ["raise in reset", "crash in reset", "hang in reset", "state is no number in reset"])
 def test_a_simulator_that_fails_in_a_reset(shared: EnvPool, fault: str) -> None:
     first = shared.reset(SEEDS, TASKS, copy=True)
     before, lost = shared.faults.restarts, shared.faults.lost_episodes
     shared.call_one(1, "break_next", {"fault": fault})
+    if fault == "hang in reset":
+        shared.managers[1].timeouts = Impatient("reset_s")  # type: ignore[assignment]
     again = shared.reset(SEEDS, TASKS, copy=True)
     np.testing.assert_array_equal(again.images[HIT], first.images[HIT])
     assert np.isfinite(again.state).all()

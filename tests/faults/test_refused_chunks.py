@@ -23,10 +23,10 @@ def test_what_is_refused_at_its_end_is_what_is_played_again(tmp_path, caplog):
         assert pool.step(actions).episode_seed[:2].tolist() == [next_seed(0), 1]
 
 
-def refusing_pool():
+def refusing_pool(max_episode_steps=1000):
     """Every chunk in which the dot moves is refused."""
     options = {"total_num_envs": 4, "num_processes": 2, "name": "train", "bounds": Bounds(reward=1e-6)}
-    return EnvPool.create("toy", {"image_size": 8, "max_episode_steps": 1000}, max_restarts=3, **options)
+    return EnvPool.create("toy", {"image_size": 8, "max_episode_steps": max_episode_steps}, max_restarts=3, **options)
 
 
 @pytest.mark.parametrize("pools_come_and_go", [False, True])
@@ -45,7 +45,7 @@ def test_an_environment_that_is_refused_again_and_again_stops_with_the_cause(poo
         for _ in range(3):
             np.testing.assert_array_equal(part.step(actions).valid.any(axis=1), [True, True, True, False])
             part = begin(pool) if pools_come_and_go else part
-        with pytest.raises(EnvQuarantined, match="given up after 3 chunks in a row that were refused") as stopped:
+        with pytest.raises(EnvQuarantined, match="given up after 3 episodes in a row that broke off so") as stopped:
             part.step(actions)
         for words in ("env.max_restarts", "rank 1 of 2", "'train/1'", "environment 3", "reach-red", "seed 33"):
             assert words in stopped.value.message
@@ -53,12 +53,26 @@ def test_an_environment_that_is_refused_again_and_again_stops_with_the_cause(poo
         assert "raise env.max_abs_reward" in stopped.value.remedy
 
 
-def test_chunks_that_are_refused_now_and_then_stop_nothing():
-    still, moving = np.zeros((4, 3, 7), np.float32), np.full((4, 3, 7), 0.3, np.float32)
-    with refusing_pool() as pool:
+STILL, MOVING = np.zeros((4, 3, 7), np.float32), np.full((4, 3, 7), 0.3, np.float32)
+
+
+def test_episodes_that_break_off_now_and_then_stop_nothing():
+    with refusing_pool(max_episode_steps=6) as pool:
         pool.reset(np.arange(30, 34), np.zeros(4, np.int32))
         for _ in range(4):
             for _ in range(3):
-                assert not pool.step(moving).valid.any()
-            assert pool.step(still).valid.all()
+                assert not pool.step(MOVING).valid.any()
+            assert pool.step(STILL).valid.all()
+            assert pool.step(STILL).done.all()
         assert pool.faults.quarantined == 48
+
+
+def test_no_episode_that_ever_comes_to_its_end_stops_although_each_begins_well():
+    with refusing_pool() as pool:
+        pool.reset(np.arange(30, 34), np.zeros(4, np.int32))
+        for _ in range(3):
+            assert pool.step(STILL).valid.all()
+            assert not pool.step(MOVING).valid.any()
+        assert pool.step(STILL).valid.all()
+        with pytest.raises(EnvQuarantined, match="given up after 3 episodes"):
+            pool.step(MOVING)
