@@ -1,7 +1,7 @@
 """What offload frees of simulator processes, and how long it takes, of every simulator here.
 
-``python benchmarks/env_offload.py [FILE.json [NAME|SETTING ...]]``; all of ENVIRONMENTS without names. Settings go to all
-that are measured, ``env.python=...`` say.
+``python benchmarks/env_offload.py [FILE.json [NAME|SETTING ...]]``; all of ENVIRONMENTS without names. Settings go to
+all that are measured, ``env.python=...`` say.
 Each environment plays a rollout in two processes, leaves and comes back, with its process and without. The next picture
 after it is compared with that of a twin that stayed.
 """
