@@ -6,7 +6,7 @@ SHELL := bash
 
 BIN := .venv/bin
 ARGS ?=
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 CHECKED := embodrl tests scripts benchmarks examples
 
 .PHONY: help setup train test test-long test-megatron test-ray test-simulators test-vllm soak lint format warm-start clean
@@ -20,7 +20,8 @@ setup: ## make .venv with everything; a second run finds nothing to do
 train: setup ## train OpenVLA in ManiSkill
 	@$(BIN)/embodrl train env=maniskill model=openvla $(ARGS)
 
-# One thread a process: the workers fill the cores already. All tests of a file stay in one process.
+# One thread a process: the workers fill the cores already, one more than two cores as many tests wait for processes.
+# All tests of a file stay in one process.
 test: setup ## run the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not long" $(ARGS)
 

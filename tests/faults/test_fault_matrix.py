@@ -225,7 +225,7 @@ def test_random_faults_in_both_processes_neither_hang_nor_break_anything(
     case: Case, shared: EnvPool, folder: Path
 ) -> None:
     """A fault in a process, in both or in none, before each chunk; what is left is whole, and every loss is counted."""
-    rounds = 40 if case.env_type == "toy" else 2
+    rounds = 20 if case.env_type == "toy" else 2
     dice = random.Random(7)
     inside = ["raise in step", "crash", "reward is no number", "state out of bounds", "picture is no picture"]
     shared.reset(SEEDS, TASKS)
