@@ -21,9 +21,9 @@ train: setup ## train OpenVLA in ManiSkill
 	@$(BIN)/embodrl train env=maniskill model=openvla $(ARGS)
 
 # One thread a process: the workers fill the cores already, one more than two cores as many tests wait for processes.
-# All tests of a file stay in one process.
+# All tests of a file stay in one process; unit tests, which are many and small, come last.
 test: setup ## run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile -m "not long" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 test-long: setup ## run the long tests that the target test leaves out
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m long $(ARGS)
