@@ -32,6 +32,7 @@ class VectorEnv(ABC):
         "expert_actions",
         "get_row_state",
         "set_row_state",
+        "check_state",
     )
 
     @abstractmethod
@@ -75,7 +76,10 @@ class VectorEnv(ABC):
         """Say whether the next episode begins at the end of the chunk in which one has ended."""
         raise NotImplementedError(f"{type(self).__name__} has no set_auto_reset")
 
-    # The next five are optional: a simulator without history, cameras for people or experts has nothing to do.
+    # The next six are optional: a simulator without history, cameras for people or experts has nothing to do.
+
+    def check_state(self) -> None:  # noqa: B027
+        """Raise what ``get_state`` will raise whenever it is asked: a run wants to know before it begins."""
 
     def rebuild(self) -> None:  # noqa: B027
         """Forget all history: what follows a reset depends on its seed alone. Nothing to do for most simulators."""

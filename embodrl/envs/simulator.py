@@ -297,6 +297,11 @@ class SimulatorVectorEnv(SteppingEnv):
         """See SteppingEnv."""
         return [sim.get_state() for sim in self._sims]
 
+    def check_state(self) -> None:
+        """See VectorEnv."""
+        if type(self._sims[0]).get_state is Simulator.get_state:
+            self._sims[0].get_state()
+
     def set_sim_state(self, state: list[Any]) -> None:
         """See SteppingEnv."""
         for sim, content in zip(self._sims, state, strict=True):

@@ -181,8 +181,8 @@ class SteppingEnv(VectorEnv):
             self._potential = np.where(running, result.reward, self._potential)
         elif self.rules.reward_mode == "dense":
             reward += np.where(running, result.reward, 0)
-        if result.diverged is not None:
-            reward[running & result.diverged] = np.nan
+        broken = ~np.isfinite(result.reward)  # told also where the reward counts for nothing
+        reward[running & (broken if result.diverged is None else broken | result.diverged)] = np.nan
         self._elapsed += running
         self._returned += reward
         for row in self._video.rows(running):

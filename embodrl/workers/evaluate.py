@@ -20,6 +20,9 @@ from embodrl.metrics.json_file import check_json_file, write_json_file
 
 logger = logging.getLogger(__name__)
 
+MAX_ATTEMPTS = 3
+"""An episode that a fault of the simulator has ended is played again, up to so many times in all."""
+
 
 @dataclass(frozen=True)
 class EpisodeRecord:
@@ -56,7 +59,7 @@ class EvalResult:
         mean_length: mean number of environment steps.
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
         records: the episodes, in the order of their seeds.
-        lost_episodes: how many a fault of the simulator ended.
+        lost_episodes: how many a fault of the simulator ended, each time that they were played.
     """
 
     success_rate: float
@@ -151,16 +154,21 @@ class Evaluator:
         self.pool.call("rebuild", restart=True)
         self.pool.call("mark", restart=True)
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
-        for start in range(0, len(episodes), spec.num_envs):
-            places = np.arange(start, min(start + spec.num_envs, len(episodes)))
-            try:
-                self._play(places, episodes[places], video_dir)
-            except InterruptedError:
-                self.pool.call("rewind", restart=True)
-                raise
-            if self.progress is not None:
-                done = start + len(places)
-                self.progress(done, f"success {_mean(played.outcome[:done, 0]):.0%}")
+        left = np.arange(len(episodes))
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt and len(left):
+                logger.warning("%d episodes were ended by a fault of the simulator and are played again", len(left))
+            for start in range(0, len(left), spec.num_envs):
+                places = left[start : start + spec.num_envs]
+                try:
+                    self._play(places, episodes[places], video_dir)
+                except InterruptedError:
+                    self.pool.call("rewind", restart=True)
+                    raise
+                if self.progress is not None:
+                    done = int(np.count_nonzero(~np.isnan(played.outcome[:, 0])))
+                    self.progress(done, f"success {_mean(played.outcome[:, 0]):.0%}")
+            left = np.flatnonzero(np.isnan(played.outcome[:, 0]))
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
         self.pool.call("rebuild", restart=True)
         self.engine.offload()
@@ -223,7 +231,13 @@ def evaluation_result(config: Config, tasks: Sequence[str], played: Played) -> E
     outcome, task_of = played.outcome, np.arange(len(played.outcome)) % len(tasks)
     numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
     if num_lost := len(outcome) - len(numbers):
-        logger.warning("%d of %d episodes were lost to faults and are not counted", num_lost, len(outcome))
+        logger.warning(
+            "%d of %d episodes were ended by faults in %d attempts each, and are not counted: what is left may be the"
+            " easier ones",
+            num_lost,
+            len(outcome),
+            MAX_ATTEMPTS,
+        )
     outcome, task_of = outcome[numbers], task_of[numbers]
     records = [
         EpisodeRecord(
@@ -257,7 +271,9 @@ def _mean(values: np.ndarray) -> float:
 
 
 def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | None = None) -> int:
-    """`embodrl eval`: measure the policy that the configuration names; returns the exit code.
+    """`embodrl eval`: measure the policy that the configuration names.
+
+    Returns the exit code: 1 if an episode could not be played to its end, as the rate is not that of all then.
 
     Args:
         config: the run.
@@ -289,4 +305,4 @@ def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | N
             progress.message(line)
     if json_path is not None:
         write_json_file(json_path, output.content(result))
-    return 0
+    return 1 if result.lost_episodes else 0

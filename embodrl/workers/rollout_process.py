@@ -74,6 +74,7 @@ class RolloutProcess(Worker):
         try:
             self.policy = build_policy(config)
             self.pool.wait_started()
+            self.pool.call("check_state")
         except BaseException:
             self.pool.close()
             raise

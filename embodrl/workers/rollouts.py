@@ -121,6 +121,7 @@ class LocalRollouts(Rollouts):
 
     def wait_started(self) -> None:
         self.pool.wait_started()
+        self.pool.call("check_state")
 
     @property
     def tasks(self) -> Sequence[str]:

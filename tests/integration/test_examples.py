@@ -63,9 +63,9 @@ def test_a_pipeline_from_outside_the_package(tmp_path: Path) -> None:
     assert shown.code == 0 and "3  shape_rewards  compute    reward" in shown.stdout
 
 
-def test_an_environment_from_outside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def new_env_config(tmp_path: Path, **changes: object) -> Path:
+    """Return a configuration of examples/new_env at the smallest size; ``changes`` are of the whole."""
     example = yaml.safe_load((EXAMPLES / "new_env" / "config.yaml").read_text())
-    tiny = yaml.safe_load(TINY_POLICY)
     sizes = {
         "max_episode_steps": 6,
         "pin_cpus": False,
@@ -73,12 +73,17 @@ def test_an_environment_from_outside_the_package(tmp_path: Path, monkeypatch: py
         "train": {"total_num_envs": 4, "max_steps_per_rollout_epoch": 12},
         "eval": {"total_num_envs": 4, "num_episodes": 6},
     }
+    made = yaml.safe_load(TINY_POLICY) | {"extensions": example["extensions"], "env": example["env"] | sizes} | changes
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(tiny | {"extensions": example["extensions"], "env": example["env"] | sizes}))
+    config.write_text(yaml.safe_dump(made))
+    return config
+
+
+def test_an_environment_from_outside_the_package(tmp_path: Path) -> None:
     outcome = embodrl(
         "train",
         "--config",
-        config,
+        new_env_config(tmp_path),
         f"runner.output_dir={tmp_path / 'run'}",
         "runner.max_iterations=2",
         search_path=EXAMPLES / "new_env",
@@ -88,6 +93,31 @@ def test_an_environment_from_outside_the_package(tmp_path: Path, monkeypatch: py
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert rows[2]["env_steps"] <= 2 * 4 * 12
     assert rows[2]["eval/episodes"] == 6
+
+
+def test_an_environment_that_keeps_no_state_is_refused_before_it_trains(tmp_path: Path) -> None:
+    (tmp_path / "forgetful.py").write_text(
+        f"""
+import sys
+sys.path.append({str(EXAMPLES / "new_env")!r})
+from line_world import *
+
+class Forgetful(Line):
+    get_state, set_state = Simulator.get_state, Simulator.set_state
+
+class ForgetfulWorld(LineWorld):
+    def make_simulator(self, task):
+        return Forgetful(self._cameras)
+
+SupportedEnv.register("forgetful", ForgetfulWorld, "no state", tasks=("push-right",), action_dim=ACTION_DIM)
+"""
+    )
+    config = new_env_config(tmp_path, extensions=["forgetful"])
+    arguments = ("--config", config, "env.env_type=forgetful", "runner.max_iterations=2")
+    outcome = embodrl("train", *arguments, f"runner.output_dir={tmp_path / 'run'}", search_path=tmp_path)
+    assert outcome.code == 1
+    assert "Forgetful can't tell its state" in outcome.stderr and "Replayed" in outcome.stderr
+    assert not list(tmp_path.glob("run/checkpoints/*")) and "iteration" not in outcome.stdout
 
 
 def small_vla(*args: object) -> Outcome:

@@ -5,7 +5,7 @@ from embodrl.config import load_config
 from embodrl.envs.pool import FaultCounts
 from embodrl.envs.toy import ToyVectorEnv
 from embodrl.types import PolicyOutput
-from embodrl.workers.evaluate import Evaluator
+from embodrl.workers.evaluate import MAX_ATTEMPTS, Evaluator
 
 CONFIG = load_config(
     [
@@ -107,23 +107,42 @@ def test_a_stop_ends_it_between_two_chunks():
 
 
 class FailingPool(LocalPool):
-    """Its process is started anew at the first chunk of the second wave, which ends all four episodes there."""
+    """Its process is started anew at the first chunk of episodes with these seeds, so many times: all four end."""
+
+    def __init__(self, seeds: list[int], times: int) -> None:
+        super().__init__()
+        self.doomed, self.times = seeds, times
 
     def step(self, actions, active):
-        if len(self.resets) != 2 or self.faults.restarts:
+        seeds, task_ids = self.resets[-1]
+        if seeds != self.doomed or self.faults.restarts == self.times:
             return super().step(actions, active)
         self.faults.restarts += 1
-        seeds, task_ids = self.resets[-1]
         self.env.reset(np.array(seeds), np.array(task_ids, np.int32), np.arange(4))
         step = super().step(actions, np.zeros(4, np.bool_))
         step.truncated[:, 0] = True
         return step
 
 
-def test_episodes_lost_to_a_fault_are_left_out():
-    whole, pool = LocalPool(), FailingPool()
+SECOND_WAVE = [74, 75, 76, 77]
+
+
+def test_episodes_that_a_fault_has_ended_are_played_again(caplog):
+    whole, pool = LocalPool(), FailingPool(SECOND_WAVE, MAX_ATTEMPTS - 1)
+    done = []
+    expected = Evaluator(CONFIG, whole, Expert(whole.env)).run()
+    result = Evaluator(CONFIG, pool, Expert(pool.env), lambda number, text: done.append(number)).run()
+    assert result.records == expected.records and result.lost_episodes == 0
+    assert done == [4, 4, 6, 6, 10]
+    assert pool.resets[3:] == [(SECOND_WAVE, [0, 1, 0, 1])] * 2
+    assert "4 episodes were ended by a fault of the simulator and are played again" in caplog.text
+
+
+def test_episodes_that_a_fault_ends_each_time_are_left_out():
+    whole, pool = LocalPool(), FailingPool(SECOND_WAVE, 100)
     expected = Evaluator(CONFIG, whole, Expert(whole.env)).run()
     result = Evaluator(CONFIG, pool, Expert(pool.env)).run()
+    assert pool.faults.restarts == MAX_ATTEMPTS
     played = expected.successes[:4] + expected.successes[8:]
     assert result.successes == played and len(played) == 6
     assert (result.episodes, result.lost_episodes) == (6, 4)
@@ -135,8 +154,7 @@ def test_episodes_lost_to_a_fault_are_left_out():
 
 
 def test_an_evaluation_that_lost_everything_has_no_rate():
-    pool = FailingPool()
-    pool.resets.append(None)  # the first wave counts as the second, and is the only one
+    pool = FailingPool([70, 71, 72, 73], 100)
     short = CONFIG.env.eval.model_copy(update={"num_episodes": 4})
     config = CONFIG.model_copy(update={"env": CONFIG.env.model_copy(update={"eval": short})})
     result = Evaluator(config, pool, Expert(pool.env)).run()

@@ -92,6 +92,17 @@ def test_the_reward_of_a_simulation_that_has_diverged_is_no_number(mode: str, re
     assert np.isfinite(env.chunk_step(chunk(0.5), np.array([True, False])).reward).all()
 
 
+@pytest.mark.parametrize("mode", ["dense", "dense_delta", "sparse"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_reward_that_is_no_number_is_told_even_where_it_counts_for_nothing(mode: str, value: float) -> None:
+    env = Scripts(reward_mode=mode)
+    begin(env)
+    actions = chunk(0.5, 1.0, 0.75)
+    actions[1, 1] = value  # which the simulator returns
+    reward = env.chunk_step(actions, np.array([True, True])).reward
+    assert np.isfinite(reward[0]).all() and np.isfinite(reward[1, 0]) and np.isnan(reward[1, 1])
+
+
 @pytest.mark.parametrize(
     ("events", "ignore", "terminated", "truncated"),
     [
@@ -173,6 +184,9 @@ def test_a_simulator_without_a_state_says_so() -> None:
     with pytest.raises(EnvError, match="can't tell its state") as refused:
         env.get_state()
     assert "Replayed" in refused.value.remedy
+    with pytest.raises(EnvError, match="can't tell its state"):
+        env.call("check_state", {})
+    Scripts(replayed=True).call("check_state", {})
 
 
 def test_experts_act_only_where_they_have_begun() -> None:
