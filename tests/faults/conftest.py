@@ -8,6 +8,9 @@ LONG_WITH_MANISKILL = (
     "test_a_full_dev_shm_is_of_no_account",
     "test_a_simulator_that_fails_in_a_reset",
     "test_a_simulator_that_fails_in_a_step[maniskill-hang in step]",
+    "test_a_simulator_that_fails_in_a_step[maniskill-picture",
+    "test_killed_between_two_steps",
+    "test_a_start_that_takes_too_long_after_a_death",
 )
 
 
