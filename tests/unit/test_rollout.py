@@ -146,7 +146,11 @@ def test_seeds_are_equal_within_a_group_and_new_in_every_iteration():
 
 def test_fixed_reset_states_come_back_in_every_iteration():
     worker, _ = worker_of(config_of("env.train.use_fixed_reset_state_ids=true"))
-    np.testing.assert_array_equal(worker.schedule.draw(0, 0)[0], worker.schedule.draw(7, 0)[0])
+    seeds, tasks = worker.schedule.draw(0, 0)
+    assert tasks.tolist() == [0, 1, 0, 1]
+    for iteration, epoch in ((7, 0), (8, 0), (3, 1)):
+        for before, now in zip((seeds, tasks), worker.schedule.draw(iteration, epoch), strict=True):
+            np.testing.assert_array_equal(before, now)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
