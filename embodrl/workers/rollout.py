@@ -239,7 +239,7 @@ class RolloutWorker:
 
     def metas(self) -> list[dict[str, Any]]:
         """Return what is told of the rollouts since ``gather``; see ``rollout_metrics``."""
-        return [{"episodes": dict(vars(self.stats)), "seconds": dict(vars(self.seconds))}]
+        return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return one rollout of all environments, a batch a stage.
