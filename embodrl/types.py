@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.errors import EnvError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -35,9 +37,13 @@ class EnvSpec:
         cameras: the V cameras, in the order of ``Observation.images``.
         state_dim: S; 0 without proprioception.
         action_dim: A.
-        action_low, action_high: bounds of an action in environment units, ``float32[A]``.
+        action_low, action_high: bounds of an action in environment units, A numbers each: -1 and 1. Policies, noise
+            and experts know no others.
         max_chunk: the largest C that the buffers hold.
         tasks: the tasks that episodes are drawn from.
+
+    Raises:
+        EnvError: an action has other bounds.
     """
 
     num_envs: int
@@ -48,6 +54,15 @@ class EnvSpec:
     action_high: tuple[float, ...]
     max_chunk: int
     tasks: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for number, bounds in enumerate(zip(self.action_low, self.action_high, strict=True)):
+            if bounds != (-1, 1):
+                raise EnvError(
+                    f"number {number} of an action is between {bounds[0]:g} and {bounds[1]:g}, not -1 and 1",
+                    "give the environment the bounds -1 and 1, and map them to its own in step, as"
+                    " embodrl/envs/gymnasium.py does",
+                )
 
 
 @dataclass

@@ -18,6 +18,8 @@ from embodrl.config.schema import Config
 AUTO = "auto"
 KEY = "env.num_processes"
 MAX_CANDIDATES = 4
+# To be raised when what is measured changes, so that numbers of before are not used any more.
+MEASUREMENT = 2
 # Settings of section env that do not change how fast a step is.
 WITHOUT_EFFECT = (
     *("num_processes", "train", "eval", "video", "start_timeout_s", "reset_timeout_s", "step_timeout_s"),
@@ -57,7 +59,7 @@ def fill_processes(tree: Node) -> ProcessChoice | None:
     found = candidates(*counts, cores=len(os.sched_getaffinity(0)), most=1 if one_process else None)
     env = {name: value for name, value in _section(tree, "env").items() if name not in WITHOUT_EFFECT}
     settings = {"env": env, "counts": counts, "chunk": _value(tree, defaults, "model.num_action_chunks")}
-    path = cache_path({"machine": machine(), "version": __version__, "settings": settings})
+    path = cache_path({"machine": machine(), "version": __version__, "measurement": MEASUREMENT, "settings": settings})
     measured = read_choice(path)
     number = measured if measured in found else min(found, key=lambda n: abs(n - len(os.sched_getaffinity(0))))
     choice = ProcessChoice(number, measured in found or len(found) == 1, found, path)

@@ -80,7 +80,8 @@ class EnvTrainConfig(Section):
     )
     ignore_terminations: bool = Field(default=False, description="only the step limit ends an episode")
     use_fixed_reset_state_ids: bool = Field(
-        default=False, description="every rollout starts from the same initial states (seeds) instead of fresh ones"
+        default=False,
+        description="every rollout starts from the same initial states (seeds and tasks) instead of fresh ones",
     )
     seed: Seed = Field(default=0, description="reset seeds are drawn from it, runner.seed and the iteration")
 

@@ -85,14 +85,13 @@ class EnvManager:
         environ: Mapping[str, str] | None = None,
         debug: bool = False,
     ) -> None:
-        self.name = name
-        self.env_type = env_type
-        self.python = python
+        self.name, self.env_type, self.python = name, env_type, python
         self.timeouts = timeouts or EnvTimeouts()
         self.first_env = first_env
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
         self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
         self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
+        self.lasting: dict[str, Mapping[str, Any] | None] = {}  # what a simulator built anew is asked again, by EnvPool
         self._config = {
             "env_type": env_type,
             "kwargs": dict(kwargs or {}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +71,6 @@ class EnvPool:
         self._turn = 0
         self._last: list[Observation | None] = [None] * len(self.managers)
         self._failed: dict[int, EnvError] = {}
-        self._lasting: dict[str, Mapping[str, Any] | None] = {}
         self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._chunk = 0
 
@@ -163,6 +163,7 @@ class EnvPool:
         try:
             for manager in self.managers:
                 manager.wait_started()
+            self._ask_again(range(len(self.managers)))
         except EnvError:
             self.close()
             raise
@@ -198,7 +199,16 @@ class EnvPool:
 
     def onload(self) -> None:
         """Bring back simulators that are away; see ``envs.offload.onload``."""
+        away = [rank for rank, manager in enumerate(self.managers) if manager.is_offloaded]
         onload(self.managers, lambda: self.faults.count("restarts", limit=self.max_restarts))
+        self._ask_again(away)
+
+    def _ask_again(self, ranks: Sequence[int]) -> None:
+        """Repeat the requests that last: a simulator that was built anew has its state back, and its first rules."""
+        for rank in ranks:
+            for method, arguments in self.managers[rank].lasting.items():
+                with suppress(*_LOSSES):  # the next request finds it
+                    self.call_one(rank, method, arguments)
 
     def get_state(self, *, restart: bool = False) -> list[bytes]:
         """Return the state of every manager; ``restart`` as in ``call``."""
@@ -221,8 +231,6 @@ class EnvPool:
                 were under way in it begin again, which nobody is told.
         """
         self.onload()
-        if method in _LASTING:
-            self._lasting[method] = arguments
         for rank in range(len(self.managers)):
             self._send_call(rank, method, arguments)
         answers: list[Any] = []
@@ -242,6 +250,8 @@ class EnvPool:
         return self._wait_call(rank, method, arguments, restart=False)
 
     def _send_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None) -> None:
+        if method in _LASTING:
+            self.managers[rank].lasting[method] = arguments
         if rank not in self._failed:
             try:
                 self.managers[rank].call_async(method, arguments)
@@ -249,13 +259,7 @@ class EnvPool:
                 self._failed[rank] = error
 
     def _wait_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None, restart: bool) -> Any:
-        def ask(manager: EnvManager) -> Any:
-            return manager.call(method, arguments)
-
-        def collect(manager: EnvManager) -> Any:
-            return manager.wait_call(method)
-
-        return self._answer(rank, collect, restart, ask)
+        return self._answer(rank, lambda m: m.wait_call(method), restart, lambda m: m.call(method, arguments))
 
     def _answer(
         self,
@@ -408,7 +412,7 @@ class EnvPool:
             forget_frames(error)
             try:
                 manager.restart()
-                for method, arguments in self._lasting.items():
+                for method, arguments in manager.lasting.items():
                     manager.call(method, arguments)
                 return self._checked(manager, manager.reset(self._seeds(manager), manager.task_ids.copy()))
             except _FAULTS as again:

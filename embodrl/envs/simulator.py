@@ -40,7 +40,7 @@ class Simulator(ABC):
     """One environment of one task: all that a new simulator has to bring.
 
     Attributes:
-        action_low, action_high: bounds of an action, A numbers each.
+        action_low, action_high: bounds of an action, A numbers each: -1 and 1, which ``step`` maps to its own.
         state_dim: S, what ``proprioception`` returns; 0 for nothing.
         instruction: what the policy is told.
     """

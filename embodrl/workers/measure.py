@@ -49,10 +49,13 @@ def fastest(rates: dict[int, float]) -> int:
 
 
 def steps_per_second(config: Config, num_processes: int) -> float:
-    """Return the rate of all training environments together, with actions of zero, after one chunk to warm up."""
+    """Return the rate of all training environments together, with actions of zero, after one chunk to warm up.
+
+    Always with auto-reset: without it nearly all chunks would be those of episodes that have ended long ago.
+    """
     env = config.env.model_copy(update={"num_processes": num_processes})
     total, chunk = env.train.total_num_envs, config.model.num_action_chunks
-    with make_pool(config.model_copy(update={"env": env}), total) as pool:
+    with make_pool(config.model_copy(update={"env": env}), total, auto_reset=True) as pool:
         rows = np.arange(total)
         pool.reset(rows.astype(np.int64), (rows % len(pool.spec.tasks)).astype(np.int32))
         actions = np.zeros((total, chunk, pool.spec.action_dim), np.float32)

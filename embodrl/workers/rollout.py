@@ -239,7 +239,7 @@ class RolloutWorker:
 
     def metas(self) -> list[dict[str, Any]]:
         """Return what is told of the rollouts since ``gather``; see ``rollout_metrics``."""
-        return [{"episodes": dict(vars(self.stats)), "seconds": dict(vars(self.seconds))}]
+        return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return one rollout of all environments, a batch a stage.
@@ -297,9 +297,10 @@ class EpisodeSchedule:
     def draw(self, iteration: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return reset seeds ``int64[b]`` and tasks ``int32[b]`` of the share, equal within a group."""
         train = self.config.env.train
-        moment = (0, 0) if train.use_fixed_reset_state_ids else (iteration, epoch)
+        if train.use_fixed_reset_state_ids:
+            iteration, epoch = 0, 0
         groups = np.arange(self.num_envs) // self.config.algorithm.group_size
-        sequence = np.random.SeedSequence([self.config.runner.seed, train.seed, *moment])
+        sequence = np.random.SeedSequence([self.config.runner.seed, train.seed, iteration, epoch])
         drawn = sequence.generate_state(int(groups[-1]) + 1, np.uint32) >> np.uint32(1)
         tasks = (groups + iteration) % self.num_tasks
         return drawn[groups].astype(np.int64)[self.rows], tasks.astype(np.int32)[self.rows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,16 +28,35 @@ NO_VERSION = -1
 
 @dataclass
 class EpisodeStats:
-    """What became of the episodes that ended in a rollout."""
+    """What became of the episodes that ended in a rollout.
+
+    Attributes:
+        successes, episodes: how many, without those that were lost.
+        lost: how many a fault ended.
+        returns, lengths: sums of rewards and of environment steps, over ``episodes``.
+        by_task: task -> [successes, episodes], of all tasks that could have been played.
+    """
 
     successes: int = 0
     episodes: int = 0
     lost: int = 0
     returns: float = 0.0
     lengths: int = 0
+    by_task: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
-    def add(self, step: EnvStep, acted: NDArray[np.bool_]) -> None:
-        """Count the episodes that ended in a chunk; those that a fault ended are counted as lost only."""
+    @staticmethod
+    def of(tasks: Sequence[str]) -> EpisodeStats:
+        """Return counts of zero."""
+        return EpisodeStats(by_task={task: [0, 0] for task in tasks})
+
+    def add(self, step: EnvStep, acted: NDArray[np.bool_], tasks: Sequence[str]) -> None:
+        """Count the episodes that ended in a chunk; those that a fault ended are counted as lost only.
+
+        Args:
+            step: what the chunk led to.
+            acted: ``bool[B]``, environments whose episodes went on before it.
+            tasks: B of them, of these episodes.
+        """
         done = step.done & acted
         lost = done & ~step.valid.any(axis=1)
         ended = done & ~lost
@@ -47,22 +66,41 @@ class EpisodeStats:
         # In float64 no order of adding up gives another sum: rollout processes add their parts.
         self.returns += float(step.episode_return[ended].sum(dtype=np.float64))
         self.lengths += int(step.episode_length[ended].sum())
+        for row in np.flatnonzero(ended).tolist():
+            self.add_to_task(tasks[row], bool(step.success[row]))
+
+    def add_to_task(self, task: str, success: bool) -> None:
+        """Count an episode among those of its task."""
+        successes, episodes = self.by_task.get(task, (0, 0))
+        self.by_task[task] = [successes + success, episodes + 1]
 
     def merge(self, other: EpisodeStats) -> None:
         """Count those of another rollout as well."""
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            if name != "by_task":
+                setattr(self, name, getattr(self, name) + value)
+        for task, counts in other.by_task.items():
+            self.by_task[task] = [a + b for a, b in zip(self.by_task.get(task, (0, 0)), counts, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values of its own, of which ``EpisodeStats(**values)`` makes it again."""
+        return asdict(self)
 
     def metrics(self) -> dict[str, float | None]:
-        """Return means over the episodes; None where none has ended."""
+        """Return means over the episodes, with several tasks of each as well; None where none has ended."""
         count = self.episodes
-        return {
+        result = {
             "rollout/success_rate": self.successes / count if count else None,
             "rollout/return": self.returns / count if count else None,
             "rollout/episode_length": self.lengths / count if count else None,
             "rollout/episodes": float(count),
             "rollout/lost_episodes": float(self.lost),
         }
+        if len(self.by_task) > 1:
+            for task, (successes, episodes) in self.by_task.items():
+                result[f"rollout/{task}/success_rate"] = successes / episodes if episodes else None
+                result[f"rollout/{task}/episodes"] = float(episodes)
+        return result
 
 
 @dataclass
@@ -100,7 +138,7 @@ def shard_meta(batch: TrajectoryBatch, stats: EpisodeStats, seconds: Seconds) ->
     """Return what is told of a shard beside its columns, as JSON can hold it."""
     return {
         "env_steps": int(batch.valid.sum()),
-        "episodes": dict(vars(stats)),
+        "episodes": stats.as_dict(),
         "seconds": dict(vars(seconds)),
     }
 
@@ -161,7 +199,7 @@ class Stage:
             generators: of the actions that are drawn, one a thread of the engine; None takes the engine's own.
         """
         clock = time.perf_counter()
-        self.seconds, self.stats, self.generators = Seconds(), EpisodeStats(), generators
+        self.seconds, self.stats, self.generators = Seconds(), EpisodeStats.of(self.pool.spec.tasks), generators
         self._observation = self.pool.reset(seeds, tasks)
         self._active = np.ones(len(seeds), np.bool_)
         self._steps, self._inputs = [], []
@@ -197,7 +235,8 @@ class Stage:
         output = self._output
         step = self.pool.wait()
         clock = self._lap("env", clock)
-        self.stats.add(step, self._active)
+        tasks = [self.pool.spec.tasks[task] for task in self._sent["task_id"].tolist()]
+        self.stats.add(step, self._active, tasks)
         logprobs = output.logprobs.float().cpu()
         values = torch.zeros(len(logprobs), 1) if output.values is None else output.values.float().cpu()
         self._inputs.append({name: tensor.cpu() for name, tensor in output.forward_inputs.items()})

@@ -215,7 +215,7 @@ class WorkflowPlayer:
         )
 
     def _count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:
-        stats = EpisodeStats()
+        stats = EpisodeStats.of(self.pool.spec.tasks)
         for trajectory in trajectories:
             if trajectory is None:
                 continue
@@ -224,6 +224,7 @@ class WorkflowPlayer:
             elif trajectory.done or len(trajectory.chunks) < self.num_steps:
                 stats.episodes += 1
                 stats.successes += trajectory.success
+                stats.add_to_task(trajectory.task.name, trajectory.success)
                 stats.returns += trajectory.total_reward
                 stats.lengths += trajectory.num_actions
         return stats

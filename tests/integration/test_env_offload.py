@@ -113,3 +113,20 @@ def test_stages_come_back_each_for_itself() -> None:
         assert [manager.is_offloaded for manager in pool.managers] == [False, True]
         second.reset(np.array([2, 3]), np.zeros(2, np.int32))
         assert not any(manager.is_offloaded for manager in pool.managers)
+
+
+@EACH
+@pytest.mark.parametrize("asked", ["of the pool", "of its parts"])
+def test_what_was_asked_for_good_lasts_where_simulators_were_away(ends: bool, asked: str) -> None:
+    pool, twin = pools()
+    with pool, twin:
+        for each in (pool, twin):
+            begin(each)
+            for part in [each] if asked == "of the pool" else each.split(2):
+                part.call("set_auto_reset", {"value": False})
+        pool.offload(ends)
+        for number in range(1, 4):  # the second chunk reaches the limit
+            step = pool.step(actions_of(number, 4))
+            assert_same_step(step, twin.step(actions_of(number, 4)))
+        assert step.done.all() and step.episode_seed.tolist() == [0, 1, 2, 3], "no episode has begun"
+        assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]

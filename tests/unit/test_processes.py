@@ -98,9 +98,10 @@ class LocalPool:
 
     now = 0.0
 
-    def __init__(self, config, total: int) -> None:
+    def __init__(self, config, total: int, **overrides) -> None:
         self.cost = {1: 1.0, 2: 0.5, 4: 0.8}[config.env.num_processes]
-        self.env = ToyVectorEnv(total, image_size=8, max_episode_steps=50)
+        kwargs = {"auto_reset": config.env.train.auto_reset} | overrides
+        self.env = ToyVectorEnv(total, image_size=8, max_episode_steps=50, **kwargs)
         self.spec = self.env.spec
 
     def __enter__(self):
@@ -114,14 +115,18 @@ class LocalPool:
 
     def step(self, actions):
         LocalPool.now += self.cost
-        return self.env.chunk_step(actions[:, :1], np.ones(self.spec.num_envs, np.bool_))
+        return self.env.chunk_step(actions, np.ones(self.spec.num_envs, np.bool_))
 
 
-def test_the_fastest_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_local_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "make_pool", LocalPool)
     monkeypatch.setattr(measure, "check_simulator", lambda config: None)
     monkeypatch.setattr(measure.time, "perf_counter", lambda: LocalPool.now)
-    loaded = load_config(TOY)
+
+
+def test_the_fastest_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_local_pools(monkeypatch)
+    loaded = load_config([*TOY, "model.num_action_chunks=1"])
     told: list[str] = []
     assert measure.measure_processes(loaded.config, loaded.processes, told.append) == 2
     kept = json.loads(loaded.processes.path.read_text())
@@ -129,4 +134,19 @@ def test_the_fastest_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch) -> No
     rates = kept["environment_steps_per_s"]
     assert rates["1"] == pytest.approx(total / 1.0) and rates["2"] == pytest.approx(total / 0.5)
     assert told[0] == "measuring env.num_processes: 1, 2, 4"
-    assert load_config(TOY).processes.measured
+    assert load_config([*TOY, "model.num_action_chunks=1"]).processes.measured
+
+
+def test_episodes_that_have_ended_are_not_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_local_pools(monkeypatch)
+    monkeypatch.setattr(measure, "PROBE_S", 30.0)  # thirty chunks, far beyond the first episodes
+    episodes = ["env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=20", "model.num_action_chunks=10"]
+    config = load_config([*TOY, *episodes]).config
+    rate = measure.steps_per_second(config, 1)
+    assert rate >= 9 * config.env.train.total_num_envs, "whole chunks, but where an episode ends"
+
+
+def test_a_measurement_of_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = load_config(TOY).processes.path
+    monkeypatch.setattr(choices, "MEASUREMENT", choices.MEASUREMENT - 1)
+    assert load_config(TOY).processes.path != path

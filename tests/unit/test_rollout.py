@@ -1,5 +1,6 @@
 """RolloutWorker on the toy environment in this process, with a policy whose answers are known."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -146,7 +147,11 @@ def test_seeds_are_equal_within_a_group_and_new_in_every_iteration():
 
 def test_fixed_reset_states_come_back_in_every_iteration():
     worker, _ = worker_of(config_of("env.train.use_fixed_reset_state_ids=true"))
-    np.testing.assert_array_equal(worker.schedule.draw(0, 0)[0], worker.schedule.draw(7, 0)[0])
+    seeds, tasks = worker.schedule.draw(0, 0)
+    assert tasks.tolist() == [0, 1, 0, 1]
+    for iteration, epoch in ((7, 0), (8, 0), (3, 1)):
+        for before, now in zip((seeds, tasks), worker.schedule.draw(iteration, epoch), strict=True):
+            np.testing.assert_array_equal(before, now)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -302,7 +307,8 @@ def test_means_are_over_the_episodes_that_ended():
         episode_return=np.array([2.0, 9.0, 9.0, 9.0], np.float32),
         episode_length=np.array([5, 9, 9, 9], np.int32),
     )
-    stats.add(step, np.array([True, True, True, False]))  # the second goes on, the third is lost, the fourth idles
+    acted = np.array([True, True, True, False])  # the second goes on, the third is lost, the fourth idles
+    stats.add(step, acted, ["reach-red", "reach-green"] * 2)
     assert stats.metrics() == {
         "rollout/success_rate": 1.0,
         "rollout/return": 2.0,
@@ -310,3 +316,39 @@ def test_means_are_over_the_episodes_that_ended():
         "rollout/episodes": 1.0,
         "rollout/lost_episodes": 1.0,
     }
+
+
+def per_task(metrics):
+    tasks = ("reach-red", "reach-green")
+    return [metrics[f"rollout/{task}/{name}"] for task in tasks for name in ("episodes", "success_rate")]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_metrics_tell_tasks_apart(stages):
+    settings = ("env.train.total_num_envs=32", "actor.global_batch_size=16", f"rollout.pipeline_stages={stages}")
+    batch, metrics = worker_of(config_of(*settings), KnownPolicy(0.5))[0].gather(1)
+    ended = (batch.terminated | batch.truncated).any(-1)
+    expected = []
+    for task in (0, 1):
+        successes = batch.success[ended & (batch.task_id == task)].float()
+        assert 0 < successes.mean() < 1
+        expected += [len(successes), pytest.approx(float(successes.mean()))]
+    assert per_task(metrics) == expected
+    assert expected[0] + expected[2] == metrics["rollout/episodes"]
+
+
+def test_what_a_task_lost_to_faults_does_not_count():
+    lost, clean = (worker_of(config_of(), faults=faults)[0].gather(0)[1] for faults in ({1: 2}, {}))
+    assert lost["rollout/reach-red/episodes"] == clean["rollout/reach-red/episodes"] - 1  # environment 2 is red
+    assert per_task(lost)[2:] == per_task(clean)[2:]
+
+
+def test_tasks_are_told_apart_where_there_are_several_played_or_not():
+    _, metrics = worker_of(config_of("env.tasks=[reach-red]"))[0].gather(0)
+    assert not any("reach-red" in name for name in metrics)
+    stats = EpisodeStats.of(["reach-red", "reach-green"])
+    stats.add_to_task("reach-green", True)
+    kept = stats.as_dict()
+    stats.merge(EpisodeStats(**json.loads(json.dumps(kept))))  # as in a checkpoint
+    assert per_task(stats.metrics()) == [0.0, None, 2.0, 1.0]
+    assert kept["by_task"] == {"reach-red": [0, 0], "reach-green": [1, 1]}, "what was told stays as it was"

@@ -195,3 +195,13 @@ def test_experts_act_only_where_they_have_begun() -> None:
     assert env.expert_actions().tolist() == [[0.0], [0.0]]
     with pytest.raises(EnvError, match="no scripted expert"):
         env.expert_reset([0])
+
+
+@pytest.mark.parametrize("bounds", [((-2.0,), (2.0,)), ((0.0,), (1.0,)), ((-float("inf"),), (float("inf"),))])
+def test_actions_of_other_bounds_are_refused(monkeypatch: pytest.MonkeyPatch, bounds: Any) -> None:
+    """Policies and noise know -1 to 1 alone."""
+    monkeypatch.setattr(Script, "action_low", bounds[0])
+    monkeypatch.setattr(Script, "action_high", bounds[1])
+    with pytest.raises(EnvError, match=r"number 0 of an action.*not -1 and 1") as caught:
+        Scripts()
+    assert "map them to its own in step" in caught.value.remedy
