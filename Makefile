@@ -41,7 +41,7 @@ test-ray: setup ## install Ray, too, and run its tests
 
 # Simulators that .venv lacks live beside it. LIBERO's tests want EMBODRL_LIBERO_ASSETS, too; what is skipped says why.
 SIMULATOR_TESTS := tests/integration/test_env_contract.py tests/integration/test_simulator_runs.py \
-	tests/integration/test_libero.py tests/faults/test_fault_matrix.py
+	tests/integration/test_long_restores.py tests/integration/test_libero.py tests/faults/test_fault_matrix.py
 test-simulators: setup ## install Meta-World, Gymnasium and LIBERO beside .venv and run their tests
 	@scripts/setup_simulators.sh
 	@OMP_NUM_THREADS=1 EMBODRL_SIMULATORS_PYTHON=$(CURDIR)/.venv-simulators/bin/python \

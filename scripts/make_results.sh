@@ -4,6 +4,7 @@
 #   scripts/make_results.sh [pull|lift|reach|drawer|libero ...]
 #
 # RESULTS_DIR holds what is made; a stage whose result is there is not done again, and a run that was stopped goes on.
+# Demonstrations whose collection was stopped are made anew.
 # RESULTS_TARGET takes the recorded metrics. SIMULATORS_PYTHON is an interpreter with Meta-World, where embodrl's own has none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,6 +21,10 @@ mkdir -p "$work" "$target"
 warm_start() {
     local name=$1 episodes=$2 steps=$3 lr=$4
     shift 4
+    if grep -qs '"stopped_early": true' "$work/$name/demos/meta/embodrl.json"; then
+        echo "$work/$name/demos is short, as its collection was stopped: it is removed and made anew"
+        rm -r "$work/$name/demos"
+    fi
     [ -d "$work/$name/demos" ] || $embodrl collect "$@" collect.num_episodes="$episodes" collect.output_dir="$work/$name/demos"
     [ -d "$work/$name/sft/policy" ] || $embodrl sft "$@" sft.data_dir="$work/$name/demos" sft.output_dir="$work/$name/sft" \
         sft.max_steps="$steps" sft.lr="$lr" sft.label_smoothing_bins=3

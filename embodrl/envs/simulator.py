@@ -201,7 +201,8 @@ class Replayed(Simulator):
 class SimulatorVectorEnv(SteppingEnv):
     """B simulators, one after the other. A subclass says how to make one.
 
-    Simulators are built when a task is first needed, and lent to the environments that play it.
+    Simulators are lent to the environments that play their task, and one more is built where none is free. At first
+    there is one of the first task, which says what all are like; or B of the only task, which all will play.
 
     Args:
         num_envs: B.
@@ -225,13 +226,14 @@ class SimulatorVectorEnv(SteppingEnv):
     ) -> None:
         self._tasks = tuple(tasks)
         self._idle: list[list[Simulator]] = [[] for _ in tasks]
-        self._sims: list[Simulator] = []
+        self._sims: list[Simulator | None] = [None] * num_envs
         self._sim_tasks = np.zeros(num_envs, np.int32)
         self._with_expert = np.zeros(num_envs, np.bool_)
-        for _ in range(num_envs):
-            self._sims.append(self.make_simulator(self._tasks[0]))
-        first = self._sims[0]
-        self._instructions = {0: first.instruction}
+        self._instructions: dict[int, str] = {}
+        first = self._sim(0)
+        if len(self._tasks) == 1:  # building may take long, and a start has more time than a reset
+            for row in range(1, num_envs):
+                self._sim(row)
         spec = make_spec(
             num_envs,
             tasks,
@@ -246,22 +248,32 @@ class SimulatorVectorEnv(SteppingEnv):
     def make_simulator(self, task: str) -> Simulator:
         """Return a new simulator of a task."""
 
+    def _sim(self, row: int) -> Simulator:
+        """Return the simulator of a row; if it has none yet, one of its task that nobody plays, or a new one."""
+        sim = self._sims[row]
+        if sim is None:
+            task = int(self._sim_tasks[row])
+            sim = self._idle[task].pop() if self._idle[task] else self.make_simulator(self._tasks[task])
+            self._sims[row], self._instructions[task] = sim, sim.instruction
+        return sim
+
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
         """See SteppingEnv."""
         self._with_expert[rows] = False  # the expert was one of another episode, maybe of another task
         pairs = zip(rows.tolist(), task_ids.tolist(), strict=True)
         changed = [(row, task) for row, task in pairs if self._sim_tasks[row] != task]
-        for row, _ in changed:
-            self._idle[self._sim_tasks[row]].append(self._sims[row])
         for row, task in changed:
-            self._sims[row] = self._idle[task].pop() if self._idle[task] else self.make_simulator(self._tasks[task])
-            self._sim_tasks[row] = task
-            self._instructions[task] = self._sims[row].instruction
+            sim = self._sims[row]
+            if sim is not None:
+                self._idle[self._sim_tasks[row]].append(sim)
+            self._sims[row], self._sim_tasks[row] = None, task
+        for row, _ in changed:
+            self._sim(row)
 
     def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
         """See SteppingEnv."""
         for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
-            self._sims[row].reset(seed)
+            self._sim(row).reset(seed)
 
     def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
         """See SteppingEnv."""
@@ -269,7 +281,7 @@ class SimulatorVectorEnv(SteppingEnv):
         reward = np.zeros(num_envs, np.float32)
         success, terminated, truncated, diverged = (np.zeros(num_envs, np.bool_) for _ in range(4))
         for row in np.flatnonzero(running).tolist():
-            step = self._sims[row].step(actions[row])
+            step = self._sim(row).step(actions[row])
             reward[row], success[row] = step.reward, step.success
             terminated[row], truncated[row], diverged[row] = step.terminated, step.truncated, step.diverged
         return StepResult(reward, success, terminated, truncated, diverged)
@@ -277,9 +289,9 @@ class SimulatorVectorEnv(SteppingEnv):
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
         """See SteppingEnv."""
         for row in rows.tolist():
-            images[row] = self._sims[row].images()
+            images[row] = self._sim(row).images()
             if self.spec.state_dim:
-                state[row] = self._sims[row].proprioception()
+                state[row] = self._sim(row).proprioception()
 
     def instruction(self, task_id: int) -> str:
         """See SteppingEnv."""
@@ -287,15 +299,15 @@ class SimulatorVectorEnv(SteppingEnv):
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """See SteppingEnv."""
-        return np.array([self._sims[row].first_reward() for row in rows.tolist()], np.float32)
+        return np.array([self._sim(row).first_reward() for row in rows.tolist()], np.float32)
 
     def film(self, row: int) -> NDArray[np.uint8]:
         """See SteppingEnv."""
-        return self._sims[row].film()
+        return self._sim(row).film()
 
     def get_sim_state(self) -> list[Any]:
         """See SteppingEnv."""
-        return [sim.get_state() for sim in self._sims]
+        return [self.get_sim_row(row) for row in range(self.spec.num_envs)]
 
     def check_state(self) -> None:
         """See VectorEnv."""
@@ -304,32 +316,35 @@ class SimulatorVectorEnv(SteppingEnv):
 
     def set_sim_state(self, state: list[Any]) -> None:
         """See SteppingEnv."""
-        for sim, content in zip(self._sims, state, strict=True):
-            sim.set_state(content)
+        for row, content in zip(range(self.spec.num_envs), state, strict=True):
+            self.set_sim_row(row, content)
 
     def get_sim_row(self, row: int) -> Any:
-        """See SteppingEnv."""
-        return self._sims[row].get_state()
+        """See SteppingEnv; None of a row that has never played."""
+        sim = self._sims[row]
+        return None if sim is None else sim.get_state()
 
     def set_sim_row(self, row: int, state: Any) -> None:
         """See SteppingEnv."""
-        self._sims[row].set_state(state)
+        if state is not None:
+            self._sim(row).set_state(state)
 
     def expert_reset(self, rows: list[int]) -> None:
         """See VectorEnv."""
         for row in rows:
-            self._sims[row].expert_reset()
+            self._sim(row).expert_reset()
         self._with_expert[rows] = True
 
     def expert_actions(self) -> NDArray[np.float32]:
         """See VectorEnv; 0 in rows whose expert has not begun."""
         actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
         for row in np.flatnonzero(self._with_expert).tolist():
-            actions[row] = self._sims[row].expert_action()
+            actions[row] = self._sim(row).expert_action()
         return actions
 
     def close(self) -> None:
         """See VectorEnv."""
         super().close()
         for sim in [*self._sims, *(sim for idle in self._idle for sim in idle)]:
-            sim.close()
+            if sim is not None:
+                sim.close()

@@ -34,6 +34,43 @@ PATIENT = {"start_s": 600.0, "reset_s": 600.0, "step_s": 600.0}
 SEEDS, TASKS = np.array([31, 32, 33, 34]), np.zeros(4, np.int32)
 HIT = np.array([False, False, True, True])
 """Rows of the second process."""
+LOSSES = {
+    "none": "nothing",
+    "kill": "dies",
+    "kill during": "dies",
+    "crash": "dies",
+    "stop": "hangs",
+    "hang in step": "hangs",
+    "raise in step": "raises",
+    "picture is no picture": "raises",
+    "reward is no number": "cannot be true",
+    "state out of bounds": "cannot be true",
+    "slow start": "starts slowly",
+}
+"""Fault -> what becomes of its process."""
+FROM_OUTSIDE = ("none", "kill", "kill during", "stop", "slow start")
+COMBINATIONS = (  # in the first process, in the second
+    ("kill", "none"),
+    ("none", "stop"),
+    ("raise in step", "none"),
+    ("none", "reward is no number"),
+    ("slow start", "none"),
+    ("crash", "hang in step"),
+    ("picture is no picture", "kill"),
+    ("kill during", "state out of bounds"),
+    ("slow start", "crash"),
+    ("stop", "raise in step"),
+    ("reward is no number", "stop"),
+    ("hang in step", "slow start"),
+    ("raise in step", "state out of bounds"),
+    ("slow start", "picture is no picture"),
+    ("state out of bounds", "slow start"),
+    ("kill", "kill during"),
+    ("stop", "hang in step"),
+    ("raise in step", "picture is no picture"),
+    ("state out of bounds", "reward is no number"),
+    ("slow start", "slow start"),
+)
 
 
 class Impatient:
@@ -221,51 +258,61 @@ def test_the_limit_of_restarts_stops_with_all_that_is_known(case: Case, shared: 
     shared.managers[1].restart()
 
 
-def test_random_faults_in_both_processes_neither_hang_nor_break_anything(
+def set_up(pool: EnvPool, rank: int, fault: str, folder: Path) -> list[bool]:
+    """Let a process fail with the next chunk; return which of its two episodes that is certain to end."""
+    manager = pool.managers[rank]
+    manager.timeouts = EnvTimeouts(**PATIENT)
+    hit = [fault not in ("none", "kill during")] * 2  # which may come after the end of the chunk
+    if fault not in FROM_OUTSIDE:
+        try:
+            pool.call_one(rank, "break_next", {"fault": fault})
+            hit[0] = LOSSES[fault] != "cannot be true"
+        except EnvWorkerDied:
+            return hit  # killed after the end of the last chunk
+    if fault == "slow start":
+        (folder / str(rank)).touch()
+        manager.timeouts = Impatient("start_s", folder / str(rank))  # type: ignore[assignment]
+    if fault in ("kill", "slow start"):
+        kill(pool, signal.SIGKILL, rank)
+    elif fault == "stop":
+        kill(pool, signal.SIGSTOP, rank)
+    if LOSSES[fault] == "hangs":
+        manager.timeouts = Impatient("step_s")  # type: ignore[assignment]
+    return hit
+
+
+def test_faults_in_both_processes_at_once_neither_hang_nor_break_anything(
     case: Case, shared: EnvPool, folder: Path
 ) -> None:
     """A fault in a process, in both or in none, before each chunk; what is left is whole, and every loss is counted."""
-    rounds = 20 if case.env_type == "toy" else 2
     dice = random.Random(7)
-    inside = ["raise in step", "crash", "reward is no number", "state out of bounds", "picture is no picture"]
+    at_random = tuple((dice.choice([*LOSSES]), dice.choice([*LOSSES])) for _ in range(20))
+    rounds = at_random if case.env_type == "toy" else COMBINATIONS
     shared.reset(SEEDS, TASKS)
-    for number in range(rounds):
-        lost, hit = shared.faults.lost_episodes, np.zeros(4, np.bool_)
-        late: list[bool] = []
-        for rank, manager in enumerate(shared.managers):
-            fault = dice.choice(["none", "kill", "stop", "kill during", "slow start", *inside])
-            manager.timeouts = EnvTimeouts(**PATIENT)
-            certain = fault not in ("none", "kill during")  # which may come after the end of the chunk
-            hit[2 * rank : 2 * rank + 2] = certain
-            if fault in inside:
-                try:
-                    shared.call_one(rank, "break_next", {"fault": fault})
-                    hit[2 * rank] = fault not in ("reward is no number", "state out of bounds")
-                except EnvWorkerDied:
-                    pass  # killed after the end of the last chunk
-            elif fault == "slow start":
-                (folder / str(rank)).touch()
-                manager.timeouts = Impatient("start_s", folder / str(rank))  # type: ignore[assignment]
-            if fault in ("kill", "slow start"):
-                kill(shared, signal.SIGKILL, rank)
-            elif fault == "stop":
-                kill(shared, signal.SIGSTOP, rank)
-                manager.timeouts = Impatient("step_s")  # type: ignore[assignment]
-            late.append(fault == "kill during")
+    for number, faults in enumerate(rounds):
+        lost = shared.faults.lost_episodes
+        hit = np.array([row for rank, fault in enumerate(faults) for row in set_up(shared, rank, fault, folder)])
         shared.step_async(actions(shared, number))
-        for rank in np.flatnonzero(late).tolist():
+        for rank in (rank for rank, fault in enumerate(faults) if fault == "kill during"):
             kill(shared, signal.SIGKILL, rank)
         step = shared.wait(copy=True)
         gone = step.truncated[:, 0] & ~step.valid.any(axis=1)
-        assert (gone >= hit).all()
-        assert shared.faults.lost_episodes == lost + gone.sum()
-        assert not step.reward[gone].any() and not step.valid[gone].any()
-        assert (np.abs(step.reward) < 1e6).all() and (np.abs(step.observation.state) < 1e6).all()
-        assert step.observation.images.any(axis=(1, 2, 3, 4)).all()
+        assert (gone >= hit).all(), faults
+        assert shared.faults.lost_episodes == lost + gone.sum(), faults
+        assert not step.reward[gone].any() and not step.valid[gone].any(), faults
+        assert (np.abs(step.reward) < 1e6).all() and (np.abs(step.observation.state) < 1e6).all(), faults
+        assert step.observation.images.any(axis=(1, 2, 3, 4)).all(), faults
     for manager in shared.managers:
         manager.timeouts = EnvTimeouts(**PATIENT)
     shared.reset(SEEDS, TASKS)  # what was killed after its last chunk
     assert shared.step(actions(shared)).valid.all()
+
+
+def test_the_combinations_hold_every_fault_in_either_process_and_every_mixture_of_losses() -> None:
+    assert set(LOSSES) == {first for first, _ in COMBINATIONS} == {second for _, second in COMBINATIONS}
+    found = {frozenset(LOSSES[fault] for fault in faults) for faults in COMBINATIONS}
+    losses = set(LOSSES.values())
+    assert found == {frozenset((left, right)) for left in losses for right in losses} - {frozenset({"nothing"})}
 
 
 @pytest.mark.parametrize("name", MATRIX)

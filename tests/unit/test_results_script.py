@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
+
+import pytest
 
 from embodrl.config import load_config
 
@@ -57,6 +60,16 @@ def test_a_policy_is_trained_from_its_own_demonstrations(tmp_path: Path) -> None
     assert more == f"resume {demos.parent / 'rl'} runner.max_iterations=60"
     assert f"collect.output_dir={demos}" in collect.split() and f"sft.data_dir={demos}" in sft.split()
     assert train.split().index(f"model.warm_start={policy}") > train.split().index("model.warm_start=null")
+
+
+@pytest.mark.parametrize("stopped_early", [True, False])
+def test_demonstrations_that_stopped_early_are_made_anew(stopped_early: bool, tmp_path: Path) -> None:
+    meta = tmp_path / "work/lift_peg_seed_0/demos/meta/embodrl.json"
+    meta.parent.mkdir(parents=True)
+    meta.write_text(json.dumps({"stopped_early": stopped_early}, indent=4))  # as the LeRobot writer does
+    code, commands = run(tmp_path, "lift")
+    assert code == 0 and meta.exists() is not stopped_early
+    assert [line.split()[0] for line in commands] == ["collect"] * stopped_early + ["sft", "train"]
 
 
 def test_a_run_that_was_stopped_goes_on_and_nothing_is_done_twice(tmp_path: Path) -> None:

@@ -145,12 +145,39 @@ def test_pictures_are_drawn_only_where_the_policy_looks() -> None:
 def test_simulators_are_lent_to_whoever_plays_their_task() -> None:
     env = Scripts()
     assert begin(env, 0, 1).instruction == ["follow a", "follow b"]
-    assert len(env.made) == 3
+    assert len(env.made) == 2
     begin(env, 1, 0)
+    assert len(env.made) == 2
     begin(env, 1, 1)
     begin(env, 0, 0)
     assert sorted(sim.task for sim in env.made) == ["a", "a", "b", "b"]
     assert begin(env, 1, 0).instruction == ["follow b", "follow a"]
+
+
+def test_no_more_simulators_are_built_than_play() -> None:
+    env = Scripts(tasks=("a", "b", "c"))
+    assert [sim.task for sim in env.made] == ["a"]  # which says what all are like
+    begin(env, 1, 2)
+    assert [sim.task for sim in env.made] == ["a", "b", "c"]
+    begin(env, 0, 0)
+    assert [sim.task for sim in env.made] == ["a", "b", "c", "a"]
+    assert [sim.task for sim in Scripts(tasks=("a",)).made] == ["a", "a"]  # both will play it
+
+
+def test_rows_that_have_never_played_have_a_state_and_no_simulator() -> None:
+    env, other = Scripts(replayed=True), Scripts(replayed=True)
+    env.reset(np.array([5]), np.array([1], np.int32), np.array([0]))
+    state = env.get_state()
+    assert decode(state)["sim"][1] is None
+    other.set_state(state)
+    assert other.get_state() == state
+    other.set_row_state(1, env.get_row_state(1))
+    assert [sim.task for sim in other.made] == ["a", "b"]
+    for each in (env, other):
+        each.reset(np.array([6]), np.array([0], np.int32), np.array([1]))
+    expected, found = (each.chunk_step(chunk(0.3), BOTH) for each in (env, other))
+    np.testing.assert_array_equal(found.observation.state, expected.observation.state)
+    assert found.observation.instruction == ["follow b", "follow a"]
 
 
 def test_a_replayed_simulator_goes_on_where_it_was() -> None:
