@@ -311,8 +311,8 @@ class SimulatorVectorEnv(SteppingEnv):
 
     def check_state(self) -> None:
         """See VectorEnv."""
-        if type(self._sims[0]).get_state is Simulator.get_state:
-            self._sims[0].get_state()
+        if type(sim := self._sim(0)).get_state is Simulator.get_state:
+            sim.get_state()
 
     def set_sim_state(self, state: list[Any]) -> None:
         """See SteppingEnv."""
