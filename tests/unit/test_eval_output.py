@@ -12,6 +12,7 @@ from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.metrics.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
 from embodrl.metrics.eval_report import BAR_PX, LABEL_PX, bars
 from embodrl.metrics.intervals import wilson_interval
+from embodrl.scheduler import simulators
 from embodrl.workers import eval_output
 from embodrl.workers.eval_output import EvalOutput
 from embodrl.workers.evaluate import EpisodeRecord, EvalResult
@@ -111,7 +112,7 @@ def test_the_directory_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_videos_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval_output, "find_spec", lambda _: None)
+    monkeypatch.setattr(simulators, "VIDEO_MODULES", ("imageio", "no_such_ffmpeg"))
     with pytest.raises(MissingDependencyError, match="imageio-ffmpeg") as error:
         EvalOutput(settings("env.video.enabled=true"), tmp_path / "out")
     assert "env.video.enabled=false" in error.value.remedy
