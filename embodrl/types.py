@@ -38,6 +38,7 @@ class EnvSpec:
         action_low, action_high: bounds of an action in environment units, ``float32[A]``.
         max_chunk: the largest C that the buffers hold.
         tasks: the tasks that episodes are drawn from.
+        control_hz: actions a second of the robot's time.
     """
 
     num_envs: int
@@ -48,6 +49,7 @@ class EnvSpec:
     action_high: tuple[float, ...]
     max_chunk: int
     tasks: tuple[str, ...]
+    control_hz: float = 20.0
 
 
 @dataclass

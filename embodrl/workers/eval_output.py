@@ -135,7 +135,7 @@ class EvalOutput:
         if not tiles:
             return None
         try:
-            write_grid(tiles, self.directory / GRID_FILE, self.config.env.video.fps)
+            write_grid(tiles, self.directory / GRID_FILE)
         except OSError as error:
             raise OutputError(f"the grid of videos can't be written: {error}", "free some room") from error
         return self.directory / GRID_FILE

@@ -130,17 +130,18 @@ def film(path: Path, frames: int, value: int) -> Path:
 
 
 def test_the_grid_frames_each_episode_by_its_outcome(tmp_path: Path) -> None:
-    from embodrl.data.video_file import read_video
+    from embodrl.data.video_file import frame_rate, read_video
 
     tiles = [
         Tile(film(tmp_path / "v/a.mp4", 4, 40), "0  red: go to the red field", True),
         Tile(film(tmp_path / "v/b.mp4", 8, 120), "1  green: go to the green field, which is far away indeed", False),
         Tile(film(tmp_path / "v/c.mp4", 2, 200), "2  red", True),
     ]
-    write_grid(tiles, tmp_path / "grid.mp4", 10)
+    write_grid(tiles, tmp_path / "grid.mp4")
     frames = np.stack(list(read_video(tmp_path / "grid.mp4"))).astype(int)
     height, width = 64 + 2 * BORDER_PX + CAPTION_PX, 96 + 2 * BORDER_PX
     assert frames.shape == (8 + 10, 2 * height, 2 * width, 3)  # the longest, and a second more
+    assert frame_rate(tmp_path / "grid.mp4") == 10
     border = [(2, 40), (2, width + 40), (height + 2, 40)]
 
     def colours(frame: int) -> list[tuple[int, ...]]:

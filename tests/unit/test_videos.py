@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 
 from embodrl.config import LoadedConfig, load_config
+from embodrl.data.video_file import frame_rate
+from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
+from embodrl.envs.stepping import EpisodeRules
 from embodrl.envs.toy import ToyVectorEnv
 from embodrl.envs.video import VideoWriter
 from embodrl.errors import MissingDependencyError
 from embodrl.runner import train
+from embodrl.workers.collect import frame_rate as frame_rate_of_data
 from embodrl.workers.env import check_videos
 from embodrl.workers.eval_output import EvalOutput
 
@@ -58,6 +62,38 @@ def test_a_step_goes_on_without_the_package(
     assert step.valid.all() and step.truncated[:, 2].all()
     assert "episode_000_failure.mp4 was dropped: ModuleNotFoundError" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+class Fast(Simulator):
+    """Acts at 80 Hz."""
+
+    action_low, action_high, control_hz = (-1.0,), (1.0,), 80.0
+
+    def reset(self, seed: int) -> None: ...
+
+    def step(self, action: np.ndarray) -> SimStep:
+        return SimStep(0.0, False)
+
+    def images(self) -> np.ndarray:
+        return np.zeros((1, 16, 16, 3), np.uint8)
+
+
+class FastEnv(SimulatorVectorEnv):
+    def make_simulator(self, task: str) -> Simulator:
+        return Replayed(Fast())
+
+
+@pytest.mark.parametrize(("video_fps", "fps"), [(None, 80), (20, 20)])
+def test_videos_and_data_sets_have_the_rate_of_control(tmp_path: Path, video_fps: int | None, fps: int) -> None:
+    pytest.importorskip("imageio_ffmpeg")
+    camera = {"name": "top", "height": 16, "width": 16}
+    env = FastEnv(1, ["task"], [camera], EpisodeRules(max_episode_steps=4), max_chunk=4, video_fps=video_fps)
+    assert frame_rate_of_data(config(tmp_path).config, env.spec) == 80
+    assert frame_rate_of_data(config(tmp_path, "collect.fps=20").config, env.spec) == 20
+    env.reset(np.zeros(1, np.int64), np.zeros(1, np.int32), np.arange(1))
+    env.start_video(0, str(tmp_path / "episode_000"))
+    env.chunk_step(np.zeros((1, 4, 1), np.float32), np.ones(1, np.bool_))
+    assert frame_rate(tmp_path / "episode_000_failure.mp4") == fps
 
 
 def test_a_full_disk_leaves_no_half_video(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
