@@ -228,7 +228,8 @@ ENVS = Registry("environment")
 # Facts of an environment: ``tasks``, names or where the table of their instructions is; ``action_dim``, if fixed;
 # ``settings``, the keys of the section env that it reads beside those that all do; ``reward_modes``; ``cameras``, names
 # that it knows without a place; ``movable_cameras``, others may be placed; ``max_cameras``; ``needs``, modules;
-# ``extra``, which installs them, or ``isolated``, `embodrl env install` does; ``suites``; what is listed.
+# ``extra``, which installs them, or ``isolated``, `embodrl env install` does; ``suites``; ``expert_tasks``, those that
+# `embodrl collect` can show, if not all, and ``demonstrations``, what to do instead; what is listed.
 _REWARDS = ("reward_mode", "success_bonus")
 ENVS.register(
     "maniskill",
@@ -242,6 +243,7 @@ ENVS.register(
     actions="change of the gripper's pose (x, y, z, three angles) and its opening, -1 to 1",
     camera_list="base_camera, or any name with eye and target",
     experts="PushCube, PullCube, PickCube, StackCube, LiftPegUpright",
+    expert_tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
     verified="all tasks on a CPU; on a GPU not yet",
 )
 ENVS.register(
@@ -280,6 +282,7 @@ ENVS.register(
     extra="gymnasium",
     actions="a Box, mapped from -1 to 1; no discrete actions",
     camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
+    expert_tasks=(),
     verified="Reacher-v5, Hopper-v5 and Pendulum-v1 on a CPU",
 )
 _LIBERO_SUITES: dict[str, Any] = json.loads(
@@ -300,6 +303,8 @@ ENVS.register(
     actions="change of the gripper's pose (x, y, z, three angles), and its closing by sign, -1 to 1",
     camera_list="agentview, wrist, frontview, birdview, sideview",
     experts="none; `embodrl convert libero` reads LIBERO's demonstrations",
+    expert_tasks=(),
+    demonstrations="`embodrl convert libero` makes a data set of the demonstrations that LIBERO brings",
     verified="on a CPU (MUJOCO_GL=egl); on a GPU not yet",
 )
 ENVS.register(

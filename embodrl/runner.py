@@ -49,7 +49,7 @@ from embodrl.run_files import (
     write_config,
 )
 from embodrl.workers.actor import GroupTrainEngine, make_train_engine, saves_shards
-from embodrl.workers.env import check_simulator
+from embodrl.workers.env import check_simulator, check_videos
 from embodrl.workers.launch import make_launcher, make_rollouts
 from embodrl.workers.offload import PhaseOffload
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
@@ -416,4 +416,5 @@ def _check_machine(config: Config) -> None:
     """Refuse what can't work before anything is started."""
     resolve_device(config)
     check_simulator(config)
+    check_videos(config)
     check_memory(config)

@@ -41,6 +41,7 @@ class EnvSpec:
             and experts know no others.
         max_chunk: the largest C that the buffers hold.
         tasks: the tasks that episodes are drawn from.
+        control_hz: actions a second of the robot's time.
 
     Raises:
         EnvError: an action has other bounds.
@@ -54,6 +55,7 @@ class EnvSpec:
     action_high: tuple[float, ...]
     max_chunk: int
     tasks: tuple[str, ...]
+    control_hz: float = 20.0
 
     def __post_init__(self) -> None:
         for number, bounds in enumerate(zip(self.action_low, self.action_high, strict=True)):

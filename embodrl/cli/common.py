@@ -38,15 +38,15 @@ JsonFile = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error", show_default=False)]
 
 
-def load(overrides: list[str] | None, config_file: Path | None) -> LoadedConfig:
-    """Load the configuration and tell on stderr what is allowed but odd in it.
+def load(overrides: list[str] | None, config_file: Path | None, collecting: bool = False) -> LoadedConfig:
+    """Load the configuration and tell on stderr what is allowed but odd in it; see ``load_config``.
 
     Raises:
         ConfigError: with every problem found.
     """
     from embodrl.config import load_config
 
-    loaded = load_config(overrides or [], config_file)
+    loaded = load_config(overrides or [], config_file, collecting=collecting)
     show_notes(loaded.notes)
     choice = loaded.processes
     if choice is not None and not choice.measured:
@@ -58,7 +58,10 @@ def load(overrides: list[str] | None, config_file: Path | None) -> LoadedConfig:
 
 
 def load_measured(
-    overrides: list[str] | None, config_file: Path | None, needed: Callable[[Config], bool] = lambda _: True
+    overrides: list[str] | None,
+    config_file: Path | None,
+    needed: Callable[[Config], bool] = lambda _: True,
+    collecting: bool = False,
 ) -> LoadedConfig:
     """As ``load``, for verbs that start simulators: ``env.num_processes=auto`` is measured if it has not been.
 
@@ -66,6 +69,7 @@ def load_measured(
         overrides: of the command line.
         config_file: of the user's.
         needed: tells whether simulators will be started.
+        collecting: for `embodrl collect`.
 
     Raises:
         ConfigError: with every problem found.
@@ -73,12 +77,12 @@ def load_measured(
     """
     from embodrl.config import load_config
 
-    loaded = load_config(overrides or [], config_file)
+    loaded = load_config(overrides or [], config_file, collecting=collecting)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
         from embodrl.workers.measure import measure_processes
 
         measure_processes(loaded.config, loaded.processes, lambda line: print(line, flush=True))
-    return load(overrides, config_file)
+    return load(overrides, config_file, collecting)
 
 
 def show_notes(notes: list[ConfigProblem]) -> None:

@@ -59,18 +59,21 @@ class LoadedConfig:
         return to_yaml(self.config, self.origins if with_origin else None)
 
 
-def load_config(overrides: list[str], config_file: Path | None = None, planning: bool = False) -> LoadedConfig:
+def load_config(
+    overrides: list[str], config_file: Path | None = None, planning: bool = False, collecting: bool = False
+) -> LoadedConfig:
     """Compose and validate a configuration.
 
     Args:
         overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
         config_file: a YAML file of the user's: values, and ``presets: {group: name}``.
         planning: nothing will be started, so machines may be described that are not there.
+        collecting: for `embodrl collect`, which not all environments and tasks are for.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose(overrides, config_file), planning=planning)
+    return finish(compose(overrides, config_file), planning=planning, collecting=collecting)
 
 
 def load_run(path: Path, overrides: list[str] | None = None, resuming: bool = False) -> LoadedConfig:
@@ -92,7 +95,9 @@ def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
     return load_run(path, overrides).config
 
 
-def finish(composition: Composition, resuming: bool = False, planning: bool = False) -> LoadedConfig:
+def finish(
+    composition: Composition, resuming: bool = False, planning: bool = False, collecting: bool = False
+) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
     removed = remove_special(tree)
@@ -102,7 +107,8 @@ def finish(composition: Composition, resuming: bool = False, planning: bool = Fa
     processes = fill_processes(tree)
     config, invalid, wrong = validate(tree)
     problems += wrong
-    errors, notes = run_rules(config, tree, invalid | {problem.key for problem in removed}, resuming, planning)
+    invalid |= {problem.key for problem in removed}
+    errors, notes = run_rules(config, tree, invalid, resuming, planning, collecting)
     problems += errors
     if problems:
         raise ConfigError(problems)

@@ -106,7 +106,11 @@ class VideoConfig(Section):
     num_episodes: PositiveInt = Field(default=6, description="episodes filmed, the first ones of the fixed seeds")
     height: PositiveInt = Field(default=256, description="pixels")
     width: PositiveInt = Field(default=256, description="pixels")
-    fps: PositiveInt = Field(default=20, description="frames a second; the control frequency is 20 Hz")
+    fps: PositiveInt | None = Field(
+        default=None,
+        description="frames a second, of which each step gives one; null is the simulator's own rate of control: 20 of"
+        " ManiSkill and LIBERO, 80 of Meta-World, and what an environment of Gymnasium tells",
+    )
 
 
 class EnvConfig(Section):
@@ -282,8 +286,10 @@ class CollectConfig(Section):
         default="lerobot",
         description="lerobot: a LeRobot data set (v3.0), of parquet and MP4 files; raw: safetensors, every pixel",
     )
-    fps: PositiveInt = Field(
-        default=20, description="frames a second that a LeRobot data set states; ManiSkill and LIBERO act at 20 Hz"
+    fps: PositiveInt | None = Field(
+        default=None,
+        description="frames a second that a LeRobot data set states; null is the simulator's own rate of control, as"
+        " for env.video.fps",
     )
     video_crf: int = Field(
         default=0,

@@ -30,7 +30,7 @@ class LeRobotWriter:
     Args:
         directory: does not exist yet, or is empty.
         cameras: their V names.
-        fps: frames a second.
+        fps: frames a second, as the attribute ``fps``; None until it is known, before the first episode.
         crf: of the videos; 0 is lossless.
         robot_type: in words, or None.
 
@@ -41,7 +41,7 @@ class LeRobotWriter:
     """
 
     def __init__(
-        self, directory: Path, cameras: Sequence[str], fps: int, crf: int = 0, robot_type: str | None = None
+        self, directory: Path, cameras: Sequence[str], fps: int | None, crf: int = 0, robot_type: str | None = None
     ) -> None:
         self._pa, self._pq, _ = layout.require("pyarrow", "pyarrow.parquet", "imageio_ffmpeg")
         self.directory = directory.absolute()
@@ -59,7 +59,7 @@ class LeRobotWriter:
         except OSError as error:
             raise unwritable(directory, error) from error
         self.keys = [layout.camera_key(name) for name in cameras]
-        self.fps, self.crf, self.robot_type = fps, crf, robot_type
+        self._fps, self.crf, self.robot_type = fps, crf, robot_type
         self.num_frames = 0
         self._file = 0
         self._rows: list[Row] = []
@@ -72,6 +72,16 @@ class LeRobotWriter:
         self._pixels: dict[str, PixelStats] = {key: PixelStats() for key in self.keys}
         self._features: dict[str, Any] = {}
         self._aborted = False
+
+    @property
+    def fps(self) -> int:
+        """Frames a second."""
+        assert self._fps is not None, "set before the first episode"
+        return self._fps
+
+    @fps.setter
+    def fps(self, value: int) -> None:
+        self._fps = value
 
     def add(self, episode: Episode) -> None:
         """Add an episode."""

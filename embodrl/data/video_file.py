@@ -122,3 +122,19 @@ def read_video(path: Path, first: int = 0) -> Iterator[NDArray[np.uint8]]:
         raise OSError(f"{path} can't be decoded: {error}") from error
     finally:
         stream.close()
+
+
+def frame_rate(path: Path) -> float:
+    """Return the frames a second that a file states.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    (imageio_ffmpeg,) = require("imageio_ffmpeg")
+    stream = imageio_ffmpeg.read_frames(str(path))
+    try:
+        return float(next(stream)["fps"])
+    except (RuntimeError, StopIteration, KeyError) as error:
+        raise OSError(f"{path} can't be decoded: {error}") from error
+    finally:
+        stream.close()

@@ -58,6 +58,7 @@ class GymnasiumSimulator(Simulator):
             choose_gl(required=not has_gl)
             self._prepare_mujoco(size, render_detail)
         self.instruction = instruction
+        self.control_hz = float(self.env.metadata.get("render_fps") or self.control_hz)
         self._success_key, self._threshold = success_key, success_threshold
         box = self.env.action_space
         low, high = (bound.reshape(-1).astype(np.float64) for bound in (box.low, box.high))
@@ -223,7 +224,7 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         max_chunk: largest number of actions in a chunk.
         render_detail: auto, full or fast; of environments on MuJoCo.
         video_size: height and width in pixels of videos.
-        video_fps: frames a second of videos.
+        video_fps: frames a second of videos; None is the rate of control.
         rules: the other fields of ``EpisodeRules``.
 
     Raises:
@@ -245,7 +246,7 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         max_chunk: int = 8,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
-        video_fps: int = 20,
+        video_fps: float | None = None,
         **rules: Any,
     ) -> None:
         self._options: dict[str, Any] = {

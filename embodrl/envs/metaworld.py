@@ -69,6 +69,7 @@ class MetaWorldSimulator(Simulator):
         env.__dict__.pop("sawyer_observation_space", None)  # a cached one would cut the goal off
         env.max_path_length = UNLIMITED
         self._env = env
+        self.control_hz = 1 / env.dt
         self._divergence = Divergence()
         self._obs: NDArray[np.float64] = np.zeros(0)
         self._expert: Any = None
@@ -148,7 +149,7 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         max_chunk: largest number of actions in a chunk.
         render_detail: auto, full or fast.
         video_size: height and width in pixels of videos.
-        video_fps: frames a second of videos.
+        video_fps: frames a second of videos; None is the rate of control.
         rules: the fields of ``EpisodeRules``; the dense reward is Meta-World's, divided by 10.
     """
 
@@ -161,7 +162,7 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         max_chunk: int = 8,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
-        video_fps: int = 20,
+        video_fps: float | None = None,
         **rules: Any,
     ) -> None:
         choose_gl()

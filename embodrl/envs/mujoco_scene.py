@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -84,6 +85,19 @@ def _shared_context() -> Any:
     return context
 
 
+@dataclass(frozen=True)
+class SceneCamera:
+    """What a picture is taken with.
+
+    Attributes:
+        view: an ``MjvCamera``.
+        fov_deg: of a free camera, as MuJoCo's model has one for all of them; None is the model's.
+    """
+
+    view: Any
+    fov_deg: float | None = None
+
+
 class SceneRenderer:
     """Draws the scenes of models that differ in positions only, such as the simulators of one task.
 
@@ -116,13 +130,17 @@ class SceneRenderer:
             self._scene.flags[self._mujoco.mjtRndFlag.mjRND_SHADOW] = 0
             self._scene.flags[self._mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
 
-    def draw(self, model: Any, data: Any, camera: Any, height: int, width: int) -> NDArray[np.uint8]:
-        """Return ``uint8[H,W,3]``, upright, of an ``MjvCamera``."""
+    def draw(self, model: Any, data: Any, camera: SceneCamera, height: int, width: int) -> NDArray[np.uint8]:
+        """Return ``uint8[H,W,3]``, upright."""
         mujoco = self._mujoco
         self._gl.make_current()
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
         everything = mujoco.mjtCatBit.mjCAT_ALL.value
-        mujoco.mjv_updateScene(model, data, self._option, None, camera, everything, self._scene)
+        own_fov_deg = model.vis.global_.fovy
+        if camera.fov_deg is not None:
+            model.vis.global_.fovy = camera.fov_deg
+        mujoco.mjv_updateScene(model, data, self._option, None, camera.view, everything, self._scene)
+        model.vis.global_.fovy = own_fov_deg
         view = mujoco.MjrRect(0, 0, width, height)
         mujoco.mjr_render(view, self._scene, self._context)
         picture = np.empty((height, width, 3), np.uint8)
@@ -135,10 +153,10 @@ class SceneRenderer:
         self._context.free()
 
 
-def make_camera(model: Any, settings: dict[str, Any]) -> Any:
-    """Return the ``MjvCamera`` of ``{name, fov_rad, eye, target}``: one of the model's, or a free one with a place.
+def make_camera(model: Any, settings: dict[str, Any]) -> SceneCamera:
+    """Return the camera of ``{name, fov_rad, eye, target}``: one of the model's, or a free one with a place.
 
-    A field of view is written into the model.
+    The field of view of one of the model's is written into the model.
 
     Raises:
         EnvError: the model has no camera of that name, and no place is given.
@@ -154,9 +172,7 @@ def make_camera(model: Any, settings: dict[str, Any]) -> Any:
         camera.distance = float(np.linalg.norm(look))
         camera.azimuth = math.degrees(math.atan2(look[1], look[0]))
         camera.elevation = math.degrees(math.asin(look[2] / camera.distance))
-        if fov_deg is not None:
-            model.vis.global_.fovy = fov_deg
-        return camera
+        return SceneCamera(camera, fov_deg)
     known = [model.camera(index).name for index in range(model.ncam)]
     if settings["name"] not in known:
         raise EnvError(
@@ -167,4 +183,4 @@ def make_camera(model: Any, settings: dict[str, Any]) -> Any:
     camera.fixedcamid = known.index(settings["name"])
     if fov_deg is not None:
         model.cam_fovy[camera.fixedcamid] = fov_deg
-    return camera
+    return SceneCamera(camera)

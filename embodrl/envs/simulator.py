@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
 from embodrl.errors import EnvError
+from embodrl.types import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Simulator(ABC):
         action_low, action_high: bounds of an action, A numbers each: -1 and 1, which ``step`` maps to its own.
         state_dim: S, what ``proprioception`` returns; 0 for nothing.
         instruction: what the policy is told.
+        control_hz: actions a second of the robot's time; videos and data sets state it.
     """
 
     action_low: tuple[float, ...]
     action_high: tuple[float, ...]
     state_dim: int = 0
     instruction: str = ""
+    control_hz: float = EnvSpec.control_hz
 
     @abstractmethod
     def reset(self, seed: int) -> None:
@@ -115,6 +118,7 @@ class Replayed(Simulator):
         self.simulator = simulator
         self.action_low, self.action_high = simulator.action_low, simulator.action_high
         self.state_dim, self.instruction = simulator.state_dim, simulator.instruction
+        self.control_hz = simulator.control_hz
         self._seed: int | None = None
         self._actions: list[NDArray[np.float32]] = []
         self._checksum = 0
@@ -211,7 +215,7 @@ class SimulatorVectorEnv(SteppingEnv):
         rules: what ends an episode and what it earns.
         include_state: add the proprioception to the observation.
         max_chunk: largest number of actions in a chunk.
-        video_fps: frames a second of videos.
+        video_fps: frames a second of videos; None is the rate of control.
     """
 
     def __init__(
@@ -222,7 +226,7 @@ class SimulatorVectorEnv(SteppingEnv):
         rules: EpisodeRules,
         include_state: bool = False,
         max_chunk: int = 8,
-        video_fps: int = 20,
+        video_fps: float | None = None,
     ) -> None:
         self._tasks = tuple(tasks)
         self._idle: list[list[Simulator]] = [[] for _ in tasks]
@@ -241,6 +245,7 @@ class SimulatorVectorEnv(SteppingEnv):
             (first.action_low, first.action_high),
             first.state_dim if include_state else 0,
             max_chunk,
+            first.control_hz,
         )
         super().__init__(spec, rules, video_fps)
 

@@ -79,10 +79,10 @@ class SteppingEnv(VectorEnv):
     Args:
         spec: what it offers.
         rules: what ends an episode and what it earns.
-        video_fps: frames a second of videos.
+        video_fps: frames a second of videos, of which each step gives one; None is ``spec.control_hz``.
     """
 
-    def __init__(self, spec: EnvSpec, rules: EpisodeRules, video_fps: int = 20) -> None:
+    def __init__(self, spec: EnvSpec, rules: EpisodeRules, video_fps: float | None = None) -> None:
         self.spec = spec
         self.rules = rules
         batch, camera = spec.num_envs, spec.cameras[0]
@@ -94,7 +94,7 @@ class SteppingEnv(VectorEnv):
         self._solved = np.zeros(batch, np.bool_)
         self.episode_seed = np.full(batch, -1, np.int64)
         self._potential = np.zeros(batch, np.float32)
-        self._video = VideoWriter(video_fps)
+        self._video = VideoWriter(spec.control_hz if video_fps is None else video_fps)
 
     # -- the simulator's own ------------------------------------------------------------------------------------------
 
@@ -294,6 +294,7 @@ def make_spec(
     bounds: tuple[tuple[float, ...], tuple[float, ...]],
     state_dim: int,
     max_chunk: int,
+    control_hz: float = EnvSpec.control_hz,
 ) -> EnvSpec:
     """Return the EnvSpec of ``cameras [{name, height, width, ...}]`` and ``bounds``, lowest and highest action."""
     return EnvSpec(
@@ -305,4 +306,5 @@ def make_spec(
         action_high=bounds[1],
         max_chunk=max_chunk,
         tasks=tuple(tasks),
+        control_hz=control_hz,
     )

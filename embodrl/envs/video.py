@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ logger = logging.getLogger("embodrl.envs")
 class VideoWriter:
     """Collects frames of the rows that are filmed; a finished video is named after its outcome.
 
+    A video that can't be made is dropped with a warning: the episodes that are being played are worth more.
+
     Args:
         fps: frames a second.
     """
 
-    def __init__(self, fps: int) -> None:
+    def __init__(self, fps: float) -> None:
         self._fps = fps
         self._frames: dict[int, list[NDArray[np.uint8]]] = {}
         self._paths: dict[int, Path] = {}
@@ -35,26 +38,55 @@ class VideoWriter:
 
     def add(self, row: int, frame: NDArray[np.uint8]) -> None:
         """Add a frame ``uint8[H,W,3]``."""
-        self._frames[row].append(frame.copy())
+        try:
+            self._frames[row].append(frame.copy())
+        except Exception as error:  # noqa: BLE001  (whatever it is, the episode goes on without its video)
+            self._frames.pop(row)
+            _warn(self._paths.pop(row), error)
 
     def finish(self, row: int, success: bool) -> None:
-        """Write ``<path>_success.mp4`` or ``<path>_failure.mp4``."""
-        import imageio.v2 as imageio
-
+        """Write ``<path>_success.mp4`` or ``<path>_failure.mp4``, or nothing and a warning where that fails."""
         frames, path = self._frames.pop(row), self._paths.pop(row)
         target = path.with_name(f"{path.name}_{'success' if success else 'failure'}.mp4")
         partial = target.with_name(f".{target.stem}.partial.mp4")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        writer: Any = imageio.get_writer(partial, fps=self._fps, macro_block_size=2, quality=7)
         try:
-            for frame in frames:
-                writer.append_data(frame)
-        finally:
-            writer.close()
-        partial.rename(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _encode(frames, partial, self._fps)
+            partial.rename(target)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the episodes go on without this video)
+            _warn(target, error)
+            with contextlib.suppress(OSError):  # there may be no such directory
+                partial.unlink()
 
     def close(self) -> None:
         """Drop what was not finished."""
         if self._frames:
             logger.info("dropped %d unfinished videos", len(self._frames))
         self._frames, self._paths = {}, {}
+
+
+def _encode(frames: list[NDArray[np.uint8]], path: Path, fps: float) -> None:
+    """Write an MP4 of ``frames uint8[H,W,3]``.
+
+    Raises:
+        ImportError: imageio or imageio-ffmpeg is not installed.
+        OSError: it can't be written.
+        RuntimeError: it can't be written.
+    """
+    import imageio.v2 as imageio
+    import imageio_ffmpeg
+
+    writer: Any = imageio.get_writer(path, fps=fps, macro_block_size=2, quality=7)
+    try:
+        for frame in frames:
+            writer.append_data(frame)
+    finally:
+        writer.close()
+    # imageio does not look at the status of ffmpeg, which fails at the end where the disk is full.
+    written, _ = imageio_ffmpeg.count_frames_and_secs(str(path))
+    if written != len(frames):
+        raise OSError(f"ffmpeg wrote {written} of {len(frames)} frames; is the disk full?")
+
+
+def _warn(path: Path, error: Exception) -> None:
+    logger.warning("the video %s was dropped: %s: %s", path, type(error).__name__, str(error).strip() or "no reason")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.data.video_file import read_video
+from embodrl.data.video_file import frame_rate, read_video
 
 BORDER_PX = 6
 CAPTION_PX = 44
@@ -36,19 +36,19 @@ class Tile:
     success: bool
 
 
-def write_grid(tiles: list[Tile], path: Path, fps: int) -> None:
+def write_grid(tiles: list[Tile], path: Path) -> None:
     """Write an MP4 that every browser plays: frames are grey while an episode runs, then green or red.
 
     Args:
-        tiles: at least one; their videos may differ in length and size.
+        tiles: at least one; their videos may differ in length and size, not in frames a second.
         path: of the MP4.
-        fps: frames a second.
 
     Raises:
         OSError: a video can't be read, or the file not written.
     """
     import imageio.v2 as imageio
 
+    fps = frame_rate(tiles[0].video)
     clips = [np.stack(list(read_video(tile.video))) for tile in tiles]
     height, width = (max(clip.shape[axis] for clip in clips) for axis in (1, 2))
     captions = [_caption(tile, width + 2 * BORDER_PX) for tile in tiles]

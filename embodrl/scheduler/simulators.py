@@ -31,6 +31,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "gymnasium": {"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [CAMERA]},
 }
 """Arguments of an environment of each, which `embodrl doctor` makes where the packages are there."""
+VIDEO_MODULES = ("imageio", "imageio_ffmpeg")
 FIND_MODULES = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
 DRAW = """
 import json
@@ -67,12 +68,20 @@ def missing_packages(env_type: str, python: str | None = None) -> list[str]:
     Raises:
         MissingDependencyError: the interpreter can't be run.
     """
-    needs: tuple[str, ...] = ENVS.entry(env_type).facts.get("needs", ()) if env_type in ENVS else ()
+    return missing_modules(ENVS.entry(env_type).facts.get("needs", ()) if env_type in ENVS else (), python)
+
+
+def missing_modules(names: Sequence[str], python: str | None = None) -> list[str]:
+    """Return those of the modules that an interpreter (None: this one) has not.
+
+    Raises:
+        MissingDependencyError: the interpreter can't be run.
+    """
     if python is None:
-        return [name for name in needs if importlib.util.find_spec(name) is None]
+        return [name for name in names if importlib.util.find_spec(name) is None]
     remedy = "set env.python to the interpreter of a virtual environment that has the simulator"
     try:
-        done = ask(python, FIND_MODULES, *needs)
+        done = ask(python, FIND_MODULES, *names)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise MissingDependencyError(f"env.python {python} can't be run: {error}", remedy) from error
     if done.returncode != 0:
@@ -199,3 +208,16 @@ def preflight(env_type: str, python: str | None = None) -> None:
         )
     if env_type == "metaworld" and missing_gl():
         raise MissingDependencyError(f"MuJoCo can't draw: {missing_gl()}", GL_REMEDY)
+
+
+def preflight_videos(python: str | None = None) -> None:
+    """Refuse videos, before anything is started, where an interpreter (None: this one) can't encode them.
+
+    Raises:
+        MissingDependencyError: imageio or its ffmpeg is missing.
+    """
+    if missing_modules(VIDEO_MODULES, python):
+        raise MissingDependencyError(
+            f"videos need the packages imageio and imageio-ffmpeg, which {python or 'this environment'} has not",
+            f"{python or 'python'} -m pip install 'imageio[ffmpeg]', or set env.video.enabled=false",
+        )

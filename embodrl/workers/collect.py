@@ -17,7 +17,7 @@ from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.metrics.progress import Progress
-from embodrl.types import Observation
+from embodrl.types import EnvSpec, Observation
 from embodrl.workers.stop import StopSignal
 
 MAX_ATTEMPTS_PER_EPISODE = 10
@@ -170,7 +170,7 @@ class Collector:
 
 
 def make_writer(config: Config) -> Writer:
-    """Return what writes the format of ``config.collect``.
+    """Return what writes the format of ``config.collect``; a rate that the simulator decides is still to be set.
 
     Raises:
         MissingDependencyError: a package that the format needs is not installed.
@@ -181,6 +181,11 @@ def make_writer(config: Config) -> Writer:
         return DemoWriter(Path(settings.output_dir))
     names = [camera.name for camera in env.cameras]
     return LeRobotWriter(Path(settings.output_dir), names, settings.fps, settings.video_crf, env.env_type)
+
+
+def frame_rate(config: Config, spec: EnvSpec) -> int:
+    """Return the frames a second of a data set: one frame an action, at the rate of control if nothing else is said."""
+    return config.collect.fps or round(spec.control_hz)
 
 
 def collect(config: Config) -> int:
@@ -204,6 +209,8 @@ def collect(config: Config) -> int:
         Progress("collect", config.collect.num_episodes, "episodes", console) as progress,
     ):
         pool.start()
+        if isinstance(writer, LeRobotWriter):
+            writer.fps = frame_rate(config, pool.spec)
         collector = Collector(config, pool, writer, lambda: bool(stop))
         stop.graceful = True
         try:

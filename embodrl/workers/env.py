@@ -49,6 +49,26 @@ def _refuse_missing(config: Config) -> None:
         preflight(config.env.env_type, interpreter_of(config))
 
 
+def check_videos(config: Config, here: bool = False) -> None:
+    """Refuse videos that could not be encoded, before anything is started.
+
+    Args:
+        config: the run; without ``env.video.enabled`` there is nothing to refuse.
+        here: this process, too, reads and writes videos.
+
+    Raises:
+        MissingDependencyError: the interpreter of the simulators, or this one, lacks imageio or its ffmpeg.
+    """
+    if not config.env.video.enabled:
+        return
+    from embodrl.scheduler.simulators import preflight_videos
+
+    python = interpreter_of(config)
+    preflight_videos(python)
+    if here and python is not None:
+        preflight_videos()
+
+
 def try_simulator(config: Config) -> Finding:
     """Make one environment as configured, in the interpreter that would run it, and draw one frame."""
     from embodrl.scheduler.simulators import draw_frame

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodrl import __version__
 from embodrl.config.schema import Config
-from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.errors import OutputError
 from embodrl.metrics.eval_grid import Tile, write_grid
 from embodrl.metrics.eval_report import eval_page
 from embodrl.metrics.intervals import CONFIDENCE, wilson_interval
 from embodrl.metrics.json_file import check_json_file, write_json_file, write_text_file
+from embodrl.workers.env import check_videos
 
 if TYPE_CHECKING:
     from embodrl.workers.evaluate import EpisodeRecord, EvalResult
@@ -41,11 +41,7 @@ class EvalOutput:
 
     def __init__(self, config: Config, directory: Path | None) -> None:
         self.config = config
-        if config.env.video.enabled and find_spec("imageio_ffmpeg") is None:
-            raise MissingDependencyError(
-                "videos need the package imageio-ffmpeg, which is not installed",
-                "pip install 'imageio[ffmpeg]', or set env.video.enabled=false",
-            )
+        check_videos(config, here=True)
         self.directory = directory or self._new_directory()
         if self.directory.is_dir() and any(self.directory.iterdir()):
             raise OutputError(f"{self.directory} holds something already", "name a new directory with --output")
@@ -114,7 +110,7 @@ class EvalOutput:
         """
         content = self.content(result)
         write_json_file(self.directory / JSON_FILE, content)
-        videos = sorted(self.video_dir.glob("*.mp4")) if self.video_dir is not None else []
+        videos = sorted(self.video_dir.glob("[!.]*.mp4")) if self.video_dir is not None else []
         grid = self._grid(result, videos)
         title = f"{self.config.env.env_type}, {self.config.model.model_type}: evaluation"
         page = eval_page(content, title, self.directory, grid, videos)
@@ -122,6 +118,9 @@ class EvalOutput:
         lines = [_line("success rate", content)] if result.episodes else ["no episode was played to its end"]
         if 1 < len(content["tasks"]) <= MAX_LINES:
             lines += [f"  {_line(task, row)}" for task, row in content["tasks"].items()]
+        if self.video_dir is not None:
+            wanted = sum(record.number < self.config.env.video.num_episodes for record in result.records)
+            lines += [f"videos: {len(videos)} of {wanted} could be written"] * (len(videos) < wanted)
         return [*lines, f"report: {self.directory / HTML_FILE}"]
 
     def _grid(self, result: EvalResult, videos: list[Path]) -> Path | None:
@@ -136,7 +135,7 @@ class EvalOutput:
         if not tiles:
             return None
         try:
-            write_grid(tiles, self.directory / GRID_FILE, self.config.env.video.fps)
+            write_grid(tiles, self.directory / GRID_FILE)
         except OSError as error:
             raise OutputError(f"the grid of videos can't be written: {error}", "free some room") from error
         return self.directory / GRID_FILE

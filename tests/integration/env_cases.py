@@ -44,6 +44,7 @@ class Case:
         modules: that must be importable.
         extensions: modules that register it.
         isolated: it has an interpreter of its own.
+        control_hz: actions a second.
         ends_early: random actions or the expert can end an episode.
     """
 
@@ -55,12 +56,13 @@ class Case:
     extensions: tuple[str, ...] = ()
     isolated: bool = False
     ends_early: bool = True
+    control_hz: float = 20.0
 
 
-def gym(env_id: str, ending: dict[str, Any], *modules: str) -> Case:
+def gym(env_id: str, ending: dict[str, Any], control_hz: float, *modules: str) -> Case:
     camera = CAMERA | {"height": 48, "width": 64}  # fast pictures miss what is smaller than a pixel
     kwargs = {"tasks": ["task"], "cameras": [camera], "id": env_id, "instruction": "do it"}
-    return Case("gymnasium", kwargs, ending, 0, ("gymnasium", "PIL", *modules))
+    return Case("gymnasium", kwargs, ending, 0, ("gymnasium", "PIL", *modules), control_hz=control_hz)
 
 
 CASES = {
@@ -79,6 +81,7 @@ CASES = {
         {"tasks": ["push-v3", "drawer-close-v3"], "cameras": [CAMERA | {"name": "corner2"}]},
         expert=90,
         modules=("metaworld", "fast_simplification"),
+        control_hz=80.0,
     ),
     "libero": Case(
         "libero",
@@ -92,9 +95,9 @@ CASES = {
         isolated=True,
         ends_early=False,
     ),
-    "Reacher-v5": gym("Reacher-v5", {"success_key": "reward_dist", "success_threshold": -10.0}, "mujoco"),
-    "Hopper-v5": gym("Hopper-v5", {"max_episode_steps": 200}, "mujoco"),
-    "Pendulum-v1": gym("Pendulum-v1", {"success_key": "return", "success_threshold": -1e9}, "pygame"),
+    "Reacher-v5": gym("Reacher-v5", {"success_key": "reward_dist", "success_threshold": -10.0}, 50.0, "mujoco"),
+    "Hopper-v5": gym("Hopper-v5", {"max_episode_steps": 200}, 125.0, "mujoco"),
+    "Pendulum-v1": gym("Pendulum-v1", {"success_key": "return", "success_threshold": -1e9}, 30.0, "pygame"),
 }
 """``ending`` of line_world pushes to the right by luck, of Hopper-v5 lets it fall."""
 

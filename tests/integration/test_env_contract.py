@@ -64,6 +64,10 @@ def same(left: EnvStep, right: EnvStep) -> None:
     np.testing.assert_array_equal(left.final_mask, right.final_mask)
 
 
+def test_the_rate_of_control_is_told(case: Case, env: EnvManager) -> None:
+    assert env.spec.control_hz == case.control_hz
+
+
 def test_a_seed_fixes_the_episode_whatever_came_before(env: EnvManager) -> None:
     def episode() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         env.call("rebuild")

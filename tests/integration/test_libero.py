@@ -161,7 +161,7 @@ def test_it_is_libero(suite: str, number: int):
     task = list(SUITES[suite].tasks)[number]
     command = [str(PYTHON), str(Path(__file__).with_name("libero_stock.py")), suite, task, "73", ASSETS]
     found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
-    assert found["qpos"] < 1e-9
+    assert found["qpos"] < 1e-12
     assert found["decisions"] == 0
     assert found["state"] < 0.01  # LIBERO's observation is a physics step of 2 ms older
     assert found["picture"] < 1.5

@@ -10,10 +10,12 @@ from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.data.demos import DemoWriter
 from embodrl.data.load import load_demos
+from embodrl.envs.experts import EXPERTS
 from embodrl.envs.pool import FaultCounts
 from embodrl.envs.toy import ToyVectorEnv
-from embodrl.errors import EmbodrlError, EnvError
+from embodrl.errors import ConfigError, EmbodrlError, EnvError
 from embodrl.metrics.progress import Progress
+from embodrl.registry import ENVS
 from embodrl.workers.collect import Collector
 
 NUM_ENVS, MAX_STEPS = 4, 21
@@ -178,3 +180,33 @@ def test_the_state_before_each_action_is_kept(tmp_path: Path, include_state: boo
         within = demos.episode[1:] == demos.episode[:-1]
         moved = np.clip(demos.state[:-1] + 0.15 * demos.actions[:-1, :2], -1, 1)
         np.testing.assert_allclose(demos.state[1:][within], moved[within], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "says", "remedy"),
+    [
+        (("env=gymnasium_reacher",), "env.env_type", "gymnasium has no scripted experts", "choose an environment"),
+        (("env=libero",), "env.env_type", "libero has no scripted experts", "`embodrl convert libero`"),
+        (("env=maniskill_poke",), "env.tasks", "no scripted expert for PokeCube-v1", "tasks that have one"),
+    ],
+)
+def test_tasks_without_an_expert_are_refused(arguments: tuple[str, ...], key: str, says: str, remedy: str) -> None:
+    wrong = (*arguments, "collect.fps=0")
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(wrong), collecting=True)
+    problems = {problem.key: problem for problem in caught.value.problems}
+    assert set(problems) == {key, "collect.fps"}
+    assert says in problems[key].message and remedy in problems[key].remedy
+    assert "PushCube-v1, PullCube-v1, PickCube-v1, StackCube-v1, LiftPegUpright-v1" in problems[key].allowed
+    if key == "env.env_type":
+        assert "metaworld (all tasks)" in problems[key].allowed
+    load_config(list(arguments))
+
+
+@pytest.mark.parametrize("preset", ["maniskill_mix", "metaworld", "toy"])
+def test_tasks_with_an_expert_are_not(preset: str) -> None:
+    load_config([f"env={preset}"], collecting=True)
+
+
+def test_the_tasks_that_have_experts_are_known() -> None:
+    assert ENVS.entry("maniskill").facts["expert_tasks"] == tuple(EXPERTS)

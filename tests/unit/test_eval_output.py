@@ -12,6 +12,7 @@ from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.metrics.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
 from embodrl.metrics.eval_report import BAR_PX, LABEL_PX, bars
 from embodrl.metrics.intervals import wilson_interval
+from embodrl.scheduler import simulators
 from embodrl.workers import eval_output
 from embodrl.workers.eval_output import EvalOutput
 from embodrl.workers.evaluate import EpisodeRecord, EvalResult
@@ -111,7 +112,7 @@ def test_the_directory_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_videos_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval_output, "find_spec", lambda _: None)
+    monkeypatch.setattr(simulators, "VIDEO_MODULES", ("imageio", "no_such_ffmpeg"))
     with pytest.raises(MissingDependencyError, match="imageio-ffmpeg") as error:
         EvalOutput(settings("env.video.enabled=true"), tmp_path / "out")
     assert "env.video.enabled=false" in error.value.remedy
@@ -129,17 +130,18 @@ def film(path: Path, frames: int, value: int) -> Path:
 
 
 def test_the_grid_frames_each_episode_by_its_outcome(tmp_path: Path) -> None:
-    from embodrl.data.video_file import read_video
+    from embodrl.data.video_file import frame_rate, read_video
 
     tiles = [
         Tile(film(tmp_path / "v/a.mp4", 4, 40), "0  red: go to the red field", True),
         Tile(film(tmp_path / "v/b.mp4", 8, 120), "1  green: go to the green field, which is far away indeed", False),
         Tile(film(tmp_path / "v/c.mp4", 2, 200), "2  red", True),
     ]
-    write_grid(tiles, tmp_path / "grid.mp4", 10)
+    write_grid(tiles, tmp_path / "grid.mp4")
     frames = np.stack(list(read_video(tmp_path / "grid.mp4"))).astype(int)
     height, width = 64 + 2 * BORDER_PX + CAPTION_PX, 96 + 2 * BORDER_PX
     assert frames.shape == (8 + 10, 2 * height, 2 * width, 3)  # the longest, and a second more
+    assert frame_rate(tmp_path / "grid.mp4") == 10
     border = [(2, 40), (2, width + 40), (height + 2, 40)]
 
     def colours(frame: int) -> list[tuple[int, ...]]:
@@ -166,7 +168,9 @@ def test_the_page_shows_the_videos(tmp_path: Path) -> None:
     assert output.video_dir == tmp_path / "out" / "videos"
     film(output.video_dir / "episode_000_success.mp4", 3, 50)
     film(output.video_dir / "episode_001_failure.mp4", 3, 50)
-    output.write(result())
+    assert not any(line.startswith("videos:") for line in output.write(result()))
     page = (tmp_path / "out" / "eval.html").read_text()
     assert "data:video/mp4;base64," in page and 'href="videos/episode_001_failure.mp4"' in page
     assert (tmp_path / "out" / "grid.mp4").stat().st_size > 0
+    (output.video_dir / "episode_001_failure.mp4").rename(output.video_dir / ".episode_001_failure.partial.mp4")
+    assert "videos: 1 of 2 could be written" in output.write(result())

@@ -48,7 +48,12 @@ __all__ = [
 
 
 def run_rules(
-    config: Config, tree: Node, invalid: set[str], resuming: bool = False, planning: bool = False
+    config: Config,
+    tree: Node,
+    invalid: set[str],
+    resuming: bool = False,
+    planning: bool = False,
+    collecting: bool = False,
 ) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
     """Run every rule whose keys have a valid type.
 
@@ -58,11 +63,12 @@ def run_rules(
         invalid: keys whose value was invalid.
         resuming: the weights come from a checkpoint, whatever the configuration names.
         planning: nothing will be started, so what this machine lacks is no problem.
+        collecting: demonstrations will be collected, which needs experts.
 
     Returns:
         What is forbidden, and what is allowed but without effect or odd.
     """
-    context = Context(config, tree, resuming, planning)
+    context = Context(config, tree, resuming, planning, collecting)
     sound = [
         [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
         for rules in (RULES, NOTES)

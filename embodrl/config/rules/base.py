@@ -46,12 +46,14 @@ class Context:
         tree: with origins.
         resuming: a checkpoint has the weights.
         planning: nothing will be started, so this machine need not be able to.
+        collecting: demonstrations will be collected.
     """
 
     config: Config
     tree: Node
     resuming: bool = False
     planning: bool = False
+    collecting: bool = False
 
     @cached_property
     def _defaults(self) -> Any:

@@ -23,7 +23,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         settle_steps: steps without motion after a reset, before the first observation and not counted.
         render_detail: full, fast, or auto (fast where the CPU draws).
         video_size: height and width in pixels of videos.
-        video_fps: frames a second of videos.
+        video_fps: frames a second of videos; None is the rate of control.
         rules: the fields of ``EpisodeRules``; LIBERO has no dense reward, so every mode but ``sparse`` adds nothing.
     """
 
@@ -39,7 +39,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         settle_steps: int = 10,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
-        video_fps: int = 20,
+        video_fps: float | None = None,
         **rules: Any,
     ) -> None:
         self._options = SceneOptions(

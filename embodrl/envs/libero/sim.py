@@ -207,6 +207,7 @@ class LiberoSim(Simulator):
     action_low = (-1.0,) * 7
     action_high = (1.0,) * 7
     state_dim = 8
+    control_hz = float(CONTROL_HZ)
 
     def __init__(self, scene: LiberoScene) -> None:
         self.scene = scene

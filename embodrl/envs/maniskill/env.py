@@ -35,7 +35,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         render_detail: auto, full or fast; see ``ManiSkillSim``.
         mesh_decimation: see ``ManiSkillSim``.
         video_size: height and width in pixels of videos.
-        video_fps: frames a second of videos.
+        video_fps: frames a second of videos; None is the rate of control.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         render_detail: str = "auto",
         mesh_decimation: float | None = None,
         video_size: tuple[int, int] = (256, 256),
-        video_fps: int = 20,
+        video_fps: float | None = None,
     ) -> None:
         self._fleet = Fleet(
             num_envs,
@@ -75,7 +75,8 @@ class ManiSkillVectorEnv(SteppingEnv):
         # The first picture compiles shaders, which takes seconds; that belongs to the start, not to a reset.
         first.images()
         bounds = (first.action_low, first.action_high)
-        spec = make_spec(num_envs, tasks, cameras, bounds, first.state_dim if include_state else 0, max_chunk)
+        state_dim = first.state_dim if include_state else 0
+        spec = make_spec(num_envs, tasks, cameras, bounds, state_dim, max_chunk, first.control_hz)
         rules = EpisodeRules(max_episode_steps, reward_mode, success_bonus, auto_reset, ignore_terminations)
         super().__init__(spec, rules, video_fps)
 

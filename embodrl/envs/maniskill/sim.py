@@ -100,6 +100,7 @@ class ManiSkillSim:
         self.action_low = tuple(float(x) for x in space.low)
         self.action_high = tuple(float(x) for x in space.high)
         self.state_dim = 2 * int(self.env.agent.robot.max_dof)
+        self.control_hz = float(self.env.control_freq)
 
     def _place_cameras(self, cameras: dict[str, dict[str, Any]]) -> None:
         """Put the configured cameras in place of the task's own, whose place and view are the default."""
