@@ -1,4 +1,4 @@
-"""Two iterations of a tiny policy in Gymnasium and Meta-World, and their demonstrations."""
+"""A few iterations of a tiny policy in Gymnasium and Meta-World, and their demonstrations."""
 
 from __future__ import annotations
 
@@ -49,6 +49,27 @@ def test_a_run_trains_and_resumes(preset: str, case: str, camera: str, dims: int
     outcome = embodrl("resume", tmp_path / "run", "runner.max_iterations=3")
     assert outcome.code == 0, outcome.stderr
     assert metrics(tmp_path / "run")[-1]["iteration"] == 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("preset", "num_tasks"), [("metaworld_mt10", 10), ("metaworld_mt50", 50)])
+def test_many_tasks_train_and_are_all_evaluated(preset: str, num_tasks: int, tmp_path: Path) -> None:
+    config = config_of(tmp_path, "metaworld", "corner2")
+    envs = (f"env.train.total_num_envs={num_tasks}", f"env.eval.total_num_envs={num_tasks}")
+    short = ("runner.max_iterations=1", "env.train.max_steps_per_rollout_epoch=6")
+    updates = ("actor.global_batch_size=10", "actor.micro_batch_size=5", "actor.optim.critic_warmup_iterations=0")
+    episodes = (f"env.eval.num_episodes={num_tasks}", f"collect.num_episodes={num_tasks}")
+    patience = ("env.start_timeout_s=600", "env.reset_timeout_s=600", "env.step_timeout_s=600")
+    outcome = embodrl(
+        *("train", "--config", config, f"env={preset}", f"runner.output_dir={tmp_path / 'run'}"),
+        *(*envs, *short, *updates, *episodes, *patience),
+    )
+    if outcome.code and "can't draw" in outcome.stderr:
+        pytest.skip(outcome.stderr)
+    assert outcome.code == 0, outcome.stderr
+    start, end = metrics(tmp_path / "run")
+    assert end["train/num_updates"] and end["rollout/lost_episodes"] == 0 and end["rollout/episodes"] == num_tasks
+    assert sum(name.startswith("eval/") and name.endswith("-v3/success_rate") for name in start) == num_tasks
 
 
 def test_metaworld_collects_with_its_own_policies(tmp_path: Path) -> None:
