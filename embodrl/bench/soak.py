@@ -52,7 +52,7 @@ SETTINGS = (
     "runner.max_iterations=1000000",
     "runner.eval_interval=0",
     "runner.eval_at_start=false",
-    "runner.save_interval=10",
+    "runner.save_interval=2",  # the first one, whose memory stays, is to lie within the warm-up
     "runner.logger.tensorboard=false",
     "runner.logger.console=plain",
 )
