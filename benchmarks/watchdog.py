@@ -78,16 +78,19 @@ def measure(environment: list[str]) -> dict[str, Any]:
 def main() -> int:
     """Measure, print and write."""
     asked = [text.split() for text in sys.argv[2:]] or [["env=toy"]]
-    result = {settings[0].removeprefix("env="): measure(settings) for settings in asked}
-    for name, row in result.items():
+    result: dict[str, Any] = {}
+    for settings in asked:
+        name = settings[0].removeprefix("env=")
+        row = result[name] = measure(settings)
         rates, cpu = row["chunks_per_s"], row["driver_ms_per_chunk"]
         driver = f"driver {cpu['watched']:.3f} / {cpu['unwatched']:.3f} ms a chunk"
         print(
             f"{name:<12} cost {row['cost']:.2%}   {driver}   watched {rates['watched']:.1f} chunks/s"
-            f"   unwatched {rates['unwatched']:.1f}   ratio {row['median_ratio']:.3f}"
+            f"   unwatched {rates['unwatched']:.1f}   ratio {row['median_ratio']:.3f}",
+            flush=True,
         )
-    if len(sys.argv) > 1:
-        write_json_file(Path(sys.argv[1]), {"hardware": describe_hardware(), "environments": result})
+        if len(sys.argv) > 1:
+            write_json_file(Path(sys.argv[1]), {"hardware": describe_hardware(), "environments": result})
     return 0
 
 

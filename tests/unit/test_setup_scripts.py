@@ -127,8 +127,9 @@ def test_make_targets() -> None:
     train = dry_run("train", "ARGS=runner.seed=1")
     assert "scripts/setup.sh" in train
     assert ".venv/bin/embodrl train env=maniskill model=openvla runner.seed=1" in train
-    assert '-m pytest -n 2 --dist loadfile -m "not long" -k registry' in dry_run("test", "ARGS=-k registry")
-    assert "-m pytest -n 2 -m long" in dry_run("test-long")
+    command = '-m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" -k registry'
+    assert command in dry_run("test", "ARGS=-k registry")
+    assert "-m pytest -n 3 -m long" in dry_run("test-long")
     assert "scripts/setup.sh" in dry_run("test")
     assert "scripts/make_warm_start.sh" in dry_run("warm-start")
     clean = dry_run("clean")
