@@ -54,7 +54,7 @@ pull() {
 
 lift() {
     local name=lift_peg_seed_0 args=(env=maniskill_lift_peg model=openvla "${patience[@]}")
-    warm_start $name 400 1500 5e-4 "${args[@]}"
+    warm_start $name 400 500 5e-4 "${args[@]}"
     learn $name 30 "${args[@]}" model.warm_start="$work/$name/sft/policy"
 }
 
@@ -76,7 +76,7 @@ libero() {
     local args=(env=libero_spatial model=openvla model.warm_start=null "${patience[@]}")
     [ -f "$work/libero_eval.json" ] || $embodrl eval "${args[@]}" env.video.enabled=false \
         --output "$work/libero_eval" --json "$work/libero_eval.json"
-    learn libero_spatial_seed_0 5 "${args[@]}" runner.eval_at_start=false runner.eval_interval=0 env.eval.num_episodes=40
+    learn libero_spatial_seed_0 3 "${args[@]}" runner.eval_at_start=false runner.eval_interval=0 env.eval.num_episodes=40
 }
 
 for task in "${@:-pull lift reach drawer libero}"; do
