@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,12 @@ def count_refused(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int
                 "look at the log of its process, or raise env.max_abs_reward or env.max_abs_state if that may be true",
             )
     return rows
+
+
+def forget_refused(managers: Sequence[EnvManager]) -> None:
+    """Begin anew to count episodes in a row that broke off, where those to come were chosen because they had."""
+    for manager in managers:
+        manager.refused[:] = 0
 
 
 def forget_frames(error: BaseException) -> None:

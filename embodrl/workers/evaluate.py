@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.config.schema import Config
+from embodrl.envs.faults import forget_refused
 from embodrl.envs.pool import EnvPool
 from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.base import RolloutEngine
@@ -160,6 +161,8 @@ class Evaluator:
                 logger.warning("%d episodes were ended by a fault of the simulator and are played again", len(left))
             for start in range(0, len(left), spec.num_envs):
                 places = left[start : start + spec.num_envs]
+                if attempt:
+                    forget_refused(self.pool.managers)
                 try:
                     self._play(places, episodes[places], video_dir)
                 except InterruptedError:

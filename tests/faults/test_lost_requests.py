@@ -117,3 +117,21 @@ def test_an_evaluation_plays_again_what_it_lost(name: str, number: int, tmp_path
         )
         assert result.lost_episodes == 0
         assert result.mean_length == 20, "restarted processes do not reset by themselves, either"
+
+
+def test_an_evaluation_ends_though_one_environment_breaks_off_what_is_played_again(tmp_path: Path) -> None:
+    """Chosen because they broke off, they do so in a row, which tells nothing of the environment."""
+    config = load_config([*SETTINGS, "env.eval.num_episodes=16"]).config
+    with mortal() as pool:
+        pool.doom("", 0)
+        pool.max_restarts, sound = 2, pool._quarantine
+
+        def spoil(rank: int, step: object) -> object:
+            broken = (pool.managers[rank].seeds - config.env.eval.seed) % 5 == 0  # one in each environment at first
+            step.reward[broken & step.valid.any(axis=1)] = np.nan  # type: ignore[attr-defined]
+            return sound(rank, step)  # type: ignore[arg-type]
+
+        pool._quarantine = spoil  # type: ignore[assignment, method-assign]
+        result = Evaluator(config, pool, Idle()).run(tmp_path)  # type: ignore[arg-type]
+        assert (result.episodes, result.lost_episodes) == (12, 4)
+        assert pool.faults.quarantined == 4 * 3

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -30,7 +32,7 @@ class LocalPool:
 
     def __init__(self):
         self.env = ToyVectorEnv(num_envs=4, image_size=8, max_episode_steps=6, include_state=True)
-        self.spec, self.managers = self.env.spec, [None]
+        self.spec, self.managers = self.env.spec, [SimpleNamespace(refused=np.zeros(4, np.int64))]
         self.calls, self.resets = [], []
         self.faults = FaultCounts()
 
