@@ -59,10 +59,10 @@ class Registry:
             UnknownNameError: no such name; lists the known ones and the nearest.
         """
         if name not in self._entries:
-            hint = nearest(name, self.names())
+            near = nearest(name, self.names())
             raise UnknownNameError(
                 f"unknown {self.kind} '{name}'; known: {', '.join(self.names())}",
-                f"did you mean '{hint}'?" if hint else f"choose a known {self.kind} or register yours",
+                f"did you mean '{near}'?" if near else f"choose a known {self.kind} or register yours",
             )
         return self._entries[name]
 
@@ -248,9 +248,9 @@ ENVS.register(
 )
 ENVS.register(
     "metaworld",
-    "embodrl.envs.metaworld:MetaWorldVectorEnv",
+    "embodrl.envs.metaworld.env:MetaWorldVectorEnv",
     "Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
-    tasks="embodrl.envs.metaworld_tasks:INSTRUCTIONS",
+    tasks="embodrl.envs.metaworld.tasks:INSTRUCTIONS",
     action_dim=4,
     settings=("cameras", *_REWARDS, "render_detail", "video"),
     cameras=("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"),
@@ -263,7 +263,7 @@ ENVS.register(
 )
 ENVS.register(
     "gymnasium",
-    "embodrl.envs.gymnasium:GymnasiumVectorEnv",
+    "embodrl.envs.gymnasium.env:GymnasiumVectorEnv",
     "any environment registered with Gymnasium: env.id, env.instruction, model.action_dim",
     settings=(
         "cameras",
@@ -309,9 +309,9 @@ ENVS.register(
 )
 ENVS.register(
     "toy",
-    "embodrl.envs.toy:ToyVectorEnv",
+    "embodrl.envs.toy.env:ToyVectorEnv",
     "a dot to be moved to a coloured goal; needs no simulator",
-    tasks="embodrl.envs.toy_tasks:INSTRUCTIONS",
+    tasks="embodrl.envs.toy.tasks:INSTRUCTIONS",
     action_dim=7,
     settings=("image_size",),
     actions="the first two numbers move the dot, -1 to 1",

@@ -24,7 +24,7 @@ def resume(
     """
 
     def action() -> int | None:
-        from embodrl import runner
+        from embodrl.runs import train as runner
 
         return runner.resume(directory, overrides or [])
 

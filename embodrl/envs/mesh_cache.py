@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.codec import decode, encode
+from embodrl.envs.pool.codec import decode, encode
 from embodrl.errors import MissingDependencyError
 
 logger = logging.getLogger("embodrl.envs")
@@ -44,8 +44,8 @@ def simplifier(package: str) -> tuple[Any, str]:
     try:
         return import_module("fast_simplification"), version("fast-simplification")
     except ImportError as error:
-        remedy = f"pip install '{package}', or set env.render_detail=full"
-        raise MissingDependencyError(f"fast_simplification can't be imported: {error}", remedy) from error
+        hint = f"pip install '{package}', or set env.render_detail=full"
+        raise MissingDependencyError(f"fast_simplification can't be imported: {error}", hint) from error
 
 
 def cached(algorithm: str, inputs: Sequence[NDArray[Any]], compute: Callable[[], Arrays]) -> Arrays:

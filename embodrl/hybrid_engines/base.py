@@ -19,8 +19,8 @@ from embodrl.data.rng import RandomSource, RowGenerators, generator_state, resto
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.offload import OffloadReport
-from embodrl.hybrid_engines.parallel import on_threads
-from embodrl.hybrid_engines.precision import Precision, autocast, resolve_precision
+from embodrl.hybrid_engines.training.parallel import on_threads
+from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 

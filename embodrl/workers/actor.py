@@ -23,21 +23,21 @@ from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
-from embodrl.hybrid_engines.engine_state import StateShapes, check_fit
-from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
-from embodrl.hybrid_engines.megatron.core import start
-from embodrl.hybrid_engines.megatron.engine import MegatronTrainEngine
-from embodrl.hybrid_engines.native import NativeTrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
-from embodrl.hybrid_engines.policy_engine import VALUE_GROUP, PolicyTrainEngine
-from embodrl.hybrid_engines.sharded_checkpoint import (
+from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
+from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
+from embodrl.hybrid_engines.training.megatron.core import start
+from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP, PolicyTrainEngine
+from embodrl.hybrid_engines.training.sharded_checkpoint import (
     FileFacts,
     buckets,
     num_bytes_of,
     read_index,
     read_whole,
 )
-from embodrl.hybrid_engines.sharding import DP, TP
+from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.scheduler.channel import Channel

@@ -17,7 +17,7 @@ from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
-from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.workers.actor import GroupTrainEngine
 from embodrl.workers.rollouts import Rollouts
 

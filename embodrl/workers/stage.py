@@ -17,7 +17,7 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.registry import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput

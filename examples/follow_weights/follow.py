@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from embodrl.config import load_run
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
 from embodrl.workers.env import make_pool
-from embodrl.workers.evaluate import Evaluator
+from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
 WAIT_S = 600.0

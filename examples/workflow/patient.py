@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodrl.envs.environment import Environment, Tool, ToolResult
-from embodrl.hybrid_engines.async_engine import EpisodeEngine
+from embodrl.hybrid_engines.rollout.async_engine import EpisodeEngine
 from embodrl.types import Observation
 from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory
 

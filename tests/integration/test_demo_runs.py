@@ -70,7 +70,7 @@ def test_a_collection_that_was_killed_is_in_the_way_of_the_next(
     (tmp_path / "demos" / "index.json").unlink()
     outcome = collect(config, tmp_path / "demos")
     assert outcome.code == 1
-    assert "was killed" in outcome.stderr and "remedy: remove them" in outcome.stderr
+    assert "was killed" in outcome.stderr and "hint: remove them" in outcome.stderr
 
 
 def test_a_signal_ends_fine_tuning_with_the_policy_so_far(
@@ -86,7 +86,7 @@ def test_a_signal_ends_fine_tuning_with_the_policy_so_far(
     before = (tmp_path / "policy" / "model.safetensors").read_bytes()
     outcome = sft(config, stopped[0], tmp_path)
     assert outcome.code == 1
-    assert "holds a policy already" in outcome.stderr and "remedy: choose another sft.output_dir" in outcome.stderr
+    assert "holds a policy already" in outcome.stderr and "hint: choose another sft.output_dir" in outcome.stderr
     assert (tmp_path / "policy" / "model.safetensors").read_bytes() == before
 
 
@@ -95,7 +95,7 @@ def test_fine_tuning_needs_a_directory_that_can_be_written(
 ) -> None:
     from embodrl.config import load_config
     from embodrl.errors import OutputError
-    from embodrl.workers import sft as worker
+    from embodrl.runs import sft as worker
 
     (tmp_path / "file").write_text("mine")
     loaded = load_config(["env=toy", "model.warm_start=null"]).config
@@ -103,4 +103,4 @@ def test_fine_tuning_needs_a_directory_that_can_be_written(
     monkeypatch.setattr(worker, "configure_torch", lambda config, component: pytest.fail("started"))
     with pytest.raises(OutputError, match="can't be written") as refused:
         worker.sft(loaded.model_copy(update={"sft": settings}))
-    assert "sft.output_dir" in refused.value.remedy
+    assert "sft.output_dir" in refused.value.hint

@@ -300,7 +300,7 @@ def test_a_run_without_an_intact_checkpoint_is_refused_and_left_alone(
     before = (run_dir / "metrics.jsonl").read_bytes()
     outcome = embodrl("resume", run_dir)
     assert outcome.code == 1
-    assert "is intact" in outcome.stderr and "remedy" in outcome.stderr
+    assert "is intact" in outcome.stderr and "hint" in outcome.stderr
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
@@ -336,7 +336,7 @@ def test_what_can_not_work_is_refused_before_anything_starts(
 
     outcome = embodrl("train", "--config", config, "runner.output_dir=/proc/none/run")
     assert outcome.code == (2 if "The configuration" in outcome.stderr else 1)
-    assert "can't be written" in outcome.stderr and "remedy" in outcome.stderr
+    assert "can't be written" in outcome.stderr and "hint" in outcome.stderr
 
     outcome = embodrl("resume", tmp_path)
     assert outcome.code == 1 and "not the directory of a run" in outcome.stderr

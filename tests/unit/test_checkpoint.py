@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodrl.checkpoint import CheckpointManager, preflight
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.errors import CheckpointError, OutputError
+from embodrl.storage.checkpoint import CheckpointManager, preflight
 
 DTYPES = [
     torch.float64,
@@ -110,7 +110,7 @@ def test_preflight(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "run").iterdir()) == []
     with pytest.raises(OutputError, match="free; checkpoints need about") as caught:
         preflight(tmp_path, 2**62)
-    assert "runner.output_dir" in caught.value.remedy
+    assert "runner.output_dir" in caught.value.hint
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="can't be written"):
         preflight(tmp_path / "file" / "run", 0)

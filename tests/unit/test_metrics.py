@@ -16,9 +16,9 @@ from rich.console import Console as RichConsole
 
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
-from embodrl.metrics.console import Console, sparkline
-from embodrl.metrics.report import success_standard_error, write_report
-from embodrl.metrics.sinks import METRICS_FILE, MetricsLogger, MetricValue, read_metrics
+from embodrl.reporting.console import Console, sparkline
+from embodrl.reporting.report import success_standard_error, write_report
+from embodrl.reporting.sinks import METRICS_FILE, MetricsLogger, MetricValue, read_metrics
 
 QUIET = LoggerConfig(tensorboard=False)
 
@@ -92,7 +92,7 @@ def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
         metrics.log(row(1))
     with pytest.raises(OutputError, match="earlier run") as caught:
         MetricsLogger(tmp_path, QUIET)
-    assert "embodrl resume" in caught.value.remedy
+    assert "embodrl resume" in caught.value.hint
 
 
 def test_a_run_directory_that_can_not_be_made_is_reported(tmp_path: Path) -> None:
@@ -147,9 +147,8 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path) -> None:
 
 
 def test_importing_metrics_imports_neither_torch_nor_matplotlib_nor_wandb() -> None:
-    code = (
-        "import sys, embodrl.metrics.sinks, embodrl.metrics.console, embodrl.metrics.report; print(sorted(sys.modules))"
-    )
+    names = ", ".join(f"embodrl.reporting.{name}" for name in ("sinks", "console", "report"))
+    code = f"import sys, {names}; print(sorted(sys.modules))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for name in ("torch", "matplotlib", "wandb"):
         assert f"'{name}'" not in modules

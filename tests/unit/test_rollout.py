@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embodrl.config import load_config
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.types import EnvStep, Observation, PolicyOutput
 from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.stage import EpisodeStats

@@ -7,7 +7,7 @@ from toy_policy import ToyPolicy
 from embodrl.config.schema import CameraConfig, Config, EnvConfig, ModelConfig, SftConfig
 from embodrl.data.demos import Demos
 from embodrl.errors import EmbodrlError
-from embodrl.workers.sft import batches, check_demos, learning_rate, make_optimizer, shift_images
+from embodrl.runs.sft import batches, check_demos, learning_rate, make_optimizer, shift_images
 
 
 def demos(num_frames: int) -> Demos:
@@ -94,19 +94,19 @@ def test_demonstrations_of_this_robot_pass():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message", "remedy"),
+    ("changes", "message", "hint"),
     [
         ({"action_dim": 7}, "have 1 dimensions, model.action_dim is 7", "model.action_dim=1"),
         ({"cameras": 2}, "pictures of 1 cameras, env.cameras has 2", "cameras that the demonstrations"),
         ({"include_state": True}, "holds no robot states", "collect the demonstrations anew"),
     ],
 )
-def test_demonstrations_of_another_robot_are_refused(changes, message, remedy):
+def test_demonstrations_of_another_robot_are_refused(changes, message, hint):
     found = demos(4)
     found.state = found.state[:, :0]
     with pytest.raises(EmbodrlError, match=message) as refused:
         check_demos(found, config(**changes))
-    assert remedy in refused.value.remedy
+    assert hint in refused.value.hint
 
 
 def test_imitation_leaves_the_value_head_alone():

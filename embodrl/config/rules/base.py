@@ -21,7 +21,7 @@ class Finding:
     Attributes:
         key: the key to be changed first.
         message: what is wrong, with the arithmetic.
-        remedy: what to change.
+        hint: what to change.
         allowed: values that would do, in words.
         nearest: the nearest valid name.
         others: further keys that are part of it; the report names their origins, too.
@@ -30,7 +30,7 @@ class Finding:
 
     key: str
     message: str
-    remedy: str
+    hint: str
     allowed: str = ""
     nearest: str = ""
     others: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Context:
         origin = (
             "\n".join(f"{key}: {self.origin(key)}" for key in keys) if finding.others else str(self.origin(keys[0]))
         )
-        return ConfigProblem(finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.remedy)
+        return ConfigProblem(finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.hint)
 
 
 Check = Callable[[Context], Iterator[Finding]]

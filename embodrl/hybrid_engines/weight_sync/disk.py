@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from embodrl.data.files import safetensors_bytes, sync_directory, write_file
 from embodrl.errors import TornSyncError, WeightSyncError, WeightVersionError
 from embodrl.hybrid_engines.weight_sync.base import Header, SyncReport, WeightReceiver, WeightSender, WeightTarget
 from embodrl.hybrid_engines.weight_sync.buckets import (
@@ -31,6 +30,7 @@ from embodrl.hybrid_engines.weight_sync.versions import (
     version_path,
     versions_in,
 )
+from embodrl.storage.files import safetensors_bytes, sync_directory, write_file
 
 logger = logging.getLogger(__name__)
 

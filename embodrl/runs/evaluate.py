@@ -1,0 +1,46 @@
+"""`embodrl eval`: the success rate of a policy, with what it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embodrl.config.schema import Config
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.reporting.progress import Progress
+from embodrl.runs.eval_output import EvalOutput
+from embodrl.storage.json_file import check_json_file, write_json_file
+from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.policy import build_policy, configure_torch, num_threads
+
+
+def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | None = None) -> int:
+    """`embodrl eval`: measure the policy that the configuration names.
+
+    Returns the exit code: 1 if an episode could not be played to its end, as the rate is not that of all then.
+
+    Args:
+        config: the run.
+        json_path: a second place for eval.json.
+        output_dir: new or empty; None is a new directory ``eval-<date and time>`` in ``runner.output_dir``, or in
+            outputs/ where that is auto.
+
+    Raises:
+        OutputError: a result can't be written; told before anything has started.
+        MissingDependencyError: videos are to be written, and what writes them is not installed.
+    """
+    if json_path is not None:
+        check_json_file(json_path)
+    output = EvalOutput(config, output_dir)
+    configure_torch(config, "rollout")
+    check_simulator(config)
+    pool = make_pool(config, config.env.eval.total_num_envs)
+    with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
+        policy = build_policy(config)
+        engine = make_rollout_engine(config, policy, num_threads(config))
+        result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
+        for line in output.write(result):
+            progress.message(line)
+    if json_path is not None:
+        write_json_file(json_path, output.content(result))
+    return 1 if result.lost_episodes else 0
