@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 
@@ -9,19 +10,36 @@ class EmbodrlError(Exception):
     """Base of every error that embodrl raises on purpose.
 
     Args:
-        message: what went wrong, naming the thing concerned.
+        message: what is wrong, naming the object concerned.
         hint: what the user can do about it.
+        code: stable identifier, listed in docs/errors.md; by default that of the class.
+
+    Attributes:
+        code: stable identifier in kebab case. A class that sets none gets its own name without ``Error``.
     """
 
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(f"{message}\n  hint: {hint}" if hint else message)
+    code: str = "embodrl"
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "code" not in cls.__dict__:
+            cls.code = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__.removesuffix("Error")).lower()
+
+    def __init__(self, message: str, hint: str = "", *, code: str | None = None) -> None:
         self.message = message
         self.hint = hint
+        if code is not None:
+            self.code = code
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        hint = f"\n  hint: {self.hint}" if self.hint else ""
+        return f"{self.message}{hint}\n  code: {self.code}"
 
     def add(self, text: str) -> None:
-        """Say more, after the message and before the hint."""
+        """Append a line to the message, before the hint."""
         self.message = f"{self.message}\n  {text}"
-        self.args = (f"{self.message}\n  hint: {self.hint}" if self.hint else self.message,)
+        self.args = (self._text(),)
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,7 @@ class ConfigProblem:
         allowed: allowed values or range, in words; empty if not applicable.
         nearest: the nearest valid name for a misspelt one; empty if none is near.
         hint: what to change.
+        code: stable identifier of the rule, listed in docs/errors.md.
     """
 
     key: str
@@ -43,6 +62,7 @@ class ConfigProblem:
     allowed: str = ""
     nearest: str = ""
     hint: str = ""
+    code: str = "config"
 
 
 @dataclass
@@ -70,7 +90,8 @@ class ConfigError(EmbodrlError):
             if problem.nearest:
                 lines.append(f"     nearest:  {problem.nearest}")
             if problem.hint:
-                lines.append(f"     hint:   {problem.hint}")
+                lines.append(f"     hint:     {problem.hint}")
+            lines.append(f"     code:     {problem.code}")
         return "\n".join(lines)
 
 
@@ -113,9 +134,11 @@ class PipelineError(EmbodrlError):
         problems: all that is wrong with the graph, listed after the message.
     """
 
-    def __init__(self, message: str, hint: str = "", problems: tuple[PipelineProblem, ...] = ()) -> None:
+    def __init__(
+        self, message: str, hint: str = "", problems: tuple[PipelineProblem, ...] = (), *, code: str | None = None
+    ) -> None:
         lines = [f"\n  {number}. {p}\n     hint: {p.hint}" for number, p in enumerate(problems, start=1)]
-        super().__init__(message + "".join(lines), hint)
+        super().__init__(message + "".join(lines), hint, code=code)
         self.problems = problems
 
 
@@ -144,8 +167,8 @@ class CheckpointError(EmbodrlError):
         report: what became of each name (a ``LoadReport``), where names or shapes do not match.
     """
 
-    def __init__(self, message: str, hint: str = "", report: object = None) -> None:
-        super().__init__(message, hint)
+    def __init__(self, message: str, hint: str = "", report: object = None, *, code: str | None = None) -> None:
+        super().__init__(message, hint, code=code)
         self.report = report
 
 
@@ -196,9 +219,18 @@ class WorkerError(EmbodrlError):
         log_tail: the last that it printed.
     """
 
-    def __init__(self, message: str, hint: str = "", rank: int = 0, traceback: str = "", log_tail: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        rank: int = 0,
+        traceback: str = "",
+        log_tail: str = "",
+        *,
+        code: str | None = None,
+    ) -> None:
         parts = [message, traceback.rstrip(), f"last output:\n{log_tail}" if log_tail else ""]
-        super().__init__("\n".join(filter(None, parts)), hint)
+        super().__init__("\n".join(filter(None, parts)), hint, code=code)
         self.rank, self.traceback, self.log_tail = rank, traceback, log_tail
 
 

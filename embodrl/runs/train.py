@@ -278,7 +278,7 @@ class Runner:
                 self.engine.version,
             )
         except CheckpointError as error:
-            raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint) from error
+            raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint, code=error.code) from error
         if state.get("rewards"):
             self.rewards.load_state(checkpoint.tensors("rewards"))
         restore_rng(state["rng"])
@@ -395,7 +395,7 @@ def _execute(
             write_config(run_dir, config_yaml)
             code = runner.run()
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
-            raise type(error)(error.message, f"{error.hint}; then {how_to_go_on(run_dir)}") from error
+            raise type(error)(error.message, f"{error.hint}; then {how_to_go_on(run_dir)}", code=error.code) from error
         finally:
             with ExitStack() as closing:  # in the other order, and all of them, whatever fails
                 for part in (metrics, launcher, engine, rollouts):

@@ -197,7 +197,7 @@ def test_an_error_of_ours_keeps_type_and_remedy() -> None:
         walk(with_node(node))
     assert caught.value is node.error and caught.value.hint == "lower the learning rate"
     assert str(caught.value).startswith("the loss is NaN\n  in node 'shape' (")
-    assert str(caught.value).endswith("inputs/seen float32[2, 3]\n  hint: lower the learning rate")
+    assert str(caught.value).endswith("inputs/seen float32[2, 3]\n  hint: lower the learning rate\n  code: non-finite")
 
 
 @pytest.mark.parametrize("error", [InterruptedError(), KeyboardInterrupt(), SystemExit(3)])
@@ -230,7 +230,7 @@ def test_what_a_message_says_about_an_input() -> None:
 
 
 def test_an_error_can_be_told_more_than_once() -> None:
-    error = EmbodrlError("one", "mend it")
+    error = EmbodrlError("one", "fix it")
     error.add("two")
     error.add("three")
-    assert str(error) == "one\n  two\n  three\n  hint: mend it"
+    assert str(error) == "one\n  two\n  three\n  hint: fix it\n  code: embodrl"

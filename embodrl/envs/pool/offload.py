@@ -61,7 +61,9 @@ def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> N
 def _come_back(manager: EnvManager, error: EnvError, may_restart: Callable[[], bool]) -> None:
     while manager.is_offloaded:
         if not may_restart():
-            raise type(error)(f"given up, no restarts are left: {error.message}", error.hint) from error
+            raise type(error)(
+                f"given up, no restarts are left: {error.message}", error.hint, code=error.code
+            ) from error
         logger.warning("restart of an offloaded simulator process: %s", error.message)
         try:
             manager.onload()
