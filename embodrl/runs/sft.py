@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from embodrl.config.schema import Config, SftConfig
@@ -266,14 +264,8 @@ def _check_output(output_dir: Path) -> None:
 
 
 def _save(policy: VLAPolicy, directory: Path) -> None:
-    """Write the policy; a directory of that name holds a whole one."""
-    partial = directory.with_name(f".{directory.name}.partial")
+    """Write the policy, atomically."""
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        policy.save_pretrained(partial)
-        partial.replace(directory)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise OutputError(
-            f"{directory} can't be written: {error}", "free some room, or set sft.output_dir to another disk"
-        ) from error
+        policy.save_pretrained(directory)
+    except OutputError as error:
+        raise OutputError(error.message, "free disk space, or set sft.output_dir to another disk") from error

@@ -17,6 +17,7 @@ from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.sampling import action_entropy, action_log_probs, draw
 from embodrl.models.common.value_head import ValueHead
+from embodrl.storage.atomic import atomic_directory
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 BINS, WORDS, WIDTH = 21, 64, 128
@@ -98,7 +99,7 @@ class SmallVLA(VLAPolicy):
         """Nothing here is worth computing twice."""
 
     def save_pretrained(self, directory: Path) -> None:
-        with checkpoint.atomic_directory(directory) as staging:
+        with atomic_directory(directory) as staging:
             checkpoint.save_weights(self.state_dict(), staging)
             checkpoint.write_json(staging / "config.json", {"model_type": "small_vla"})
 
