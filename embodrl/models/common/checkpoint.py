@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
+from embodrl.storage.atomic import atomic_directory as atomic_directory  # part of the public module
 from embodrl.storage.files import write_safetensors
 
 SINGLE_FILE = "model.safetensors"
