@@ -10,17 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodrl.config import load_run
 from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import Config
-from embodrl.errors import CheckpointError, OutputError
-from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
+from embodrl.errors import OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.intervals import interval_text
-from embodrl.runs.lock import run_lock
-from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.workers.policy import build_policy
+from embodrl.storage.checkpoint import CheckpointManager
 
 logger = logging.getLogger(__name__)
 
@@ -150,39 +146,3 @@ def without_lost_warm_start(config: Config) -> Config:
         model.warm_start,
     )
     return config.model_copy(update={"model": model.model_copy(update={"warm_start": None})})
-
-
-def export_checkpoint(run_dir: Path, directory: Path, overrides: list[str]) -> Checkpoint:
-    """Write the policy of a run's newest good checkpoint in its public layout; read on the CPU.
-
-    Args:
-        run_dir: of the run.
-        directory: a new one.
-        overrides: of the run's configuration.
-
-    Returns:
-        the checkpoint.
-
-    Raises:
-        CheckpointError: this is no run, or it has no good checkpoint.
-        OutputError: the directory exists or can't be written, or the run is going on.
-    """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{run_dir} is not the directory of a run: it has no {CONFIG_FILE}", "look in outputs/")
-    if directory.exists():
-        raise OutputError(f"{directory} exists", "give a new directory")
-    config = load_run(path, overrides, resuming=True).with_absolute_paths().config
-    with run_lock(run_dir):  # looking for checkpoints removes what an interrupted save has left
-        checkpoint, problems = CheckpointManager(run_dir, 1).latest_good()
-        if checkpoint is None:
-            why = "; ".join(problems) or "none was written"
-            raise CheckpointError(f"{run_dir} has no good checkpoint: {why}", f"`embodrl resume {run_dir}` goes on")
-        on_cpu = {"cluster": config.cluster.model_copy(update={"device": "cpu"})}
-        policy = build_policy(without_lost_warm_start(config).model_copy(update=on_cpu))
-        if checkpoint.state.get("sharded"):
-            read_whole(checkpoint.path, "policy", policy.state_dict())
-        else:
-            policy.load_state_dict(checkpoint.tensors("policy"))
-        export_policy(policy, directory)
-    return checkpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,31 @@ Row = dict[str, Any]
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
 )
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run leaves behind.
+
+    Attributes:
+        run_dir: configuration, metrics, checkpoints, videos, report.html and, if finished, ``policy/``.
+        exit_code: 0 finished, 1 the last iteration could not be saved, 128 + N stopped by signal N.
+        policy: as trained so far, on its device; None where ``resume`` found nothing left to do.
+    """
+
+    run_dir: Path
+    exit_code: int
+    policy: VLAPolicy | None
+
+    @property
+    def metrics(self) -> list[Row]:
+        """One dictionary per iteration, as in metrics.jsonl."""
+        return read_metrics(self.run_dir / METRICS_FILE)
+
+    @property
+    def videos(self) -> list[Path]:
+        """Videos of evaluation episodes, oldest first."""
+        return sorted(self.run_dir.glob("videos/*/[!.]*.mp4"))
 
 
 class Runner:
@@ -329,10 +355,15 @@ class Runner:
 
 
 def train(loaded: LoadedConfig) -> int:
-    """`embodrl train`: a new run; returns the exit code.
+    """`embodrl train`: as ``run_training``; returns the exit code."""
+    return run_training(loaded).exit_code
+
+
+def run_training(loaded: LoadedConfig) -> TrainResult:
+    """Train in a new run directory.
 
     Raises:
-        EmbodrlError: something the run needs is missing; told before anything has started.
+        EmbodrlError: something the run needs is missing (before anything has started), or the run failed.
     """
     loaded = loaded.with_absolute_paths()
     config = loaded.config
@@ -344,6 +375,7 @@ def train(loaded: LoadedConfig) -> int:
             raise OutputError(
                 f"{run_dir} holds an earlier run",
                 f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
+                code="run-exists",
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
@@ -367,10 +399,10 @@ def resume(directory: Path, overrides: list[str]) -> int:
     with run_lock(directory):
         preflight(directory, LEAST_FREE_BYTES)
         with RunLog(directory / LOG_FILE):
-            return _resume(loaded, directory)
+            return _resume(loaded, directory).exit_code
 
 
-def _resume(loaded: LoadedConfig, directory: Path) -> int:
+def _resume(loaded: LoadedConfig, directory: Path) -> TrainResult:
     config = loaded.config
     checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
     if checkpoint is None:
@@ -389,14 +421,14 @@ def _resume(loaded: LoadedConfig, directory: Path) -> int:
         with Console(config.runner.logger.console, done, directory.name) as console:
             console.restore(read_metrics(directory / METRICS_FILE))
             console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
-        return 0
+        return TrainResult(directory, 0, None)
     logged_until = done if pending is None else done - 1
     return _execute(config, directory, loaded.to_yaml(), checkpoint, logged_until)
 
 
 def _execute(
     config: Config, run_dir: Path, config_yaml: str, checkpoint: Checkpoint | None, logged_until: int | None
-) -> int:
+) -> TrainResult:
     """Bring up the parts of a run, walk through it, and write the report.
 
     Args:
@@ -458,7 +490,7 @@ def _execute(
                     console.message(line)
         if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
-    return code
+    return TrainResult(run_dir, code, policy)
 
 
 def _check_machine(config: Config) -> None:

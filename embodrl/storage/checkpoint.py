@@ -190,7 +190,7 @@ class CheckpointManager:
 
     def _prune(self, written: Path) -> None:
         """Remove all but the newest checkpoints, the best, and the one just written, of whatever step that is."""
-        others = [path for path in self._steps() if path != written]
+        others = [path for path in self.steps() if path != written]
         good = [path for path in others if path.name not in self._known_bad]
         bad = [path for path in others if path.name in self._known_bad]
         old = [path for path in good[self.keep_last_n - 1 :] if path.name != self._best]
@@ -217,7 +217,7 @@ class CheckpointManager:
         except OSError as error:
             raise _output_error(f"leftovers in {self.root} could not be removed", self.root, error) from error
         problems: list[str] = []
-        for path in self._steps():
+        for path in self.steps():
             problem = _problem(path)
             if not problem:
                 return _open(path), problems
@@ -237,12 +237,40 @@ class CheckpointManager:
             elif path.name.startswith((_STAGING, _REPLACED)):
                 _remove(path)
 
-    def _steps(self) -> list[Path]:
+    def steps(self) -> list[Path]:
         """Return the visible checkpoints, the newest first."""
         if not self.root.is_dir():
             return []
         found = {int(match[1]): path for path in self.root.iterdir() if (match := _STEP_NAME.fullmatch(path.name))}
         return [found[step] for step in sorted(found, reverse=True)]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open ``RUN/checkpoints/step_N``; changes nothing on disk.
+
+    Raises:
+        CheckpointError: its checksums do not hold.
+    """
+    if problem := _problem(path):
+        raise CheckpointError(f"checkpoint {path} is damaged: {problem}", "use another one", code="checkpoint-damaged")
+    return _open(path)
+
+
+def newest_checkpoint(run_dir: Path) -> Checkpoint:
+    """Open the newest intact checkpoint of a run; changes nothing on disk, so that the run may still be training.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    problems: list[str] = []
+    for path in CheckpointManager(run_dir, 1).steps():
+        if problem := _problem(path):
+            problems.append(f"{path}: {problem}")
+        else:
+            return _open(path)
+    why = "; ".join(problems) or "none has been written yet"
+    hint = f"`embodrl resume {run_dir}` continues the run"
+    raise CheckpointError(f"{run_dir} has no intact checkpoint: {why}", hint, code="checkpoint-missing")
 
 
 def preflight(directory: Path, bytes_needed: int) -> None:
