@@ -275,6 +275,11 @@ class RunnerConfig(Section):
         " (torch.distributed.checkpoint); auto is sharded with several training processes. Any resumes from either",
     )
     keep_last_n: PositiveInt = Field(default=2, description="checkpoints kept")
+    keep_best: bool = Field(
+        default=True,
+        description="export the policy with the best evaluation to policy_best, and keep the checkpoint of that"
+        " iteration, if one was saved (checkpoints/best), beyond keep_last_n",
+    )
     logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics go")
 
 

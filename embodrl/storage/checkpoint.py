@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
+BEST = "best"
 _STAGING = ".staging_"
 _REPLACED = ".replaced_"
 _STEP_NAME = re.compile(r"step_(\d+)")
@@ -92,6 +93,29 @@ class CheckpointManager:
         self.root = Path(directory) / "checkpoints"
         self.keep_last_n = keep_last_n
         self._known_bad: set[str] = set()
+        link = self.root / BEST
+        self._best = link.readlink().name if link.is_symlink() else None
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of ``step``, which may be saved later, beyond ``keep_last_n``: ``checkpoints/best`` links
+        to it. The one kept before is released; without a checkpoint of that step there is no link.
+        """
+        self._best = f"step_{step}"
+        self._link_best()
+
+    def _link_best(self) -> None:
+        if self._best is None:
+            return
+        link, partial = self.root / BEST, self.root / f".{BEST}.partial"
+        try:
+            if (self.root / self._best).is_dir():
+                partial.unlink(missing_ok=True)
+                partial.symlink_to(self._best)
+                partial.replace(link)
+            else:
+                link.unlink(missing_ok=True)
+        except OSError as error:  # a file system without links: the checkpoint is kept all the same
+            logger.warning("%s could not be linked to %s: %s", link, self._best, error)
 
     def save(
         self,
@@ -137,6 +161,7 @@ class CheckpointManager:
             _remove(staging, ignore_errors=True)
             raise _output_error(f"checkpoint {final} could not be written", self.root, error) from error
         self._known_bad.discard(final.name)
+        self._link_best()
         self._prune(final)
         return final
 
@@ -164,11 +189,12 @@ class CheckpointManager:
         _remove(replaced)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but the newest checkpoints and the one just written and verified, of whatever step that is."""
+        """Remove all but the newest checkpoints, the best, and the one just written, of whatever step that is."""
         others = [path for path in self.steps() if path != written]
         good = [path for path in others if path.name not in self._known_bad]
         bad = [path for path in others if path.name in self._known_bad]
-        for path in (*bad, *good[self.keep_last_n - 1 :]):
+        old = [path for path in good[self.keep_last_n - 1 :] if path.name != self._best]
+        for path in (*bad, *old):
             try:
                 # Hidden first, so that a checkpoint half removed is not taken for a torn one.
                 doomed = path.with_name(f"{_STAGING}{path.name}")
