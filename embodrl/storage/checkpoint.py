@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
+BEST = "best"
 _STAGING = ".staging_"
 _REPLACED = ".replaced_"
 ELSEWHERE = "set runner.output_dir to a writable directory on another disk"
@@ -101,6 +102,29 @@ class CheckpointManager:
         self.root = Path(directory) / "checkpoints"
         self.keep_last_n = keep_last_n
         self._known_bad: set[str] = set()
+        link = self.root / BEST
+        self._best = link.readlink().name if link.is_symlink() else None
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of ``step``, which may be saved later, beyond ``keep_last_n``: ``checkpoints/best`` links
+        to it. The one kept before is released; without a checkpoint of that step there is no link.
+        """
+        self._best = f"step_{step}"
+        self._link_best()
+
+    def _link_best(self) -> None:
+        if self._best is None:
+            return
+        link, partial = self.root / BEST, self.root / f".{BEST}.partial"
+        try:
+            if (self.root / self._best).is_dir():
+                partial.unlink(missing_ok=True)
+                partial.symlink_to(self._best)
+                partial.replace(link)
+            else:
+                link.unlink(missing_ok=True)
+        except OSError as error:  # a file system without links: the checkpoint is kept all the same
+            logger.warning("%s could not be linked to %s: %s", link, self._best, error)
 
     def save(
         self,
@@ -148,6 +172,7 @@ class CheckpointManager:
             elsewhere = f"lower runner.keep_last_n, or {ELSEWHERE}" if error.errno == errno.ENOSPC else ELSEWHERE
             raise output_error(what, self.root, error, elsewhere) from error
         self._known_bad.discard(final.name)
+        self._link_best()
         self._prune(final)
         return final
 
@@ -157,11 +182,12 @@ class CheckpointManager:
             sync_directory(self.root.parent)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but the newest checkpoints and the one just written and verified, of whatever step that is."""
+        """Remove all but the newest checkpoints, the best, and the one just written, of whatever step that is."""
         others = [path for path in self.steps() if path != written]
         good = [path for path in others if path.name not in self._known_bad]
         bad = [path for path in others if path.name in self._known_bad]
-        for path in (*bad, *good[self.keep_last_n - 1 :]):
+        old = [path for path in good[self.keep_last_n - 1 :] if path.name != self._best]
+        for path in (*bad, *old):
             try:
                 # Renamed first: a half-removed checkpoint under its own name would be reported as damaged.
                 doomed = path.with_name(f"{_STAGING}{path.name}")

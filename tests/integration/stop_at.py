@@ -29,7 +29,7 @@ POINTS = {
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "add_episode": "embodrl.data.demos:DemoWriter.add",
     "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",
-    "sft_backward": "embodrl.runs.sft:_backward",
+    "sft_step": "embodrl.hybrid_engines.training.policy_engine:PolicyTrainEngine.imitate",
     "wait_started": "embodrl.envs.pool.pool:EnvPool.wait_started",
 }
 
