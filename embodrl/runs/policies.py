@@ -13,8 +13,8 @@ from embodrl.config.schema import Config
 from embodrl.errors import UsageError
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.files import CONFIG_FILE, POLICY_DIR, without_lost_warm_start
-from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+from embodrl.runs.files import BEST_POLICY_DIR, CONFIG_FILE, POLICY_DIR, without_lost_warm_start
+from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.workers.policy import build_policy
 
 STEP = re.compile(r"step_\d+")
@@ -65,7 +65,8 @@ class PolicySource:
 
 
 def find_policy(path: Path) -> PolicySource:
-    """Return the policy in ``RUN``, ``RUN/policy``, ``RUN/checkpoints/step_N`` or an exported directory.
+    """Return the policy in ``RUN``, ``RUN/policy``, ``RUN/policy_best``, ``RUN/checkpoints/step_N`` (or the link
+    ``best``), or an exported directory.
 
     A finished run has exported its policy; of another one it is that of the newest checkpoint.
 
@@ -74,11 +75,13 @@ def find_policy(path: Path) -> PolicySource:
         CheckpointError: the checkpoint is damaged.
     """
     path = path.expanduser()
+    if path.name == BEST and path.is_symlink():
+        path = path.parent / path.readlink()
     run_dir = path.parent.parent if STEP.fullmatch(path.name) and path.parent.name == "checkpoints" else None
     if run_dir is not None and (run_dir / CONFIG_FILE).is_file():
         return PolicySource(None, open_checkpoint(path), run_dir)
     if (path / "config.json").is_file():
-        of_run = path.name == POLICY_DIR and (path.parent / CONFIG_FILE).is_file()
+        of_run = path.name in (POLICY_DIR, BEST_POLICY_DIR) and (path.parent / CONFIG_FILE).is_file()
         return PolicySource(path, None, path.parent if of_run else None)
     if (path / CONFIG_FILE).is_file():
         if (path / POLICY_DIR / "config.json").is_file():
