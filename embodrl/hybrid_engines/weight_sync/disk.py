@@ -46,7 +46,8 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     trained_names,
 )
 from embodrl.models.base import VLAPolicy
-from embodrl.storage.files import safetensors_bytes, sync_directory, write_file
+from embodrl.storage.atomic import sync_directory, write_file
+from embodrl.storage.files import safetensors_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,8 @@ class DiskSender(WeightSender):
         staging.rename(final)
         sync_directory(self.directory)
         marker = {"version": header.version, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
+        # Not atomic_file: the temporary name must not be taken for a file of the version, and OSErrors are
+        # reported as failures of weight sync.
         hidden = final / f".{STABLE}"
         write_file(hidden, iter([json.dumps(marker).encode()]))
         hidden.rename(final / STABLE)
