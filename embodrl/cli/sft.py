@@ -18,6 +18,6 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = F
         loaded = load_measured(overrides, config, lambda config: config.sft.eval_interval > 0)
         from embodrl.runs import sft as worker
 
-        return worker.sft(loaded.config)
+        return worker.sft(loaded)
 
     execute(action, debug)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embodrl.config.schema import Config
+from embodrl.config import LoadedConfig
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.reporting.progress import Progress
 from embodrl.runs.eval_output import EvalOutput
@@ -14,13 +14,13 @@ from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
 
-def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | None = None) -> int:
+def evaluate(loaded: LoadedConfig, json_path: Path | None = None, output_dir: Path | None = None) -> int:
     """`embodrl eval`: measure the policy that the configuration names.
 
     Returns the exit code: 1 if an episode could not be played to its end, as the rate is not that of all then.
 
     Args:
-        config: the run.
+        loaded: the run.
         json_path: a second place for eval.json.
         output_dir: new or empty; None is a new directory ``eval-<date and time>`` in ``runner.output_dir``, or in
             outputs/ where that is auto.
@@ -29,14 +29,15 @@ def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | N
         OutputError: a result can't be written; told before anything has started.
         MissingDependencyError: videos are to be written, and what writes them is not installed.
     """
+    config = loaded.config
     if json_path is not None:
         check_json_file(json_path)
     output = EvalOutput(config, output_dir)
-    configure_torch(config, "rollout")
+    device = configure_torch(config, loaded.deployment.of("rollout")[0])
     check_simulator(config)
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
-        policy = build_policy(config)
+        policy = build_policy(config, device)
         engine = make_rollout_engine(config, policy, num_threads(config))
         result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
         for line in output.write(result):

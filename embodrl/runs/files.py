@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from embodrl.config import load_run
-from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
 from embodrl.errors import CheckpointError, OutputError
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
@@ -46,10 +46,10 @@ def has_results(run_dir: Path) -> bool:
     return (run_dir / POLICY_DIR).is_dir() and (run_dir / REPORT_FILE).is_file()
 
 
-def num_bytes_on_disk(config: Config, policy: VLAPolicy, state_num_bytes: int) -> int:
+def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy, state_num_bytes: int) -> int:
     """Return what a run writes: its checkpoints, one more while it is written, and weights that travel by disk."""
     total = (config.runner.keep_last_n + 1) * state_num_bytes
-    if has_rollout_processes(config) and config.rollout.weight_sync == "disk":
+    if deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk":
         weights = sum(t.numel() * t.element_size() for t in policy.state_dict().values())
         total += (VERSIONS_KEPT + 1) * weights
     return total

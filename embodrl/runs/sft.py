@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import Demos
 from embodrl.data.lerobot import IMAGES, camera_key
@@ -174,7 +175,7 @@ def _backward(
     return loss, {name: torch.stack([s[name] for s in scalars]).sum() for name in scalars[0]}
 
 
-def sft(config: Config) -> int:
+def sft(loaded: LoadedConfig) -> int:
     """Train the policy on demonstrations and save it in its public layout; returns the exit code.
 
     SIGINT and SIGTERM end it after the step under way; the policy so far is saved.
@@ -183,10 +184,10 @@ def sft(config: Config) -> int:
         OutputError: the output directory can't be written or holds a policy, told before anything has started.
         EmbodrlError: there are no demonstrations, or the loss is not finite.
     """
-    settings = config.sft
+    config, settings = loaded.config, loaded.config.sft
     output_dir = Path(settings.output_dir)
     _check_output(output_dir)
-    configure_torch(config, "actor")
+    device = configure_torch(config, loaded.deployment.of("actor")[0])
     if settings.eval_interval:
         check_simulator(config)
     with (
@@ -195,7 +196,7 @@ def sft(config: Config) -> int:
     ):
         demos = configured_demos(config)
         check_demos(demos, config)
-        policy = build_policy(config)
+        policy = build_policy(config, device)
         outside = float((np.abs(demos.actions) > 1).mean())
         if outside > MOST_OUTSIDE:
             progress.message(f"{outside:.0%} of the actions lie beyond [-1, 1], where policies without statistics end")

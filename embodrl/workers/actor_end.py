@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from embodrl.config.rules.rollout_processes import main_component
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
 from embodrl.errors import TornSyncError, WeightSyncError, WorkerDied, WorkerError
 from embodrl.hybrid_engines.weight_sync.base import GatherOnly, WeightSender
 from embodrl.hybrid_engines.weight_sync.group import cancel_meeting, open_meeting
@@ -37,9 +37,9 @@ Problem = tuple[str, str]
 """Message and hint of what kept weights from being sent; the process itself is well."""
 
 
-def sends_weights(config: Config) -> bool:
+def sends_weights(config: Config, deployment: Deployment) -> bool:
     """Tell whether the processes that train send their weights to those that act by themselves."""
-    return main_component(config) is None and not config.runner.max_staleness
+    return deployment.main_component is None and not config.runner.max_staleness
 
 
 class SendingWorker(Worker):

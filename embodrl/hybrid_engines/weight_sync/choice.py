@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
+from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
 
@@ -12,28 +13,13 @@ Kind = Literal["shared", "memory", "collective", "disk"]
 KINDS: tuple[Kind, ...] = ("shared", "memory", "collective", "disk")
 
 
-class Place(Protocol):
-    """A process and its place; ``embodrl.scheduler.placement.ProcessPlace``."""
-
-    @property
-    def node(self) -> int: ...
-    @property
-    def devices(self) -> tuple[int, ...]: ...
-
-
-class Placed(Protocol):
-    """Where everything runs; ``embodrl.scheduler.placement.Placement``."""
-
-    def of(self, component: str, /) -> Sequence[Place]: ...
-
-
-def choose_weight_sync(placement: Placed, same_process: bool, kind: str = "auto") -> Kind:
+def choose_weight_sync(deployment: Deployment, same_process: bool, kind: str = "auto") -> Kind:
     """Return the kind that moves least, or check the one that is asked for.
 
     ``shared`` in one process; ``memory`` where every machine with a rollout has a trainer; else ``collective``.
 
     Args:
-        placement: with the components ``actor`` and ``rollout``.
+        deployment: with the components ``actor`` and ``rollout``.
         same_process: trainer and rollout are one process.
         kind: ``auto``, or a kind that must be able to work.
 
@@ -43,7 +29,7 @@ def choose_weight_sync(placement: Placed, same_process: bool, kind: str = "auto"
     if kind == "auto":
         if same_process:
             return "shared"
-        return "collective" if _far(placement) else "memory"
+        return "collective" if _far(deployment) else "memory"
     found = cast("Kind | None", kind if kind in KINDS else None)
     if found is None:
         near = nearest(kind, list(KINDS))
@@ -51,23 +37,23 @@ def choose_weight_sync(placement: Placed, same_process: bool, kind: str = "auto"
             f"there is no weight sync '{kind}'; known: auto, {', '.join(KINDS)}",
             f"did you mean '{near}'?" if near else "name one of them",
         )
-    if problem := _problem(found, placement, same_process):
+    if problem := _problem(found, deployment, same_process):
         raise EmbodrlError(f"weight sync '{kind}' can't work here: {problem}", f"take auto, or {_others(found)}")
     return found
 
 
-def uses_nccl(placement: Placed) -> bool:
+def uses_nccl(deployment: Deployment) -> bool:
     """Tell whether a collective sync can go from GPU to GPU: trainer and rollout have GPUs, none in common."""
-    actor, rollout = (_gpus(placement.of(component)) for component in ("actor", "rollout"))
+    actor, rollout = (_gpus(deployment.of(component)) for component in ("actor", "rollout"))
     return bool(actor and rollout) and not actor & rollout
 
 
-def _problem(kind: Kind, placement: Placed, same_process: bool) -> str:
+def _problem(kind: Kind, deployment: Deployment, same_process: bool) -> str:
     if kind == "shared" and not same_process:
         return "trainer and rollout are different processes, which share no memory"
     if kind == "collective" and same_process:
         return "trainer and rollout are one process, which has nobody to send to"
-    if kind == "memory" and (far := _far(placement)):
+    if kind == "memory" and (far := _far(deployment)):
         machines = ", ".join(map(str, sorted(far)))
         return f"machine {machines} has a rollout and no trainer, and memory is of one machine"
     return ""
@@ -77,10 +63,10 @@ def _others(kind: Kind) -> str:
     return " or ".join({"shared": ("memory", "disk"), "collective": ("shared", "disk")}.get(kind, ("disk",)))
 
 
-def _far(placement: Placed) -> set[int]:
+def _far(deployment: Deployment) -> set[int]:
     """Return the machines with a rollout and no trainer."""
-    return {place.node for place in placement.of("rollout")} - {place.node for place in placement.of("actor")}
+    return {place.node for place in deployment.of("rollout")} - {place.node for place in deployment.of("actor")}
 
 
-def _gpus(places: Sequence[Place]) -> set[tuple[int, int]]:
+def _gpus(places: Sequence[ProcessPlace]) -> set[tuple[int, int]]:
     return {(place.node, device) for place in places for device in place.devices}
