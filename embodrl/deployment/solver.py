@@ -106,6 +106,7 @@ class Solution:
         places: of every component that could be placed.
         unplaced: what could not.
         found: the deployment; None if a component is missing or the number of GPUs is not known.
+        planning: machines are described, and need not be here.
     """
 
     machine: Machine
@@ -113,6 +114,7 @@ class Solution:
     places: Mapping[str, Sequence[ProcessPlace]]
     unplaced: tuple[Unplaced, ...]
     found: Deployment | None
+    planning: bool = False
 
     @property
     def deployment(self) -> Deployment:
@@ -154,7 +156,7 @@ def solve(config: Config, machine: Machine | None = None, planning: bool = False
         described = planning and cluster.hardware.name is not None
         topology = describe_machine(cluster.hardware) if described else machine.topology
         found = _deploy(config, places, (topology,) * cluster.num_nodes, machine, gpus)
-    return Solution(machine, gpus, places, unplaced, found)
+    return Solution(machine, gpus, places, unplaced, found, planning)
 
 
 def _gpus_per_node(cluster: ClusterConfig, machine: Machine) -> int | None:
