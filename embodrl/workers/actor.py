@@ -44,8 +44,8 @@ from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.worker import dispatch
-from embodrl.workers.actor_end import SendingWorker
 from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.weights import SendingWorker
 
 logger = logging.getLogger(__name__)
 
