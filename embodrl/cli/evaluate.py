@@ -44,7 +44,7 @@ def evaluate(
             loaded = load_measured(rest, config)
             from embodrl.runs import evaluate as verb
 
-            return verb.evaluate(loaded.config, json, output).exit_code
+            return verb.evaluate(loaded, json, output).exit_code
         from embodrl.runs import evaluate as verb
         from embodrl.runs.policies import find_policy
 
@@ -55,6 +55,6 @@ def evaluate(
         else:
             loaded = source.load_config(rest)
             show_notes(loaded.notes)
-        return verb.evaluate(loaded.config, json, output, source.make_policy).exit_code
+        return verb.evaluate(loaded, json, output, source.make_policy).exit_code
 
     execute(action, debug)

@@ -95,11 +95,11 @@ def test_notes_look_like_problems() -> None:
 
 
 def test_what_differs_between_two_configurations(tmp_path: Path) -> None:
-    result = run("config", "diff", "env=toy", "env=toy runner.seed=3 'env.tasks=[reach-blue,reach-red]'")
+    result = run("config", "diff", "env=toy", "env=toy runner.seed=3 'env.tasks=[reach-green,reach-red]'")
     assert result.exit_code == 0, result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row[0] for row in rows] == ["key", "env.tasks", "runner.seed"]
-    assert rows[1][1:] == ["[reach-red]", "[reach-blue,", "reach-red]"] and rows[2][1:] == ["0", "3"]
+    assert rows[1][1:] == ["[reach-red]", "[reach-green,", "reach-red]"] and rows[2][1:] == ["0", "3"]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(load_config(["env=toy", "algorithm.gamma=0.5"]).to_yaml())
     (tmp_path / "mine.yaml").write_text("presets: {env: toy}\n")
