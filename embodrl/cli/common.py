@@ -54,7 +54,7 @@ def load(overrides: list[str] | None, config_file: Path | None, collecting: bool
     Raises:
         ConfigError: with every problem found.
     """
-    from embodrl.config import load_config
+    from embodrl.runs.load import load_config
 
     loaded = load_config(overrides or [], config_file, collecting=collecting)
     show_notes(loaded.notes)
@@ -83,7 +83,7 @@ def load_measured(
         ConfigError: with every problem found.
         EmbodrlError: the simulator can't run, or the measurement can't be kept.
     """
-    from embodrl.config import load_config
+    from embodrl.runs.load import load_config
 
     loaded = load_config(overrides or [], config_file, collecting=collecting)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
