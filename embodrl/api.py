@@ -181,7 +181,7 @@ def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
     from embodrl.runs.sft import sft as run
 
     with _torch_settings():
-        return SftResult(Path(loaded.config.sft.output_dir), run(loaded.config))
+        return SftResult(Path(loaded.config.sft.output_dir), run(loaded))
 
 
 def load_policy(path: str | Path, device: str = "auto", overrides: Sequence[str] = ()) -> VLAPolicy:

@@ -334,7 +334,14 @@ class SftConfig(Section):
     )
     random_shift_px: NonNegativeInt = Field(default=0, description="largest random shift of the image, in pixels")
     max_episodes: PositiveInt | None = Field(default=None, description="use only the first episodes")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None,
+        description="frames per forward and backward pass of a process; null: all at once, on a CPU one part per core",
+    )
     log_interval: PositiveInt = Field(default=25, description="steps between log lines")
+    save_interval: NonNegativeInt = Field(
+        default=0, description="steps between checkpoints; 0 for one at the end or when stopped"
+    )
     eval_interval: NonNegativeInt = Field(
         default=0, description="steps between evaluations in the simulator; 0 for none"
     )

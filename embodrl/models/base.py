@@ -192,4 +192,8 @@ class VLAPolicy(nn.Module, ABC):
 
     @abstractmethod
     def save_pretrained(self, directory: Path) -> None:
-        """Write the policy in the public layout of its family (config, safetensors, tokenizer, statistics)."""
+        """Write the policy in the public layout of its family (config, safetensors, tokenizer, statistics).
+
+        Implementations write through ``storage.atomic.atomic_directory``: callers rely on it that the directory
+        appears, or is replaced, as a whole, and that failures of the disk are ``OutputError``.
+        """

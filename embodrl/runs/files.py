@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shlex
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.intervals import interval_text
 from embodrl.storage.checkpoint import CheckpointManager
+from embodrl.storage.json_file import write_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -57,22 +57,15 @@ def num_bytes_on_disk(config: Config, policy: VLAPolicy, state_num_bytes: int) -
 
 
 def export_policy(policy: VLAPolicy, directory: Path) -> None:
-    """Write the policy in its public layout; a directory of that name holds a whole one.
+    """Write the policy in its public layout, atomically.
 
     Raises:
-        OutputError: the directory can't be written.
+        OutputError: the directory can't be written; what was there before is unchanged.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        policy.save_pretrained(partial)
-        if directory.exists():
-            shutil.rmtree(directory)
-        partial.replace(directory)
-    except OSError as error:
-        raise OutputError(
-            f"{directory} can't be written: {error}", "free some room, then `embodrl resume` the run"
-        ) from error
+        policy.save_pretrained(directory)
+    except OutputError as error:
+        raise OutputError(error.message, "free disk space, then `embodrl resume` the run") from error
 
 
 def write_config(run_dir: Path, config_yaml: str) -> None:
@@ -81,14 +74,7 @@ def write_config(run_dir: Path, config_yaml: str) -> None:
     Raises:
         OutputError: the directory can't be written.
     """
-    partial = run_dir / f".{CONFIG_FILE}.partial"
-    try:
-        partial.write_text(config_yaml)
-        partial.replace(run_dir / CONFIG_FILE)
-    except OSError as error:
-        raise OutputError(
-            f"{run_dir} can't be written: {error}", "set runner.output_dir to a directory of yours"
-        ) from error
+    write_text_file(run_dir / CONFIG_FILE, config_yaml, "set runner.output_dir to a writable directory")
 
 
 def how_to_go_on(run_dir: Path) -> str:
