@@ -30,7 +30,7 @@ def evaluate(
     """
 
     def action() -> int | None:
-        loaded = load_measured(overrides, config)
+        loaded = load_measured(overrides, config, evaluating=True)
         from embodrl.runs import evaluate as verb
 
         return verb.evaluate(loaded.config, json, output).exit_code

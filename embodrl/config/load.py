@@ -65,6 +65,7 @@ def load_config(
     config_file: Path | Mapping[str, Any] | None = None,
     planning: bool = False,
     collecting: bool = False,
+    evaluating: bool = False,
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
@@ -74,11 +75,12 @@ def load_config(
             which ``{group: name}`` chooses a preset, too.
         planning: nothing will be started, so machines may be described that are not there.
         collecting: for `embodrl collect`, which not all environments and tasks are for.
+        evaluating: for `embodrl eval`: notes about training are left out.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose(overrides, config_file), planning=planning, collecting=collecting)
+    return finish(compose(overrides, config_file), planning=planning, collecting=collecting, evaluating=evaluating)
 
 
 def load_run(path: Path, overrides: list[str] | None = None, resuming: bool = False) -> LoadedConfig:
@@ -101,7 +103,11 @@ def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def finish(
-    composition: Composition, resuming: bool = False, planning: bool = False, collecting: bool = False
+    composition: Composition,
+    resuming: bool = False,
+    planning: bool = False,
+    collecting: bool = False,
+    evaluating: bool = False,
 ) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
@@ -113,7 +119,7 @@ def finish(
     config, invalid, wrong = validate(tree)
     problems += wrong
     invalid |= {problem.key for problem in removed}
-    errors, notes = run_rules(config, tree, invalid, resuming, planning, collecting)
+    errors, notes = run_rules(config, tree, invalid, resuming, planning, collecting, evaluating)
     problems += errors
     if problems:
         raise ConfigError(problems)

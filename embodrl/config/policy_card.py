@@ -1,4 +1,4 @@
-"""``embodrl.json`` beside a policy: what it was trained for. Read while a configuration is checked, so without torch."""
+"""``embodrl.json`` beside a policy: what it was trained for. Read by a configuration's rules, so without torch."""
 
 from __future__ import annotations
 

@@ -35,12 +35,15 @@ h3 { font-size: .9rem; font-weight: 600; margin: 0 0 .3rem; } a { color: var(--c
 .chart svg.narrow { display: none; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg .grid { stroke: var(--line); }
 svg .series { fill: none; stroke-width: 1.8; stroke-linejoin: round; } svg .whisker { stroke-width: 1.2; opacity: .65; }
-.legend { display: flex; flex-wrap: wrap; gap: .15rem 1rem; font-size: .8rem; color: var(--soft); margin-bottom: .2rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .15rem 1rem; font-size: .8rem; color: var(--soft);
+  margin-bottom: .2rem; }
 .legend i { display: inline-block; width: 16px; border-top: 3px solid; margin-right: .35rem; vertical-align: middle; }
 .legend i.dashed { border-top: 2px dashed; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .87rem; width: 100%; }
 td, th { text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); font-weight: 500; } td { overflow-wrap: anywhere; } .facts td:first-child { white-space: nowrap; color: var(--soft); } td.number { font-variant-numeric: tabular-nums; }
+th { color: var(--soft); font-weight: 500; } td { overflow-wrap: anywhere; }
+.facts td:first-child { white-space: nowrap; color: var(--soft); }
+td.number { font-variant-numeric: tabular-nums; }
 code, pre, td.value { font-family: ui-monospace, "SF Mono", Menlo, monospace; font-size: .85em; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .7rem; margin: .4rem 0;
   overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }

@@ -123,8 +123,8 @@ def _warnings(rows: Rows) -> str:
     if not found:
         return ""
     items = "".join(
-        f"<li><b>Iteration {w.iteration}: {html.escape(w.message)}.</b><br>{html.escape(w.hint[0].upper() + w.hint[1:])}."
-        f" <code>{w.code}</code></li>"
+        f"<li><b>Iteration {w.iteration}: {html.escape(w.message)}.</b><br>"
+        f"{html.escape(w.hint[0].upper() + w.hint[1:])}. <code>{w.code}</code></li>"
         for w in found
     )
     return f'<h2>Warnings</h2>\n<ul class="warnings">{items}</ul>'

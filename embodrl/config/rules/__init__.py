@@ -54,6 +54,7 @@ def run_rules(
     resuming: bool = False,
     planning: bool = False,
     collecting: bool = False,
+    evaluating: bool = False,
 ) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
     """Run every rule whose keys have a valid type.
 
@@ -64,14 +65,15 @@ def run_rules(
         resuming: the weights come from a checkpoint, whatever the configuration names.
         planning: nothing will be started, so what this machine lacks is no problem.
         collecting: demonstrations will be collected, which needs experts.
+        evaluating: nothing is trained, so notes about training are left out.
 
     Returns:
         What is forbidden, and what is allowed but without effect or odd.
     """
-    context = Context(config, tree, resuming, planning, collecting)
+    context = Context(config, tree, resuming, planning, collecting, evaluating)
     sound = [
         [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
-        for rules in (RULES, NOTES)
+        for rules in (RULES, [note for note in NOTES if not (evaluating and note.is_about_training)])
     ]
     errors, notes = (
         [context.problem(finding, rule.code) for rule in rules for finding in rule.check(context)] for rules in sound

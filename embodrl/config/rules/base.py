@@ -49,6 +49,7 @@ class Context:
         resuming: a checkpoint has the weights.
         planning: nothing will be started, so this machine need not be able to.
         collecting: demonstrations will be collected.
+        evaluating: a policy will be evaluated, and nothing trained.
     """
 
     config: Config
@@ -56,6 +57,7 @@ class Context:
     resuming: bool = False
     planning: bool = False
     collecting: bool = False
+    evaluating: bool = False
 
     @cached_property
     def _defaults(self) -> Any:
@@ -102,6 +104,11 @@ class Rule:
     def code(self) -> str:
         """Stable identifier of what the rule finds: its name in kebab case."""
         return self.check.__name__.replace("_", "-")
+
+    @property
+    def is_about_training(self) -> bool:
+        """All keys are in sections that an evaluation does not read."""
+        return all(key.partition(".")[0] in ("actor", "algorithm", "reward", "runner") for key in self.keys)
 
 
 RULES: list[Rule] = []

@@ -216,5 +216,6 @@ def policy_was_trained_for_this(context: Context) -> Iterator[Finding]:
         if at.startswith("env.cameras"):
             yield Finding(key, difference, "use the camera that it was trained with", others=(at,))
         else:
-            hint = f"train it on this task first (embodrl collect, then sft), or choose {card.get('env_type')} tasks {tasks}"
+            hint = "train it on this task first (embodrl collect, then sft), or choose what it knows:"
+            hint += f" {card.get('env_type')} tasks {tasks}"
             yield Finding(key, f"{difference}: expect a success rate near 0", hint, others=(at,))
