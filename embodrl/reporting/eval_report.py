@@ -81,7 +81,7 @@ def bars(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         ]
     width = BAR_PX + 10
     return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" style="max-width:{2 * width}px"'
+        f'<svg viewBox="0 0 {width} {height}" role="img" style="max-width:480px"'
         f' aria-label="success by task">{"".join(parts)}</svg>'
     )
 

@@ -24,7 +24,7 @@ body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; color: v
 h1 { font-size: 1.45rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .7rem; }
 h3 { font-size: .9rem; font-weight: 600; margin: 0 0 .3rem; } a { color: var(--c0); }
 .sub { color: var(--soft); margin: .2rem 0 1.2rem; overflow-wrap: anywhere; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: .7rem; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(172px, 1fr)); gap: .7rem; }
 .figures div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6rem .8rem;
   color: var(--soft); font-size: .82rem; line-height: 1.35; }
 .figures b { display: block; font-size: 1.25rem; font-weight: 600; color: var(--fg); line-height: 1.3;
@@ -41,7 +41,7 @@ svg .series { fill: none; stroke-width: 1.8; stroke-linejoin: round; } svg .whis
 .legend i.dashed { border-top: 2px dashed; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .87rem; width: 100%; }
 td, th { text-align: left; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--soft); font-weight: 500; } td { overflow-wrap: anywhere; }
+th { color: var(--soft); font-weight: 500; } td { overflow-wrap: anywhere; min-width: 4.5em; }
 .facts td:first-child { white-space: nowrap; color: var(--soft); }
 td.number { font-variant-numeric: tabular-nums; }
 code, pre, td.value { font-family: ui-monospace, "SF Mono", Menlo, monospace; font-size: .85em; }

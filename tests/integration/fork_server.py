@@ -24,8 +24,6 @@ PRELOADED = (
     "embodrl.runs.sft",
     "embodrl.models.openvla",
     "hydra",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "transformers.models.qwen3.modeling_qwen3",
 )
 _MESSAGE_BYTES = 1 << 18
