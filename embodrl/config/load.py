@@ -100,18 +100,21 @@ def load_config(
     return finish(compose(overrides, config_file), planning=planning, collecting=collecting, evaluating=evaluating)
 
 
-def load_run(path: Path, overrides: list[str] | None = None, resuming: bool = False) -> LoadedConfig:
+def load_run(
+    path: Path, overrides: list[str] | None = None, resuming: bool = False, evaluating: bool = False
+) -> LoadedConfig:
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
 
     Args:
         path: of the file.
         overrides: command-line arguments.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
+        evaluating: notes about training are left out.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose_resolved(path, overrides or []), resuming)
+    return finish(compose_resolved(path, overrides or []), resuming, evaluating=evaluating)
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:

@@ -161,7 +161,7 @@ def _histograms(episodes: Sequence[Mapping[str, Any]]) -> str:
 
 def _fact(name: str, value: Any) -> object:
     text = html.escape(_text(value))
-    return Html(f"<code>{text}</code>") if name in ("command", "weights", "checkpoint SHA-256") else _text(value)
+    return Html(f"<code>{text}</code>") if name in ("command", "weights", "weights SHA-256") else _text(value)
 
 
 def _text(value: Any) -> str:

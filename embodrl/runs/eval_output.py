@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.model_schema import ModelConfig
-from embodrl.config.policy_card import policy_directory
+import torch
+from torch import nn
+
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.reporting.eval_grid import Tile, write_grid
@@ -30,6 +31,7 @@ class EvalOutput:
     Args:
         config: the run.
         directory: new or empty; None is a new directory with the time in its name.
+        weights: where they come from; None is what ``config.model`` names.
 
     Attributes:
         directory: where everything goes.
@@ -40,15 +42,17 @@ class EvalOutput:
         MissingDependencyError: there are to be videos, and what writes them is not installed.
     """
 
-    def __init__(self, config: Config, directory: Path | None) -> None:
+    def __init__(self, config: Config, directory: Path | None, weights: str | None = None) -> None:
         self.config = config
+        self.weights = weights or config.model.model_path or config.model.warm_start or "random"
+        self.weights_sha256 = ""
         check_videos(config, here=True)
         self.directory = directory or self._new_directory()
         if self.directory.is_dir() and any(self.directory.iterdir()):
             raise OutputError(
                 f"{self.directory} is not empty", "name a new directory with --output", code="output-not-empty"
             )
-        check_json_file(self.directory / JSON_FILE)
+        check_json_file(self.directory / JSON_FILE, make_directory=True)
         self.video_dir = self.directory / VIDEO_DIR if config.env.video.enabled else None
 
     def _new_directory(self) -> Path:
@@ -60,6 +64,10 @@ class EvalOutput:
                 break
             path = path.with_name(f"{stamp}-{number}")
         return path
+
+    def identify(self, policy: nn.Module) -> None:
+        """Record which weights are evaluated."""
+        self.weights_sha256 = weights_hash(policy)
 
     def content(self, result: EvalResult) -> dict[str, Any]:
         """Return what eval.json has."""
@@ -94,8 +102,8 @@ class EvalOutput:
             "environment": env.env_type,
             "tasks": list(env.tasks),
             "model": model.model_type,
-            "weights": model.warm_start or model.model_path or "random",
-            "checkpoint SHA-256": weights_hash(model) or "unknown",
+            "weights": self.weights,
+            "weights SHA-256": self.weights_sha256,
             "actions": "greedy (most probable)",
             "actions per chunk": model.num_action_chunks,
             "step limit": env.max_episode_steps,
@@ -167,16 +175,10 @@ def _line(name: str, row: dict[str, Any]) -> str:
     )
 
 
-def weights_hash(model: ModelConfig) -> str | None:
-    """Return the SHA-256 over the ``*.safetensors`` files, by name, of the policy that ``model`` names; None if they
-    are not on this machine under that name (a hub id, or random weights).
-    """
-    path = policy_directory(model)
-    files = sorted(path.glob("*.safetensors")) if path is not None else []
-    if not files:
-        return None
+def weights_hash(policy: nn.Module) -> str:
+    """Return the SHA-256 over the weights of a policy: names, dtypes, shapes and bytes, ordered by name."""
     digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    for name, tensor in sorted(policy.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -105,14 +105,7 @@ def what_is_left(run_dir: Path, iteration: int) -> str:
     )
 
 
-def eval_command(config: Config, run_dir: Path, policy_dir: str = POLICY_DIR) -> str:
-    """Return the command that evaluates a run's exported policy."""
-    key = "model_path" if config.model.model_path is not None else "warm_start"
-    config_path, policy = shlex.quote(str(run_dir / CONFIG_FILE)), shlex.quote(str(run_dir / policy_dir))
-    return f"embodrl eval --config {config_path} model.{key}={policy}"
-
-
-def summary_lines(config: Config, run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what a finished run ends with on the console: success before and after, and the next command."""
     evaluated = [row for row in rows if isinstance(row.get("eval/success_rate"), float)]
     lines: list[str] = []
@@ -126,7 +119,7 @@ def summary_lines(config: Config, run_dir: Path, rows: Sequence[Mapping[str, Any
             lines.append(f"best evaluation: {rate}, exported to {run_dir / BEST_POLICY_DIR}")
     else:
         lines.append("done")
-    return [*lines, f"next: {eval_command(config, run_dir)}"]
+    return [*lines, f"next: embodrl eval {shlex.quote(str(run_dir))}"]
 
 
 def without_lost_warm_start(config: Config) -> Config:

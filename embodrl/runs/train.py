@@ -493,7 +493,7 @@ def _execute(
             console.message(f"report: {write_report(run_dir)}")
             if runner.finished:
                 console.phase("finished")
-                for line in summary_lines(config, run_dir, rows):
+                for line in summary_lines(run_dir, rows):
                     console.message(line)
         if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")

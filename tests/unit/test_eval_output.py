@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from expect import raises_code
 
 from embodrl.config import load_config
-from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.preflight import simulators
 from embodrl.reporting.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
@@ -83,18 +83,13 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert "<code>" in page and "Episode lengths" in page and "Episode returns" in page
 
 
-def test_the_weights_are_identified_by_a_hash(tmp_path: Path) -> None:
-    policy = tmp_path / "policy"
-    policy.mkdir()
-    (policy / "config.json").write_text("{}")
-    assert weights_hash(ModelConfig(warm_start=str(policy))) is None
-    (policy / "b.safetensors").write_bytes(b"two")
-    (policy / "a.safetensors").write_bytes(b"one")
-    parts = b"".join(hashlib.sha256(text).digest() for text in (b"one", b"two"))
-    assert weights_hash(ModelConfig(warm_start=str(policy))) == hashlib.sha256(parts).hexdigest()
-    assert weights_hash(ModelConfig(model_path="openvla/openvla-7b")) is None
-    assert weights_hash(ModelConfig(warm_start=None)) is None
-    assert weights_hash(ModelConfig()) is not None  # shipped
+def test_weights_are_identified_by_a_hash() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(layer.weight, 0.5)
+    # 0.5 as a little-endian float32
+    expected = hashlib.sha256(b"weight torch.float32 [1, 1]" + b"\x00\x00\x00\x3f").hexdigest()
+    assert weights_hash(layer) == expected
+    assert weights_hash(layer.bfloat16()) != expected
 
 
 def test_the_bars_are_as_long_as_the_rates() -> None:
