@@ -1,7 +1,7 @@
 """Hooks of the documentation site (mkdocs.yml): pages from outside docs/, and the page of the Python API.
 
 - README.md, CONTRIBUTING.md, RELEASING.md and CHANGELOG.md become pages, so that none of them exists twice.
-- A link from a page to a file or folder of the repository, such as ``../examples/new_env``, becomes a page that shows it.
+- A file or folder outside docs/ that a page links to, such as ``../examples/new_env``, gets a page that shows it.
 - docs/api.md gets one entry for each public name of ``embodrl``, in the order of ``SECTIONS``.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -81,9 +80,10 @@ def api_directives(init: Path) -> str:
 def public_names(init: Path) -> list[str]:
     """Return ``__all__`` of a module without importing it; empty if it has none."""
     for node in ast.parse(init.read_text(encoding="utf-8")).body:
-        targets: list[Any] = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            return list(ast.literal_eval(node.value))  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+                return list(ast.literal_eval(node.value))
     return []
 
 
