@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from embodrl.bench.hardware import describe_hardware
-from embodrl.checkpoint import CheckpointManager
 from embodrl.config import load_config
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.engine_state import ADAM_STATE
+from embodrl.hybrid_engines.training.engine_state import ADAM_STATE
 from embodrl.scheduler.placement import solve
+from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.workers.actor import GroupTrainEngine
 from embodrl.workers.policy import build_policy, configure_torch
 

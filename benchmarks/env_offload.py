@@ -18,7 +18,7 @@ import numpy as np
 
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
 from embodrl.workers.env import make_pool
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from embodrl import runner
 from embodrl.config import load_config
 from embodrl.config.schema import Config
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.copies import frozen_copy
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.runs import train as runner
 from embodrl.workers.rollout import RolloutSource, RolloutWorker
 
 

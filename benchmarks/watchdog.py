@@ -20,9 +20,9 @@ import numpy as np
 
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
-from embodrl.envs.channel import Channel
-from embodrl.envs.pool import EnvPool
-from embodrl.metrics.json_file import write_json_file
+from embodrl.envs.pool.channel import Channel
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.storage.json_file import write_json_file
 from embodrl.workers.env import make_pool
 
 NUM_ENVS, NUM_PROCESSES, ROUNDS, ROUND_S = 8, 2, 21, 0.5

@@ -1,7 +1,8 @@
-"""Errors that users can act on: each carries a remedy."""
+"""Errors that users can act on: each carries a hint."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 
@@ -9,19 +10,36 @@ class EmbodrlError(Exception):
     """Base of every error that embodrl raises on purpose.
 
     Args:
-        message: what went wrong, naming the thing concerned.
-        remedy: what the user can do about it.
+        message: what is wrong, naming the object concerned.
+        hint: what the user can do about it.
+        code: stable identifier, listed in docs/errors.md; by default that of the class.
+
+    Attributes:
+        code: stable identifier in kebab case. A class that sets none gets its own name without ``Error``.
     """
 
-    def __init__(self, message: str, remedy: str = "") -> None:
-        super().__init__(f"{message}\n  remedy: {remedy}" if remedy else message)
+    code: str = "embodrl"
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "code" not in cls.__dict__:
+            cls.code = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__.removesuffix("Error")).lower()
+
+    def __init__(self, message: str, hint: str = "", *, code: str | None = None) -> None:
         self.message = message
-        self.remedy = remedy
+        self.hint = hint
+        if code is not None:
+            self.code = code
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        hint = f"\n  hint: {self.hint}" if self.hint else ""
+        return f"{self.message}{hint}\n  code: {self.code}"
 
     def add(self, text: str) -> None:
-        """Say more, after the message and before the remedy."""
+        """Append a line to the message, before the hint."""
         self.message = f"{self.message}\n  {text}"
-        self.args = (f"{self.message}\n  remedy: {self.remedy}" if self.remedy else self.message,)
+        self.args = (self._text(),)
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,8 @@ class ConfigProblem:
         origin: where the value came from, e.g. ``configs/algorithm/ppo.yaml:7`` or ``command line``.
         allowed: allowed values or range, in words; empty if not applicable.
         nearest: the nearest valid name for a misspelt one; empty if none is near.
-        remedy: what to change.
+        hint: what to change.
+        code: stable identifier of the rule, listed in docs/errors.md.
     """
 
     key: str
@@ -42,7 +61,8 @@ class ConfigProblem:
     origin: str = ""
     allowed: str = ""
     nearest: str = ""
-    remedy: str = ""
+    hint: str = ""
+    code: str = "config"
 
 
 @dataclass
@@ -69,8 +89,9 @@ class ConfigError(EmbodrlError):
                 lines.append(f"     allowed:  {problem.allowed}")
             if problem.nearest:
                 lines.append(f"     nearest:  {problem.nearest}")
-            if problem.remedy:
-                lines.append(f"     remedy:   {problem.remedy}")
+            if problem.hint:
+                lines.append(f"     hint:     {problem.hint}")
+            lines.append(f"     code:     {problem.code}")
         return "\n".join(lines)
 
 
@@ -93,12 +114,12 @@ class PipelineProblem:
     Attributes:
         node: name of the node; "" for the whole pipeline.
         message: what is wrong.
-        remedy: what to change.
+        hint: what to change.
     """
 
     node: str
     message: str
-    remedy: str
+    hint: str
 
     def __str__(self) -> str:
         return f"node '{self.node}': {self.message}" if self.node else self.message
@@ -109,13 +130,15 @@ class PipelineError(EmbodrlError):
 
     Args:
         message: what went wrong, naming the pipeline.
-        remedy: what the user can do about it.
+        hint: what the user can do about it.
         problems: all that is wrong with the graph, listed after the message.
     """
 
-    def __init__(self, message: str, remedy: str = "", problems: tuple[PipelineProblem, ...] = ()) -> None:
-        lines = [f"\n  {number}. {p}\n     remedy: {p.remedy}" for number, p in enumerate(problems, start=1)]
-        super().__init__(message + "".join(lines), remedy)
+    def __init__(
+        self, message: str, hint: str = "", problems: tuple[PipelineProblem, ...] = (), *, code: str | None = None
+    ) -> None:
+        lines = [f"\n  {number}. {p}\n     hint: {p.hint}" for number, p in enumerate(problems, start=1)]
+        super().__init__(message + "".join(lines), hint, code=code)
         self.problems = problems
 
 
@@ -140,12 +163,12 @@ class CheckpointError(EmbodrlError):
 
     Args:
         message: what went wrong, naming the checkpoint.
-        remedy: what the user can do about it.
+        hint: what the user can do about it.
         report: what became of each name (a ``LoadReport``), where names or shapes do not match.
     """
 
-    def __init__(self, message: str, remedy: str = "", report: object = None) -> None:
-        super().__init__(message, remedy)
+    def __init__(self, message: str, hint: str = "", report: object = None, *, code: str | None = None) -> None:
+        super().__init__(message, hint, code=code)
         self.report = report
 
 
@@ -190,15 +213,24 @@ class WorkerError(EmbodrlError):
 
     Args:
         message: what went wrong, naming group and rank.
-        remedy: what the user can do about it.
+        hint: what the user can do about it.
         rank: of the worker.
         traceback: of the worker, "" where there is none.
         log_tail: the last that it printed.
     """
 
-    def __init__(self, message: str, remedy: str = "", rank: int = 0, traceback: str = "", log_tail: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        hint: str = "",
+        rank: int = 0,
+        traceback: str = "",
+        log_tail: str = "",
+        *,
+        code: str | None = None,
+    ) -> None:
         parts = [message, traceback.rstrip(), f"last output:\n{log_tail}" if log_tail else ""]
-        super().__init__("\n".join(filter(None, parts)), remedy)
+        super().__init__("\n".join(filter(None, parts)), hint, code=code)
         self.rank, self.traceback, self.log_tail = rank, traceback, log_tail
 
 

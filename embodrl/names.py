@@ -32,17 +32,17 @@ def import_object(path: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError as error:
-        hint = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
-        remedy = f"did you mean {module_name}:{hint}?" if hint else f"define it in {module_name}"
-        raise EmbodrlError(f"module '{module_name}' has no attribute '{attribute}'", remedy) from error
+        near = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
+        hint = f"did you mean {module_name}:{near}?" if near else f"define it in {module_name}"
+        raise EmbodrlError(f"module '{module_name}' has no attribute '{attribute}'", hint) from error
 
 
 def nearest_module(missing: str) -> str:
     """Return the module whose name is closest to one that there is not, or ""; its parents must be there."""
     parent, _, leaf = missing.rpartition(".")
     search = list(getattr(importlib.import_module(parent), "__path__", [])) if parent else None
-    hint = nearest(leaf, [found.name for found in pkgutil.iter_modules(search)])
-    return f"{parent}.{hint}" if parent and hint else hint
+    near = nearest(leaf, [found.name for found in pkgutil.iter_modules(search)])
+    return f"{parent}.{near}" if parent and near else near
 
 
 def import_function(path: str) -> Callable[..., Any]:
@@ -56,11 +56,11 @@ def import_function(path: str) -> Callable[..., Any]:
     except EmbodrlError:
         raise
     except Exception as error:  # a user's module may raise anything
-        remedy = "mend the module, or put its directory on PYTHONPATH"
+        hint = "mend the module, or put its directory on PYTHONPATH"
         if isinstance(error, ModuleNotFoundError) and error.name and _is_part(error.name, path.partition(":")[0]):
-            hint = nearest_module(error.name)
-            remedy = f"did you mean '{hint}'? Or put the directory of the module on PYTHONPATH" if hint else remedy
-        raise EmbodrlError(f"importing '{path}' failed: {type(error).__name__}: {error}", remedy) from error
+            near = nearest_module(error.name)
+            hint = f"did you mean '{near}'? Or put the directory of the module on PYTHONPATH" if near else hint
+        raise EmbodrlError(f"importing '{path}' failed: {type(error).__name__}: {error}", hint) from error
     if not callable(found):
         raise EmbodrlError(f"'{path}' is a {type(found).__name__}, not a function", "name a function")
     return found

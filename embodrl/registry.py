@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -59,10 +59,10 @@ class Registry:
             UnknownNameError: no such name; lists the known ones and the nearest.
         """
         if name not in self._entries:
-            hint = nearest(name, self.names())
+            near = nearest(name, self.names())
             raise UnknownNameError(
                 f"unknown {self.kind} '{name}'; known: {', '.join(self.names())}",
-                f"did you mean '{hint}'?" if hint else f"choose a known {self.kind} or register yours",
+                f"did you mean '{near}'?" if near else f"choose a known {self.kind} or register yours",
             )
         return self._entries[name]
 
@@ -129,17 +129,38 @@ class FunctionRegistry(Registry):
         if name in self._entries or ":" not in name:
             return super().entry(name)
         function = import_function(name)
+        return Entry(function, (function.__doc__ or "").partition("\n")[0], self._facts(name, function))
+
+    def register_function(self, name: str, function: Callable[..., Any], description: str = "") -> None:
+        """Add a function under a name of its own, from a module that ``extensions`` names, or from a script.
+
+        Args:
+            name: for the configuration, e.g. ``algorithm.adv_type``.
+            function: called with the arguments that its parameters name.
+            description: one line for ``embodrl list``; by default the first line of its docstring.
+
+        Raises:
+            EmbodrlError: the name is taken, or a parameter without default is unknown.
+        """
+        text = description or (function.__doc__ or "").partition("\n")[0]
+        self.register(name, function, text, **self._facts(name, function))
+
+    def _facts(self, name: str, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return what validation needs to know about a function, from its parameters."""
         names, needed, takes_rest = parameters_of(function)
         unknown = sorted(needed - set(self.arguments))
         if unknown:
+            near = nearest(unknown[0], list(self.arguments))
             raise EmbodrlError(
-                f"{self.kind} '{name}' has a parameter '{unknown[0]}', which nothing is given for",
-                f"name any of {', '.join(self.arguments)}, or give it a default",
+                f"{self.kind} '{name}' has an unknown parameter '{unknown[0]}'",
+                (f"did you mean '{near}'? " if near else "")
+                + f"Available: {', '.join(self.arguments)}; any other parameter needs a default",
+                code="function-parameter-unknown",
             )
         facts: dict[str, Any] = {fact: False for fact in self.arguments.values() if fact}
         facts |= {fact: True for argument, fact in self.arguments.items() if fact and argument in names}
         facts["parameters"] = tuple(self.arguments if takes_rest else names)
-        return Entry(function, (function.__doc__ or "").partition("\n")[0], facts)
+        return facts
 
     def __contains__(self, name: object) -> bool:
         if name in self._entries:
@@ -248,9 +269,9 @@ ENVS.register(
 )
 ENVS.register(
     "metaworld",
-    "embodrl.envs.metaworld:MetaWorldVectorEnv",
+    "embodrl.envs.metaworld.env:MetaWorldVectorEnv",
     "Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
-    tasks="embodrl.envs.metaworld_tasks:INSTRUCTIONS",
+    tasks="embodrl.envs.metaworld.tasks:INSTRUCTIONS",
     action_dim=4,
     settings=("cameras", *_REWARDS, "render_detail", "video"),
     cameras=("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"),
@@ -263,7 +284,7 @@ ENVS.register(
 )
 ENVS.register(
     "gymnasium",
-    "embodrl.envs.gymnasium:GymnasiumVectorEnv",
+    "embodrl.envs.gymnasium.env:GymnasiumVectorEnv",
     "any environment registered with Gymnasium: env.id, env.instruction, model.action_dim",
     settings=(
         "cameras",
@@ -309,9 +330,9 @@ ENVS.register(
 )
 ENVS.register(
     "toy",
-    "embodrl.envs.toy:ToyVectorEnv",
+    "embodrl.envs.toy.env:ToyVectorEnv",
     "a dot to be moved to a coloured goal; needs no simulator",
-    tasks="embodrl.envs.toy_tasks:INSTRUCTIONS",
+    tasks="embodrl.envs.toy.tasks:INSTRUCTIONS",
     action_dim=7,
     settings=("image_size",),
     actions="the first two numbers move the dot, -1 to 1",

@@ -36,7 +36,7 @@ def main(kind: str) -> int:
     for name, reason in problems.items():
         print(f"error: {name} is installed, but {reason}", file=sys.stderr)
     if problems:
-        print("  remedy: rm -rf .venv && make setup; if it persists, a dependency asks for it", file=sys.stderr)
+        print("  hint: rm -rf .venv && make setup; if it persists, a dependency asks for it", file=sys.stderr)
     return 1 if problems else 0
 
 

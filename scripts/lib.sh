@@ -4,7 +4,7 @@ say() { printf '== %s\n' "$*" >&2; }
 
 die() {
     printf '\nerror: %s\n' "$1" >&2
-    [[ $# -gt 1 ]] && printf '  remedy: %s\n' "$2" >&2
+    [[ $# -gt 1 ]] && printf '  hint: %s\n' "$2" >&2
     exit 1
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodrl.metrics.intervals import wilson_interval
+from embodrl.reporting.intervals import wilson_interval
 
 FRAMES_A_ROW = 5
 

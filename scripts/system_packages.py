@@ -1,7 +1,7 @@
 """Install the system libraries that rendering needs: shows what it will run, and asks before it uses sudo.
 
 Standard library only: it runs before the virtual environment exists. Where it can't or may not install, it says what is
-missing and ends well, because `embodrl doctor` reports the same and training refuses with the remedy.
+missing and ends well, because `embodrl doctor` reports the same and training refuses with the hint.
 
 With EMBODRL_LIBERO=1 also what LIBERO draws with. Usage: system_packages.py [--dry-run]
 """
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES_CHECK = ROOT / "embodrl" / "scheduler" / "libraries.py"
-VULKAN_PROBE = ROOT / "embodrl" / "scheduler" / "vulkan.py"
+LIBRARIES_CHECK = ROOT / "embodrl" / "preflight" / "libraries.py"
+VULKAN_PROBE = ROOT / "embodrl" / "preflight" / "vulkan.py"
 APT_DIRECTORY = Path("/etc/apt")
 BACKPORTS_FILE = APT_DIRECTORY / "sources.list.d" / "embodrl-backports.sources"
 

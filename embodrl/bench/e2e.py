@@ -22,10 +22,10 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.config.schema import Config
-from embodrl.envs.pool import EnvPool
-from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.hybrid_engines.rollout import make_rollout_engine
-from embodrl.metrics.json_file import write_json_file
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.storage.json_file import write_json_file
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 from embodrl.workers.rollout import RolloutWorker

@@ -30,10 +30,10 @@ from rich.table import Table
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.config.schema import Config
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, MissingDependencyError
-from embodrl.metrics.json_file import write_json_file
 from embodrl.registry import ENVS
+from embodrl.storage.json_file import write_json_file
 from embodrl.workers.env import check_simulator, interpreter_of, make_pool
 
 SIZES = (64, 224)
@@ -286,7 +286,7 @@ def run(
             if name == "maniskill" and find_spec("sapien") is None:  # tells which device the other side draws with
                 raise MissingDependencyError("sapien is not in this interpreter", "pip install 'embodrl[maniskill]'")
         except MissingDependencyError as error:
-            result["left_out"][name] = f"{error.message}: {error.remedy}"
+            result["left_out"][name] = f"{error.message}: {error.hint}"
             continue
         for size in sizes:
             config = configure(name, size, settings)

@@ -29,11 +29,11 @@ from rich.table import Table
 from embodrl.bench.hardware import describe_hardware
 from embodrl.bench.plain import plain_actions
 from embodrl.config.model_schema import ModelConfig
-from embodrl.metrics.json_file import write_json_file
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.parity import CHAIN_TOLERANCE
 from embodrl.models.registry import build_policy
 from embodrl.registry import MODELS
+from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation, SamplingParams
 
 BATCH = 16

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.bench.hardware import describe_hardware
-from embodrl.metrics.json_file import write_json_file
+from embodrl.storage.json_file import write_json_file
 
 TASK = "PushCube-v1"
 SIZES = (64, 224)

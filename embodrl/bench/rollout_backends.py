@@ -27,10 +27,10 @@ from embodrl.bench.inference import make_observation, make_policy
 from embodrl.bench.plain import stock_llama
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.hybrid_engines.base import RolloutEngine
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
-from embodrl.hybrid_engines.vllm_engine import VllmRolloutEngine
-from embodrl.metrics.json_file import write_json_file
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 from embodrl.models.openvla.token_policy import TokenPolicy
+from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation, SamplingParams
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.registry import ENVS
 from embodrl.types import EnvStep
 

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from embodrl.bench.hardware import describe_hardware
 from embodrl.bench.soak_verdict import Check, Sample, check_faults, check_leaks, check_memory, check_steps
-from embodrl.metrics.json_file import write_json_file
-from embodrl.metrics.sinks import METRICS_FILE, read_metrics
+from embodrl.reporting.sinks import METRICS_FILE, read_metrics
+from embodrl.storage.json_file import write_json_file
 
 MIB = 1 << 20
 MARK = "EMBODRL_SOAK"

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.bench.hardware import describe_hardware
-from embodrl.envs.manager import EnvManager
-from embodrl.metrics.json_file import write_json_file
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.storage.json_file import write_json_file
 
 NUM_ENVS = 16
 IMAGE_SIZE = 224

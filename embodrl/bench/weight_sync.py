@@ -29,10 +29,10 @@ from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver, DiskSender
 from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.hybrid_engines.weight_sync.shared import SharedReceiver, SharedSender
-from embodrl.metrics.json_file import write_json_file
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
+from embodrl.storage.json_file import write_json_file
 
 SIZES_MB = (10, 100, 1000)
 ROUNDS = 5

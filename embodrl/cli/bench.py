@@ -51,7 +51,7 @@ def bench(
 
     def action() -> int | None:
         if json is not None:
-            from embodrl.metrics.json_file import check_json_file
+            from embodrl.storage.json_file import check_json_file
 
             check_json_file(json)
         return importlib.import_module(f"embodrl.bench.{name.name}").main(json)

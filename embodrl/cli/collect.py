@@ -16,8 +16,8 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug
 
     def action() -> int | None:
         loaded = load_measured(overrides, config, collecting=True)
-        from embodrl.workers import collect as worker
+        from embodrl.runs import collect as worker
 
-        return worker.collect(loaded.config)
+        return worker.collect(loaded.config).exit_code
 
     execute(action, debug)

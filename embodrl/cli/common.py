@@ -79,7 +79,7 @@ def load_measured(
 
     loaded = load_config(overrides or [], config_file, collecting=collecting)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
-        from embodrl.workers.measure import measure_processes
+        from embodrl.runs.measure import measure_processes
 
         measure_processes(loaded.config, loaded.processes, lambda line: print(line, flush=True))
     return load(overrides, config_file, collecting)
@@ -90,7 +90,7 @@ def show_notes(notes: list[ConfigProblem]) -> None:
     for note in notes:
         text = f"note: {note.key}: {note.message}"
         text += f" ({note.origin})" if note.origin else ""
-        text += f"\n      {note.remedy}" if note.remedy else ""
+        text += f"\n      {note.hint}" if note.hint else ""
         print(text, file=sys.stderr)
 
 
@@ -131,8 +131,8 @@ def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
 
 
 def describe_os_error(error: OSError) -> EmbodrlError:
-    """Return what the operating system refused, and a remedy."""
-    remedies = {
+    """Return what the operating system refused, and a hint."""
+    hints = {
         errno.ENOSPC: "free some room, or choose a directory on another disk",
         errno.EDQUOT: "your quota is used up: free some room, or choose a directory on another disk",
         errno.EROFS: "the file system is read-only: choose a directory on another one",
@@ -141,8 +141,8 @@ def describe_os_error(error: OSError) -> EmbodrlError:
         errno.ENOMEM: "the memory is used up: close other programs, or use fewer environments",
     }
     where = f"{error.filename}: " if error.filename else ""
-    remedy = remedies.get(error.errno or 0, "check the paths in the command; --debug shows where it happened")
-    return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", remedy)
+    hint = hints.get(error.errno or 0, "check the paths in the command; --debug shows where it happened")
+    return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", hint)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

@@ -27,7 +27,7 @@ def doctor(
     """
 
     def action() -> int | None:
-        from embodrl.scheduler.doctor import run_doctor
+        from embodrl.preflight.doctor import run_doctor
 
         if not overrides:
             return run_doctor(json_output=json_output)

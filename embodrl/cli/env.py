@@ -48,7 +48,7 @@ def install(
 
     def action() -> None:
         from embodrl.config.isolated import default_prefix, python_of
-        from embodrl.scheduler.isolated import install as make
+        from embodrl.preflight.isolated import install as make
 
         python = make(name, prefix, force, lambda line: print(line, flush=True))
         at_default = python == python_of(default_prefix(name))
@@ -67,7 +67,7 @@ def list_all(debug: Debug = False) -> None:
     """List the simulators that can have an environment of their own, and where it is."""
 
     def action() -> None:
-        from embodrl.scheduler.isolated import list_environments
+        from embodrl.preflight.isolated import list_environments
 
         for found in list_environments():
             print(f"{found.name:<10} {found.state:<10} {found.prefix}")
@@ -80,7 +80,7 @@ def remove(name: Name, prefix: Prefix = None, debug: Debug = False) -> None:
     """Remove a simulator's environment."""
 
     def action() -> None:
-        from embodrl.scheduler.isolated import remove as delete
+        from embodrl.preflight.isolated import remove as delete
 
         delete(name, prefix, print)
 

@@ -31,8 +31,8 @@ def evaluate(
 
     def action() -> int | None:
         loaded = load_measured(overrides, config)
-        from embodrl.workers import evaluate as worker
+        from embodrl.runs import evaluate as verb
 
-        return worker.evaluate(loaded.config, json, output)
+        return verb.evaluate(loaded.config, json, output).exit_code
 
     execute(action, debug)

@@ -84,14 +84,14 @@ def parity(directory: Directory, family: Family = None, json: JsonFile = None, d
     def action() -> int:
         chosen = [(folder, family_of(folder, family)) for folder in fixtures(directory)]
         if json is not None:
-            from embodrl.metrics.json_file import check_json_file
+            from embodrl.storage.json_file import check_json_file
 
             check_json_file(json)
         outcomes = [run(folder, name, debug) for folder, name in chosen]
         show(outcomes)
         ok = all(outcome.ok for outcome in outcomes)
         if json is not None:
-            from embodrl.metrics.json_file import write_json_file
+            from embodrl.storage.json_file import write_json_file
 
             write_json_file(json, {"ok": ok, "fixtures": [outcome.to_dict() for outcome in outcomes]})
         return EXIT_OK if ok else EXIT_ERROR
@@ -135,10 +135,10 @@ def family_of(directory: Path, family: str | None = None) -> str:
     if chosen in known:
         return chosen
     what = f"no model family '{family}' can be compared" if family else f"the name of {directory} is of no model family"
-    hint = nearest(family or words, known)
+    near = nearest(family or words, known)
     raise UsageError(
         f"{what}; known: {', '.join(known)}",
-        (f"did you mean '{hint}'? " if hint else "") + "Rename the folder after its family, or give --family NAME",
+        (f"did you mean '{near}'? " if near else "") + "Rename the folder after its family, or give --family NAME",
     )
 
 
@@ -175,5 +175,5 @@ def show(outcomes: list[Outcome]) -> None:
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} fixtures are reproduced within their tolerances")
     for outcome in failed:
         if outcome.error:
-            remedy = "record or copy the fixture anew, or name its family with --family"
-            print(f"error: {outcome.directory}: {outcome.error}\n  remedy: {remedy}", file=sys.stderr)
+            hint = "record or copy the fixture anew, or name its family with --family"
+            print(f"error: {outcome.directory}: {outcome.error}\n  hint: {hint}", file=sys.stderr)

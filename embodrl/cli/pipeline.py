@@ -42,9 +42,9 @@ def show(overrides: Overrides = None, config: ConfigFile = None, output: Drawing
     """
 
     def action() -> None:
-        from embodrl.metrics.json_file import check_json_file, write_text_file
         from embodrl.pipelines.draw import to_mermaid, to_svg, to_text
         from embodrl.pipelines.select import build_graph
+        from embodrl.storage.json_file import check_json_file, write_text_file
 
         drawings = {".mmd": to_mermaid, ".svg": to_svg}
         if output is not None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from embodrl.config.schema import Config
+    from embodrl.preflight.plan import Plan
     from embodrl.scheduler.placement import ProcessPlace
-    from embodrl.scheduler.plan import Plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object", show_default=False)]
@@ -49,7 +49,7 @@ def train(
 
     def action() -> int:
         from embodrl.config import load_config
-        from embodrl.scheduler.plan import make_plan
+        from embodrl.preflight.plan import make_plan
 
         loaded = load_config(overrides or [], config, planning=True)
         show_notes(loaded.notes)
@@ -89,7 +89,7 @@ def show(plan: Plan, config: Config) -> None:
 def _show_processes(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    from embodrl.scheduler.plan import per_cpu, per_device
+    from embodrl.preflight.plan import per_cpu, per_device
 
     table = Table(title="placement")
     for column in ("component", "ranks", "node", "GPUs", "CPUs", "NUMA node"):
@@ -158,8 +158,8 @@ def _show_batches(plan: Plan, console: Console) -> None:
 def _show_memory(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    from embodrl.scheduler.plan import gib
-    from embodrl.scheduler.plan_memory import ESTIMATED_BY, PHASES
+    from embodrl.preflight.plan import gib
+    from embodrl.preflight.plan_memory import ESTIMATED_BY, PHASES
 
     memories = plan.memory.memories
     unlike: dict[tuple[object, ...], list[int]] = {}
@@ -194,5 +194,5 @@ def _show_memory(plan: Plan, console: Console) -> None:
                 f" {gib(memory.available)} GiB can be used",
                 soft_wrap=True,
             )
-    for line in plan.memory.remedies:
-        console.print(f"  remedy: {line}", soft_wrap=True)
+    for line in plan.memory.hints:
+        console.print(f"  hint: {line}", soft_wrap=True)

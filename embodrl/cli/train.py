@@ -18,7 +18,7 @@ def train(overrides: Overrides = None, config: ConfigFile = None, debug: Debug =
 
     def action() -> int | None:
         loaded = load_measured(overrides, config)
-        from embodrl import runner
+        from embodrl.runs import train as runner
 
         return runner.train(loaded)
 

@@ -67,9 +67,9 @@ def describe(error: ValidationError, tree: Node) -> list[tuple[str, ConfigProble
             continue
         allowed, options = allowed_values(key)
         message = f"{_show(value)} {_reason(item, value)}"
-        hint = nearest(str(value), options) if options and isinstance(value, (str, bool, int)) else ""
-        remedy = f"write {key}={hint}" if hint else _remedy(item["type"], key, value, allowed)
-        result[key] = ConfigProblem(key, message, origin, allowed, hint, remedy)
+        near = nearest(str(value), options) if options and isinstance(value, (str, bool, int)) else ""
+        hint = f"write {key}={near}" if near else _hint(item["type"], key, value, allowed)
+        result[key] = ConfigProblem(key, message, origin, allowed, near, hint)
     return list(result.items())
 
 
@@ -122,7 +122,7 @@ def _reason(item: Any, value: Any) -> str:
     return REASONS.get(item["type"], f"is refused: {item['msg']}")
 
 
-def _remedy(kind: str, key: str, value: Any, allowed: str) -> str:
+def _hint(kind: str, key: str, value: Any, allowed: str) -> str:
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
         if value.lower() in ("yes", "no", "on", "off"):
             return "write true or false"
@@ -161,20 +161,20 @@ def unknown_key(key: str, origin: str) -> ConfigProblem:
     model = section_model(section)
     names = list(model.model_fields) if model is not None else []
     elsewhere = [full for full in schema_keys() if full.rpartition(".")[2] == name]
-    hint = nearest(name, names)
-    if elsewhere and (not hint or section == ""):
-        hint = min(elsewhere, key=lambda full: full.count("."))
-    elif hint and section:
-        hint = f"{section}.{hint}"
-    if not hint:
+    near = nearest(name, names)
+    if elsewhere and (not near or section == ""):
+        near = min(elsewhere, key=lambda full: full.count("."))
+    elif near and section:
+        near = f"{section}.{near}"
+    if not near:
         # A far-off name of another section is no help, so it has to be nearer than one of the same section.
         leaf = nearest(name, sorted({full.rpartition(".")[2] for full in schema_keys()}), cutoff=0.75)
-        hint = next((full for full in schema_keys() if full.rpartition(".")[2] == leaf), "") if leaf else ""
+        near = next((full for full in schema_keys() if full.rpartition(".")[2] == leaf), "") if leaf else ""
     where = f"the section '{section}'" if section else "the configuration"
-    remedy = f"write {hint}" if hint else "remove it; see docs/configuration.md for all keys"
-    if not section and hint and model_of(Config.model_fields[hint.partition(".")[0]].annotation) and "." not in hint:
-        remedy = f"write {hint}.KEY=VALUE, or {hint}=PRESET for a preset"
-    return ConfigProblem(key, f"there is no such key in {where}", origin, ", ".join(names), hint, remedy)
+    hint = f"write {near}" if near else "remove it; see docs/configuration.md for all keys"
+    if not section and near and model_of(Config.model_fields[near.partition(".")[0]].annotation) and "." not in near:
+        hint = f"write {near}.KEY=VALUE, or {near}=PRESET for a preset"
+    return ConfigProblem(key, f"there is no such key in {where}", origin, ", ".join(names), near, hint)
 
 
 def section_model(key: str) -> type[BaseModel] | None:

@@ -7,6 +7,7 @@ merged here rather than by Hydra, because a value must keep its file and line an
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,16 @@ from embodrl.names import nearest
 
 OPTIONAL = ("experiment", "pipeline")
 """Groups of which none may be chosen."""
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def _find_configs() -> Path:
+    """Return the directory of the presets: in the package where it is installed, else at the top of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+CONFIGS = _find_configs()
 
 
 @dataclass
@@ -82,32 +92,32 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
         origin = f"command line: {text}"
         key = text.partition("=")[0] or "(argument)"
         if text.startswith("-"):
-            remedy = "options go before a lone '--' or are listed by --help; settings are written key=value"
-            problems.append(ConfigProblem(text, "is not an option of this command", origin, remedy=remedy))
+            hint = "options go before a lone '--' or are listed by --help; settings are written key=value"
+            problems.append(ConfigProblem(text, "is not an option of this command", origin, hint=hint))
             continue
         if text.startswith("=") or text == "~" or ("=" not in text and not text.startswith("~")):
-            remedy = "write section.key=VALUE; a YAML file is given with --config FILE"
-            problems.append(ConfigProblem(key, "is not of the form key=value", origin, "key=value", remedy=remedy))
+            hint = "write section.key=VALUE; a YAML file is given with --config FILE"
+            problems.append(ConfigProblem(key, "is not of the form key=value", origin, "key=value", hint=hint))
             continue
         try:
             parsed = parser.parse_override(text)
         except (HydraException, ValueError) as error:
             near = re.search(r"(?:at|input):? ('.*?')(?: expecting|$)", str(error).splitlines()[0])
             reason = f"can't be parsed{f' near {near[1]}' if near else ''}"
-            remedy = "write key=value without blanks, e.g. runner.seed=3 or env.tasks=[PushCube-v1,PullCube-v1];"
-            remedy += " quote text that holds blanks or any of , : ~ [ ] { } ( ) = as \"runner.name='my run'\""
-            problems.append(ConfigProblem(key, reason, origin, "key=value", remedy=remedy))
+            hint = "write key=value without blanks, e.g. runner.seed=3 or env.tasks=[PushCube-v1,PullCube-v1];"
+            hint += " quote text that holds blanks or any of , : ~ [ ] { } ( ) = as \"runner.name='my run'\""
+            problems.append(ConfigProblem(key, reason, origin, "key=value", hint=hint))
             continue
         if parsed.is_sweep_override():
-            remedy = f"give one value; a list is written {key}=[...], and several runs are several commands"
+            hint = f"give one value; a list is written {key}=[...], and several runs are several commands"
             problems.append(
-                ConfigProblem(key, "is a sweep over several values, which a run can't have", origin, remedy=remedy)
+                ConfigProblem(key, "is a sweep over several values, which a run can't have", origin, hint=hint)
             )
         elif parsed.package is not None:
-            remedy = f"write {parsed.key_or_group.split('/')[0]}=PRESET, and single keys as section.key=value"
-            problems.append(ConfigProblem(key, "puts a preset into another section with '@'", origin, remedy=remedy))
+            hint = f"write {parsed.key_or_group.split('/')[0]}=PRESET, and single keys as section.key=value"
+            problems.append(ConfigProblem(key, "puts a preset into another section with '@'", origin, hint=hint))
         elif parsed.is_delete() and "=" in text:
-            problems.append(ConfigProblem(key, "has both '~' and a value", origin, remedy="write ~key alone"))
+            problems.append(ConfigProblem(key, "has both '~' and a value", origin, hint="write ~key alone"))
         else:
             value = None if parsed.is_delete() else parsed.value()
             arguments.append(Argument(parsed.key_or_group, value, text, parsed.is_delete()))
@@ -119,23 +129,23 @@ def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
     known = groups()
     if group not in known:
         top = group.split("/")[0].split(".")[0]
-        remedy = "choose a preset as group=name; set a single key as section.key=value"
+        hint = "choose a preset as group=name; set a single key as section.key=value"
         return ConfigProblem(
-            group, f"there is no preset group '{group}'", origin, ", ".join(known), nearest(top, known), remedy
+            group, f"there is no preset group '{group}'", origin, ", ".join(known), nearest(top, known), hint
         )
     names = presets(group)
     if name in names or (name is None and group in OPTIONAL):
         return None
     shown = "null" if name is None else str(name)
     message = f"there is no preset '{shown}' in the group '{group}'"
-    hint = nearest(shown, names)
-    remedy = f"write {group}={hint}; see `embodrl list presets`" if hint else "see `embodrl list presets`"
+    near = nearest(shown, names)
+    hint = f"write {group}={near}; see `embodrl list presets`" if near else "see `embodrl list presets`"
     if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
         message = f"'{name}' is a path; a preset is chosen by its plain name"
-        remedy = "write the name of a preset; a YAML file of your own is given with --config FILE"
+        hint = "write the name of a preset; a YAML file of your own is given with --config FILE"
     if group == "pipeline" and isinstance(name, str) and ":" in name:
-        remedy = f"a function of yours is given as pipeline.fn={name}"
-    return ConfigProblem(group, message, origin, ", ".join(names), hint, remedy)
+        hint = f"a function of yours is given as pipeline.fn={name}"
+    return ConfigProblem(group, message, origin, ", ".join(names), near, hint)
 
 
 def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem]:
@@ -143,11 +153,9 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
     problems: list[ConfigProblem] = []
     for argument in arguments:
         if argument.key == "hydra" or argument.key.startswith(("hydra.", "hydra/")):
-            remedy = "remove it; embodrl uses Hydra to choose presets only"
+            hint = "remove it; embodrl uses Hydra to choose presets only"
             problems.append(
-                ConfigProblem(
-                    argument.key, "Hydra's own settings can't be changed", str(argument.origin), remedy=remedy
-                )
+                ConfigProblem(argument.key, "Hydra's own settings can't be changed", str(argument.origin), hint=hint)
             )
             continue
         if argument.delete and argument.key not in (*schema_keys(), *groups()):
@@ -156,8 +164,8 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
         value = None if argument.delete else from_plain(argument.value, argument.origin)
         wrong = put(tree, argument.key, value)
         if wrong:
-            remedy = "give the whole list, or put it into a file given with --config"
-            problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), remedy=remedy))
+            hint = "give the whole list, or put it into a file given with --config"
+            problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), hint=hint))
     return problems
 
 
@@ -183,10 +191,10 @@ def preset_order(choices: tuple[tuple[str, str | None], ...]) -> list[tuple[Path
 
 def load_presets(choices: dict[str, str | None]) -> tuple[Node, list[ConfigProblem]]:
     """Return the merged presets; the choices must be valid."""
-    tree = Node({}, Origin("preset", "embodrl/configs"))
+    tree = Node({}, Origin("preset", "configs"))
     problems: list[ConfigProblem] = []
     for path, package in preset_order(tuple(choices.items())):
-        preset, wrong = read_yaml(path, f"embodrl/configs/{path.relative_to(CONFIGS)}", "preset")
+        preset, wrong = read_yaml(path, f"configs/{path.relative_to(CONFIGS)}", "preset")
         problems += wrong
         preset.children.pop("defaults", None)
         if package:
@@ -202,27 +210,27 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
     problems: list[ConfigProblem] = []
     defaults = tree.children.pop("defaults", None)
     if defaults is not None:
-        remedy = "write the choices as a mapping: 'presets: {env: maniskill, model: openvla}'"
+        hint = "write the choices as a mapping: 'presets: {env: maniskill, model: openvla}'"
         problems.append(
             ConfigProblem(
                 "defaults",
                 "Hydra's defaults list is not read from a file of yours",
                 str(defaults.origin),
-                remedy=remedy,
+                hint=hint,
             )
         )
     section = tree.children.pop("presets", None)
     if section is None:
         return {}, problems
     if not isinstance(section.value, dict):
-        remedy = "write 'presets: {env: maniskill, model: openvla}'"
+        hint = "write 'presets: {env: maniskill, model: openvla}'"
         problems.append(
             ConfigProblem(
                 "presets",
                 "is not a mapping of groups to presets",
                 str(section.origin),
                 ", ".join(groups()),
-                remedy=remedy,
+                hint=hint,
             )
         )
         return {}, problems
@@ -235,13 +243,24 @@ def is_choice(argument: Argument) -> bool:
     return "/" in argument.key or (value and argument.key in groups())
 
 
-def compose(overrides: list[str], config_file: Path | None) -> Composition:
-    """Compose presets, then the file, then the arguments; the later wins."""
+def read_mapping(mapping: Mapping[str, Any]) -> tuple[Node, list[ConfigProblem]]:
+    """Return a tree of a script's mapping; ``{env: toy}`` becomes ``{presets: {env: toy}}``."""
+    tree = from_plain(dict(mapping), Origin("file", "mapping"))
+    chosen = {name: node for name, node in tree.children.items() if name in groups() and isinstance(node.value, str)}
+    for name, node in chosen.items():
+        del tree.children[name]
+        put(tree, f"presets.{name}", node)
+    return tree, []
+
+
+def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) -> Composition:
+    """Compose presets, then the file or mapping, then the arguments; the later wins."""
     arguments, problems = parse_arguments(overrides)
-    user = Node({}, Origin("file", str(config_file)))
+    user = Node({}, Origin("file", "mapping"))
     wanted: dict[str, tuple[Any, str]] = {}
     if config_file is not None:
-        user, wrong = read_yaml(config_file, str(config_file))
+        is_file = isinstance(config_file, Path)
+        user, wrong = read_yaml(config_file, str(config_file)) if is_file else read_mapping(config_file)
         wanted, wrong_choices = file_choices(user)
         problems += wrong + wrong_choices
     wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}
@@ -266,9 +285,9 @@ def compose_resolved(path: Path, overrides: list[str]) -> Composition:
     problems += wrong
     for argument in arguments:
         if is_choice(argument):
-            remedy = "change single keys, or start a new run"
+            hint = "change single keys, or start a new run"
             problems.append(
-                ConfigProblem(argument.key, "the presets of a run are fixed", str(argument.origin), remedy=remedy)
+                ConfigProblem(argument.key, "the presets of a run are fixed", str(argument.origin), hint=hint)
             )
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
     return Composition(tree, {}, problems)

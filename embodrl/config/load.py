@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -60,13 +61,17 @@ class LoadedConfig:
 
 
 def load_config(
-    overrides: list[str], config_file: Path | None = None, planning: bool = False, collecting: bool = False
+    overrides: list[str],
+    config_file: Path | Mapping[str, Any] | None = None,
+    planning: bool = False,
+    collecting: bool = False,
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
     Args:
         overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
-        config_file: a YAML file of the user's: values, and ``presets: {group: name}``.
+        config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
+            which ``{group: name}`` chooses a preset, too.
         planning: nothing will be started, so machines may be described that are not there.
         collecting: for `embodrl collect`, which not all environments and tasks are for.
 
@@ -147,20 +152,20 @@ def remove_special(tree: Node) -> list[ConfigProblem]:
         for name, child in list(node.children.items()):
             full = f"{key}.{name}" if key else name
             if "." in name or not name:  # from a mapping on the command line; files are checked when read
-                remedy = "write sections as nested mappings: {runner: {seed: 3}}"
-                problems.append(ConfigProblem(full, "is a dotted or empty key", str(child.origin), remedy=remedy))
+                hint = "write sections as nested mappings: {runner: {seed: 3}}"
+                problems.append(ConfigProblem(full, "is a dotted or empty key", str(child.origin), hint=hint))
                 del node.children[name]
             elif SPECIAL_KEY.fullmatch(name):
-                remedy = "remove it; models, environments and algorithms are chosen by their registered names"
+                hint = "remove it; models, environments and algorithms are chosen by their registered names"
                 message = (
                     "names an object to build; embodrl never builds objects or calls functions from a configuration"
                 )
-                problems.append(ConfigProblem(full, message, str(child.origin), remedy=remedy))
+                problems.append(ConfigProblem(full, message, str(child.origin), hint=hint))
                 del node.children[name]
             elif child.value == "???":
-                remedy = f"give it, e.g. {full}=VALUE on the command line"
+                hint = f"give it, e.g. {full}=VALUE on the command line"
                 message = "is missing: its value is '???'"
-                problems.append(ConfigProblem(full, message, str(child.origin), allowed_values(full)[0], remedy=remedy))
+                problems.append(ConfigProblem(full, message, str(child.origin), allowed_values(full)[0], hint=hint))
                 del node.children[name]
     return problems
 
@@ -176,11 +181,11 @@ def resolve_references(tree: Node) -> list[ConfigProblem]:
                 node.value = expand(tree, defaults, node.value, (key,))
             except LookupError as error:
                 wrong = str(error.args[0])
-                remedy = "refer to another key of the configuration as ${section.key}"
-                remedy += "; resolvers such as oc.env are not run" if ":" in wrong else ""
+                hint = "refer to another key of the configuration as ${section.key}"
+                hint += "; resolvers such as oc.env are not run" if ":" in wrong else ""
                 message = f"the reference '${{{wrong}}}' {error.args[1]}"
-                hint = "" if wrong in known else nearest(wrong, known)
-                problems.append(ConfigProblem(key, message, str(node.origin), nearest=hint, remedy=remedy))
+                near = "" if wrong in known else nearest(wrong, known)
+                problems.append(ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint))
     for problem in problems:
         prune(tree, problem.key)
     return problems
@@ -226,13 +231,13 @@ def import_extensions(tree: Node) -> list[ConfigProblem]:
     for item in section.items if section is not None else []:
         wrong = import_extension(item.value) if isinstance(item.value, str) else None
         if wrong is not None:
-            message, remedy = wrong
-            problems.append(ConfigProblem("extensions", message, str(item.origin), "package.module", remedy=remedy))
+            message, hint = wrong
+            problems.append(ConfigProblem("extensions", message, str(item.origin), "package.module", hint=hint))
     return problems
 
 
 def import_extension(name: str) -> tuple[str, str] | None:
-    """Import a module; return what is wrong and its remedy, or None."""
+    """Import a module; return what is wrong and its hint, or None."""
     import importlib
     import importlib.util
 

@@ -149,8 +149,8 @@ class _Reader:
     def origin(self, node: yaml.Node) -> Origin:
         return Origin(self.kind, self.name, int(node.start_mark.line) + 1)
 
-    def problem(self, key: str, node: yaml.Node, message: str, remedy: str) -> None:
-        self.problems.append(ConfigProblem(key or "(file)", message, str(self.origin(node)), remedy=remedy))
+    def problem(self, key: str, node: yaml.Node, message: str, hint: str) -> None:
+        self.problems.append(ConfigProblem(key or "(file)", message, str(self.origin(node)), hint=hint))
 
     def read(self, node: yaml.Node, key: str, depth: int = 0) -> Node:
         origin = self.origin(node)
@@ -197,8 +197,8 @@ class _Reader:
                     full, key_node, f"is given twice in one mapping, first in line {first}", "remove one of them"
                 )
             elif "." in name or not name:
-                remedy = "write sections as nested mappings: 'runner: {seed: 3}'"
-                self.problem(full, key_node, "is a dotted or empty key", remedy)
+                hint = "write sections as nested mappings: 'runner: {seed: 3}'"
+                self.problem(full, key_node, "is a dotted or empty key", hint)
             elif name == "<<":
                 self.problem(full, key_node, "is a YAML merge key", "write the keys out, or put them into a preset")
             elif full not in self.tagged:
@@ -229,7 +229,7 @@ def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[Con
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         problem = ConfigProblem(
-            "(file)", f"can't read '{name}': {reason}", name, remedy="give the path of a readable YAML file"
+            "(file)", f"can't read '{name}': {reason}", name, hint="give the path of a readable YAML file"
         )
         return empty, [problem]
     return parse_yaml(text, name, kind)
@@ -245,24 +245,24 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
         mark = error.problem_mark
         line = int(mark.line) + 1 if mark else 0
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
-        remedy = "mend the YAML: keys of one mapping are indented alike, with spaces, and a blank follows each colon"
-        return empty, [ConfigProblem("(file)", f"is not YAML: {what}", f"{name}:{line}", remedy=remedy)]
+        hint = "mend the YAML: keys of one mapping are indented alike, with spaces, and a blank follows each colon"
+        return empty, [ConfigProblem("(file)", f"is not YAML: {what}", f"{name}:{line}", hint=hint)]
     except ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        remedy = "remove the character; YAML is text"
-        return empty, [ConfigProblem("(file)", f"is not YAML: {error.reason}", f"{name}:{line}", remedy=remedy)]
+        hint = "remove the character; YAML is text"
+        return empty, [ConfigProblem("(file)", f"is not YAML: {error.reason}", f"{name}:{line}", hint=hint)]
     except RecursionError:
-        return empty, [ConfigProblem("(file)", "is nested far too deep", name, remedy="write at most 20 levels")]
+        return empty, [ConfigProblem("(file)", "is nested far too deep", name, hint="write at most 20 levels")]
     if not documents:
         return empty, []
     if len(documents) > 1:
         origin = str(Origin(kind, name, int(documents[1].start_mark.line) + 1))
         return empty, [
-            ConfigProblem("(file)", "has several YAML documents", origin, remedy="remove the '---' between them")
+            ConfigProblem("(file)", "has several YAML documents", origin, hint="remove the '---' between them")
         ]
     if not isinstance(documents[0], yaml.MappingNode):
         found = f"{name}:1"
         return empty, [
-            ConfigProblem("(file)", "is not a mapping", found, remedy="write keys and values, e.g. 'runner: {seed: 3}'")
+            ConfigProblem("(file)", "is not a mapping", found, hint="write keys and values, e.g. 'runner: {seed: 3}'")
         ]
     return reader.read(documents[0], ""), reader.problems

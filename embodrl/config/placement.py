@@ -25,18 +25,18 @@ class PlacementError(ValueError):
 
     Args:
         message: what is wrong, with the arithmetic.
-        remedy: what to write instead.
+        hint: what to write instead.
         allowed: what could stand there.
     """
 
     def __init__(
         self,
         message: str,
-        remedy: str = "write all, 0, 0-3 or 0-1:0-3",
+        hint: str = "write all, 0, 0-3 or 0-1:0-3",
         allowed: str = "all, or ranks such as 0, 0-3, 0-1:0-3 or 0,2",
     ) -> None:
         super().__init__(message)
-        self.remedy, self.allowed = remedy, allowed
+        self.hint, self.allowed = hint, allowed
 
 
 @dataclass(frozen=True)

@@ -275,6 +275,11 @@ class RunnerConfig(Section):
         " (torch.distributed.checkpoint); auto is sharded with several training processes. Any resumes from either",
     )
     keep_last_n: PositiveInt = Field(default=2, description="checkpoints kept")
+    keep_best: bool = Field(
+        default=True,
+        description="export the policy with the best evaluation to policy_best, and keep the checkpoint of that"
+        " iteration, if one was saved (checkpoints/best), beyond keep_last_n",
+    )
     logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics go")
 
 
@@ -329,7 +334,14 @@ class SftConfig(Section):
     )
     random_shift_px: NonNegativeInt = Field(default=0, description="largest random shift of the image, in pixels")
     max_episodes: PositiveInt | None = Field(default=None, description="use only the first episodes")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None,
+        description="frames per forward and backward pass of a process; null: all at once, on a CPU one part per core",
+    )
     log_interval: PositiveInt = Field(default=25, description="steps between log lines")
+    save_interval: NonNegativeInt = Field(
+        default=0, description="steps between checkpoints; 0 for one at the end or when stopped"
+    )
     eval_interval: NonNegativeInt = Field(
         default=0, description="steps between evaluations in the simulator; 0 for none"
     )

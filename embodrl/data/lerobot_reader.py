@@ -86,10 +86,10 @@ def choose_cameras(directory: Path, info: Info, cameras: Sequence[str] | None) -
     for name in cameras:
         if name not in by_name:
             names = [key.removeprefix(layout.IMAGES) for key in present]
-            hint = nearest(name, names)
+            near = nearest(name, names)
             raise EmbodrlError(
                 f"{directory} has no camera '{name}'; it has {', '.join(names) or 'none'}",
-                f"set sft.cameras=[{hint}]" if hint and len(cameras) == 1 else "set sft.cameras to some of these",
+                f"set sft.cameras=[{near}]" if near and len(cameras) == 1 else "set sft.cameras to some of these",
             )
     return [by_name[name] for name in cameras]
 

@@ -95,9 +95,9 @@ def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
     elif twice := sorted({name for name in spec.deps if spec.deps.count(name) > 1}):
         yield PipelineProblem(spec.name, f"depends on '{twice[0]}' more than once", "name it once")
     if spec.role not in ROLES:
-        hint = nearest(str(spec.role), list(ROLES))
-        remedy = f"did you mean '{hint}'?" if hint else f"choose one of {', '.join(ROLES)}"
-        yield PipelineProblem(spec.name, f"unknown role '{spec.role}'; known: {', '.join(ROLES)}", remedy)
+        near = nearest(str(spec.role), list(ROLES))
+        hint = f"did you mean '{near}'?" if near else f"choose one of {', '.join(ROLES)}"
+        yield PipelineProblem(spec.name, f"unknown role '{spec.role}'; known: {', '.join(ROLES)}", hint)
     if type(spec.retries) is not int or spec.retries < 0:
         yield PipelineProblem(spec.name, f"retries is {spec.retries!r}", "give a number from 0")
     elif spec.retries and spec.role == "train":
@@ -106,7 +106,7 @@ def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
     try:
         fn, label = resolve(spec.fn)
     except EmbodrlError as error:
-        yield PipelineProblem(spec.name, error.message, error.remedy or "correct the name")
+        yield PipelineProblem(spec.name, error.message, error.hint or "correct the name")
     else:
         if not isinstance(spec.deps, str):
             yield from _check_signature(spec, fn, label)
@@ -130,8 +130,8 @@ def _check_signature(spec: NodeSpec, fn: Callable[..., Any], label: str) -> Iter
         signature.bind(*range(1 + len(spec.deps)))
     except TypeError:
         message = f"{label}{signature} can't be called with {wanted}"
-        remedy = "one positional parameter for the context, and one for each of deps"
-        yield PipelineProblem(spec.name, message, remedy)
+        hint = "one positional parameter for the context, and one for each of deps"
+        yield PipelineProblem(spec.name, message, hint)
 
 
 def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
@@ -139,9 +139,9 @@ def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     for spec in specs:
         for name in dict.fromkeys(spec.deps):
             if name not in names:
-                hint = nearest(name, [known for known in names if known != spec.name])
-                remedy = f"did you mean '{hint}'?" if hint else f"add it; there are {', '.join(names)}"
-                yield PipelineProblem(spec.name, f"depends on '{name}', which is not there", remedy)
+                near = nearest(name, [known for known in names if known != spec.name])
+                hint = f"did you mean '{near}'?" if near else f"add it; there are {', '.join(names)}"
+                yield PipelineProblem(spec.name, f"depends on '{name}', which is not there", hint)
 
 
 def _cycles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
@@ -174,8 +174,8 @@ def _unused(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     used = {name for spec in specs for name in spec.deps}
     for spec in specs:
         if spec.name not in used and spec.role not in ENDS:
-            remedy = "name it in the deps of a node, or give it the role 'sink'"
-            yield PipelineProblem(spec.name, "nobody uses its output", remedy)
+            hint = "name it in the deps of a node, or give it the role 'sink'"
+            yield PipelineProblem(spec.name, "nobody uses its output", hint)
 
 
 def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:

@@ -196,10 +196,10 @@ class Graph:
             error.add(text)
             return error
         if isinstance(error, InterruptedError):
-            remedy = "a node that can be interrupted, such as a rollout, comes before the one that trains"
-            return PipelineError(f"interrupted once training had begun, {text}", remedy)
-        remedy = "mend the function; --debug shows where it happened"
-        return PipelineError(f"{type(error).__name__}: {error}\n  {text}", remedy)
+            hint = "a node that can be interrupted, such as a rollout, comes before the one that trains"
+            return PipelineError(f"interrupted once training had begun, {text}", hint)
+        hint = "mend the function; --debug shows where it happened"
+        return PipelineError(f"{type(error).__name__}: {error}\n  {text}", hint)
 
     def _outcome(self, node: Node, result: Any) -> tuple[Any, Metrics]:
         try:

@@ -97,8 +97,8 @@ def make_pipeline(config: Config) -> Pipeline:
         message = f"{path} raised {type(error).__name__}: {error}"
         raise EmbodrlError(message, "it is called with the configuration, a Config, alone") from error
     if not isinstance(made, Pipeline):
-        remedy = "return the Pipeline itself, which embodrl builds"
-        raise EmbodrlError(f"{path} returned {type(made).__name__}, not a Pipeline", remedy)
+        hint = "return the Pipeline itself, which embodrl builds"
+        raise EmbodrlError(f"{path} returned {type(made).__name__}, not a Pipeline", hint)
     return made
 
 
@@ -109,8 +109,8 @@ def unmet_needs(pipeline: Pipeline, config: Config) -> list[PipelineProblem]:
         present, wanted = need.role in pipeline.roles.values(), need.wanted(config)
         if wanted and not present:
             message = f"{need.setting} needs a node of the role '{need.role}', and there is none"
-            remedy = f"add one, e.g. embodrl.pipelines.nodes:{need.role}; leave pipeline.name out; or set {need.switch}"
-            problems.append(PipelineProblem("", message, remedy))
+            hint = f"add one, e.g. embodrl.pipelines.nodes:{need.role}; leave pipeline.name out; or set {need.switch}"
+            problems.append(PipelineProblem("", message, hint))
         elif present and need.only_then and not wanted:
             message = f"a node has the role '{need.role}', which needs {need.setting}"
             problems.append(PipelineProblem("", message, "set it, or leave the node out"))
@@ -134,9 +134,9 @@ def find_problems(config: Config) -> list[PipelineProblem]:
     try:
         pipeline = make_pipeline(config)
     except PipelineError as error:
-        return list(error.problems) or [PipelineProblem("", error.message, error.remedy)]
+        return list(error.problems) or [PipelineProblem("", error.message, error.hint)]
     except EmbodrlError as error:
-        return [PipelineProblem("", error.message, error.remedy or "put its directory on PYTHONPATH")]
+        return [PipelineProblem("", error.message, error.hint or "put its directory on PYTHONPATH")]
     return [*pipeline.problems(), *unmet_needs(pipeline, config)]
 
 

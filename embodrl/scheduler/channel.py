@@ -68,11 +68,9 @@ class Channel(ABC):
         return ChannelClosed(f"channel '{self.name}' is closed", "get until it is empty, and put before it is closed")
 
     def _timeout(self, state: str, timeout_s: float | None) -> ChannelTimeout:
-        remedy = "see what those at the other end wait for" if state == "empty" else "take values faster, or give up"
+        hint = "see what those at the other end wait for" if state == "empty" else "take values faster, or give up"
         seconds = 0.0 if timeout_s is None else timeout_s
-        return ChannelTimeout(
-            f"channel '{self.name}' ({self.capacity} places) stayed {state} for {seconds:g} s", remedy
-        )
+        return ChannelTimeout(f"channel '{self.name}' ({self.capacity} places) stayed {state} for {seconds:g} s", hint)
 
 
 class SharedChannel(Channel):

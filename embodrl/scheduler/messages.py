@@ -19,9 +19,9 @@ from torch import Tensor
 from embodrl import types
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
-from embodrl.data.files import raw_bytes
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import MessageError
+from embodrl.storage.files import raw_bytes
 
 Blob = NDArray[np.uint8]
 _ARRAY_KINDS = "biufU"

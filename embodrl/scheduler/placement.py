@@ -101,7 +101,7 @@ def solve(config: Config, machines: Sequence[Topology] | None = None) -> Placeme
     try:
         found = place_all(config)
     except PlacementError as error:
-        raise EmbodrlError(f"cluster.component_placement: {error}", error.remedy) from error
+        raise EmbodrlError(f"cluster.component_placement: {error}", error.hint) from error
     places: list[ProcessPlace] = []
     for component in ("actor", "rollout"):
         for process in found[component]:

@@ -85,9 +85,9 @@ class Worker:
         """
         channels = self.context.channels
         if name not in channels:
-            hint = nearest(name, list(channels))
-            remedy = f"did you mean '{hint}'?" if hint else "name it in launch(channels=...)"
-            raise EmbodrlError(f"group '{self.context.group}' has no channel '{name}'", remedy)
+            near = nearest(name, list(channels))
+            hint = f"did you mean '{near}'?" if near else "name it in launch(channels=...)"
+            raise EmbodrlError(f"group '{self.context.group}' has no channel '{name}'", hint)
         return channels[name]
 
     def close(self) -> None:
@@ -123,10 +123,10 @@ def dispatch(how: str | Dispatch = "one_to_all", collect: Collect | None = None)
         EmbodrlError: there is no such way.
     """
     if isinstance(how, str) and how not in _WAYS:
-        hint = nearest(how, list(_WAYS))
+        near = nearest(how, list(_WAYS))
         raise EmbodrlError(
             f"there is no dispatch '{how}'; known: {', '.join(_WAYS)}",
-            f"did you mean '{hint}'?" if hint else "name one of them, or give a function",
+            f"did you mean '{near}'?" if near else "name one of them, or give a function",
         )
     share, gather = _WAYS[how] if isinstance(how, str) else (how, list)
     marked = Marked(share, collect or gather)
@@ -151,10 +151,10 @@ def marked_method(worker_class: type[Worker], name: str) -> Marked:
     known = [key for key, value in inspect.getmembers(worker_class) if hasattr(value, _MARK)]
     if found is not None:
         raise EmbodrlError(f"{worker_class.__name__}.{name} is not marked with @dispatch", "mark it")
-    hint = nearest(name, known)
+    near = nearest(name, known)
     raise EmbodrlError(
         f"{worker_class.__name__} has no method '{name}'; it has {', '.join(known) or 'none'}",
-        f"did you mean '{hint}'?" if hint else "mark a method with @dispatch",
+        f"did you mean '{near}'?" if near else "mark a method with @dispatch",
     )
 
 

@@ -34,7 +34,7 @@ _NOTICE_S = 5.0
 """Within which the end of a process is noticed."""
 _LOCALHOST = "127.0.0.1"
 Problem = tuple[str, str]
-"""Message and remedy of what kept weights from being sent; the process itself is well."""
+"""Message and hint of what kept weights from being sent; the process itself is well."""
 
 
 def sends_weights(config: Config) -> bool:
@@ -79,7 +79,7 @@ class SendingWorker(Worker):
         try:
             self._sender = make_sender(options, [self.channel(name) for name in pipes], trained, meeting)
         except WeightSyncError as error:
-            return error.message, error.remedy
+            return error.message, error.hint
         if self._sender.version is not None:  # the others, who gather with it, would not agree on what comes next
             return f"{options['directory']} holds weights already", "remove it"
         return None
@@ -93,7 +93,7 @@ class SendingWorker(Worker):
         try:
             sender.send(self.stream(wanted), version)
         except WeightSyncError as error:
-            return error.message, error.remedy
+            return error.message, error.hint
         return None
 
     def close_sender(self) -> None:
@@ -169,7 +169,7 @@ class ActorEnd(SendingEnd):
         except WorkerError as error:
             cause = error if handle is None else _cause(handle, error)
             self.group.kill()  # without one of them the others would wait for ever
-            raise WorkerError(cause.message, cause.remedy, cause.rank) from cause
+            raise WorkerError(cause.message, cause.hint, cause.rank) from cause
         if failure is not None:
             raise failure
         return answer

@@ -21,13 +21,13 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.batch_io import batch_from_tensors, batch_to_tensors
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
-from embodrl.scheduler.staleness import StalenessGate
 from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutState, make_stages, rollout_metrics
 from embodrl.workers.stage import Shard
+from embodrl.workers.staleness import StalenessGate
 from embodrl.workers.workflow_rollout import WorkflowPlayer
 
 # How long a signal may wait until it is looked at.
@@ -315,8 +315,8 @@ class AsyncRolloutWorker:
         other = [name for name in now if before.get(name) != now[name] and name != PLAYERS]
         if other:
             told = ", ".join(f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other)
-            remedy = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
-            raise CheckpointError(f"the checkpoint holds rollouts made with {told}", f"resume with {remedy}")
+            hint = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
+            raise CheckpointError(f"the checkpoint holds rollouts made with {told}", f"resume with {hint}")
         with self._changed:
             self.gate.version, self.gate.rejected = version, state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}

@@ -9,13 +9,13 @@ from typing import Any
 
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config
-from embodrl.envs.faults import Bounds
-from embodrl.envs.manager import EnvTimeouts
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.faults import Bounds
+from embodrl.envs.pool.manager import EnvTimeouts
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import MissingDependencyError
+from embodrl.preflight.findings import Finding
+from embodrl.preflight.isolated import check_pins
 from embodrl.registry import ENVS
-from embodrl.scheduler.findings import Finding
-from embodrl.scheduler.isolated import check_pins
 from embodrl.scheduler.placement import ProcessPlace
 from embodrl.scheduler.topology import assign_cpus
 
@@ -31,20 +31,20 @@ def check_simulator(config: Config) -> None:
     _refuse_missing(config)
     outdated = check_pins(config.env.env_type) if config.env.python == AUTO else None
     if outdated is not None:
-        logger.warning("%s: %s; %s", outdated.name, outdated.detail, outdated.remedy)
+        logger.warning("%s: %s; %s", outdated.name, outdated.detail, outdated.hint)
 
 
 def _refuse_missing(config: Config) -> None:
     if config.env.env_type == "maniskill":
-        from embodrl.scheduler.doctor import preflight_rendering
+        from embodrl.preflight.doctor import preflight_rendering
 
         preflight_rendering(interpreter_of(config))
     elif config.env.env_type == "libero":
-        from embodrl.scheduler.libero import preflight_libero
+        from embodrl.preflight.libero import preflight_libero
 
         preflight_libero(interpreter_of(config), config.env.libero_assets)
     else:
-        from embodrl.scheduler.simulators import preflight
+        from embodrl.preflight.simulators import preflight
 
         preflight(config.env.env_type, interpreter_of(config))
 
@@ -61,7 +61,7 @@ def check_videos(config: Config, here: bool = False) -> None:
     """
     if not config.env.video.enabled:
         return
-    from embodrl.scheduler.simulators import preflight_videos
+    from embodrl.preflight.simulators import preflight_videos
 
     python = interpreter_of(config)
     preflight_videos(python)
@@ -71,13 +71,13 @@ def check_videos(config: Config, here: bool = False) -> None:
 
 def try_simulator(config: Config) -> Finding:
     """Make one environment as configured, in the interpreter that would run it, and draw one frame."""
-    from embodrl.scheduler.simulators import draw_frame
+    from embodrl.preflight.simulators import draw_frame
 
     name = f"env={config.env.env_type}"
     try:
         _refuse_missing(config)  # doctor tells of outdated environments, whatever the configuration
     except MissingDependencyError as error:
-        return Finding(name, "error", error.message, error.remedy)
+        return Finding(name, "error", error.message, error.hint)
     return draw_frame(name, config.env.env_type, env_kwargs(config), interpreter_of(config), config.extensions)
 
 

@@ -16,7 +16,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
 from embodrl.models.memory import estimate_training_memory
-from embodrl.scheduler.doctor import memory_limit_bytes
+from embodrl.preflight.doctor import memory_limit_bytes
 
 logger = logging.getLogger(__name__)
 

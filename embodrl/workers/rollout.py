@@ -18,7 +18,7 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.workers.share import WHOLE, Share

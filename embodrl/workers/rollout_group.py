@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from embodrl.config.schema import Config
-from embodrl.envs.faults import FaultCounts
-from embodrl.envs.offload import SimulatorMemory
+from embodrl.envs.pool.faults import FaultCounts
+from embodrl.envs.pool.offload import SimulatorMemory
 from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
@@ -35,7 +35,7 @@ from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.placement import Placement
 from embodrl.workers.actor_end import ActorEnd, sends_weights
 from embodrl.workers.async_rollout import AsyncRolloutWorker
-from embodrl.workers.evaluate import EvalResult, Played, evaluation_result
+from embodrl.workers.evaluator import EvalResult, Played, evaluation_result
 from embodrl.workers.group_source import GroupSource, RemotePlayer
 from embodrl.workers.policy import resolve_device
 from embodrl.workers.rollout_process import RolloutProcess, channel_names
@@ -258,7 +258,7 @@ class RolloutGroup(Rollouts):
         if self._restarts >= limit:
             raise WorkerDied(
                 f"given up after {limit} restarts of rollout processes: {error.message}",
-                error.remedy,
+                error.hint,
                 rank,
                 log_tail=error.log_tail,
             ) from error

@@ -15,13 +15,13 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import ChannelClosed, ChannelTimeout
-from embodrl.hybrid_engines.rollout import make_rollout_engine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.placement import solve
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.async_rollout import Player, make_players
 from embodrl.workers.env import make_pool
-from embodrl.workers.evaluate import Evaluator
+from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 from embodrl.workers.rollout import RolloutState, RolloutWorker
 from embodrl.workers.rollout_source import rollout_worker

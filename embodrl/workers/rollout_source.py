@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from embodrl.config.schema import Config
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.hybrid_engines.copies import frozen_copy
-from embodrl.hybrid_engines.rollout import make_rollout_engine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.workers.async_rollout import AsyncRolloutWorker, make_players
 from embodrl.workers.rollout import RolloutSource, RolloutWorker
 from embodrl.workers.share import WHOLE, Share

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from embodrl.config.rules.actor import has_own_process
 from embodrl.config.schema import Config
-from embodrl.envs.faults import FaultCounts
-from embodrl.envs.offload import SimulatorMemory
+from embodrl.envs.pool.faults import FaultCounts
+from embodrl.envs.pool.offload import SimulatorMemory
 from embodrl.hybrid_engines.offload import OffloadReport
-from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
-from embodrl.hybrid_engines.rollout import make_rollout_engine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.workers.env import make_pool
-from embodrl.workers.evaluate import EvalResult, Evaluator
+from embodrl.workers.evaluator import EvalResult, Evaluator
 from embodrl.workers.policy import num_threads
 from embodrl.workers.rollout import RolloutSource
 from embodrl.workers.rollout_source import make_rollout_source

@@ -16,18 +16,18 @@ import numpy as np
 
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.envs.async_pool import AsyncPool
 from embodrl.envs.environment import Environment
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.async_pool import AsyncPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvQuarantined, EnvRaised, EnvTimeout, EnvWorkerDied, RolloutEngineError
-from embodrl.hybrid_engines.async_engine import AsyncEngine, EpisodeEngine
 from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.async_engine import AsyncEngine, EpisodeEngine
 from embodrl.names import import_workflow
 from embodrl.registry import LOSSES
-from embodrl.scheduler.task_runner import AsyncTaskRunner, TaskResult
 from embodrl.workers.rollout import Metrics, RolloutWorker
 from embodrl.workers.share import WHOLE, Share
 from embodrl.workers.stage import EpisodeStats, Seconds, Shard, shard_meta
+from embodrl.workers.task_runner import AsyncTaskRunner, TaskResult
 from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
 
 logger = logging.getLogger(__name__)

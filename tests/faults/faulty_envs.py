@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.registry import ENVS
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from embodrl.checkpoint import Checkpoint, CheckpointManager, preflight
-from embodrl.data.files import write_file
 from embodrl.errors import OutputError
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
+from embodrl.storage.files import write_file
 
 FS_CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
 
@@ -216,16 +216,16 @@ def test_when_all_are_damaged_all_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "number", "remedy"),
+    ("call", "number", "hint"),
     [
-        ("write", errno.ENOSPC, "free some room"),
+        ("write", errno.ENOSPC, "free disk space"),
         ("fsync", errno.EIO, "disk reports faults"),
         ("rename", errno.EROFS, ""),
     ],
 )
 @pytest.mark.parametrize("step", [2, 1])
 def test_an_error_at_any_call_keeps_the_old_checkpoint(
-    tmp_path: Path, call: str, number: int, remedy: str, step: int
+    tmp_path: Path, call: str, number: int, hint: str, step: int
 ) -> None:
     manager = CheckpointManager(tmp_path, 2)
     manager.save(1, **content(1))
@@ -245,7 +245,7 @@ def test_an_error_at_any_call_keeps_the_old_checkpoint(
                 manager.save(step, **content(2))
             except OutputError as error:
                 failures += 1
-                assert "free" in error.message and remedy in error.remedy
+                assert "free" in error.message and hint in error.hint
             else:
                 break
         assert not list((tmp_path / "checkpoints").glob(".staging_*"))
@@ -318,6 +318,6 @@ def test_a_disk_that_is_really_read_only(mount_tmpfs: Callable[[str], Path]) -> 
     directory = mount_tmpfs("size=512k,ro")
     with pytest.raises(OutputError, match="Read-only") as caught:
         preflight(directory, 0)
-    assert "runner.output_dir" in caught.value.remedy
+    assert "runner.output_dir" in caught.value.hint
     with pytest.raises(OutputError, match="Read-only"):
         CheckpointManager(directory, 1).save(1, **content(1))

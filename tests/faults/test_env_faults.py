@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodrl.envs.manager import EnvManager, EnvTimeouts
-from embodrl.envs.pool import EnvPool, FaultCounts
+from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
+from embodrl.envs.pool.pool import EnvPool, FaultCounts
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
 
@@ -353,7 +353,7 @@ def test_seeds_stay_where_episodes_are_not_followed_by_others(tmp_path):
 
 PARENT = """
 import sys, threading, numpy as np
-from embodrl.envs.manager import EnvManager
+from embodrl.envs.pool.manager import EnvManager
 def start():
     manager = EnvManager("faulty", {"fault": sys.argv[1]}, extensions=["faulty_envs"])
     manager.start()

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from env_cases import CASES, Case, interpreter, started
 
-from embodrl.envs.manager import EnvTimeouts
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.manager import EnvTimeouts
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.types import EnvStep
 
@@ -368,7 +368,7 @@ def test_the_memory_of_a_process_that_cannot_be_had_is_told(tmp_path: Path) -> N
     pool = EnvPool.create("toy", {"image_size": 64}, total_num_envs=2, num_processes=1, **options)
     with pytest.raises(EnvRaised, match="MiB of shared memory") as refused, pool:
         pass
-    assert "fewer or smaller environments" in refused.value.remedy
+    assert "fewer or smaller environments" in refused.value.hint
 
 
 def test_a_first_start_that_takes_too_long_stops_with_the_remedy(tmp_path: Path) -> None:
@@ -380,5 +380,5 @@ def test_a_first_start_that_takes_too_long_stops_with_the_remedy(tmp_path: Path)
         pool,
     ):
         pass
-    assert "env.{start,reset,step}_timeout_s" in slow.value.remedy
+    assert "env.{start,reset,step}_timeout_s" in slow.value.hint
     assert all(manager.pid is None for manager in pool.managers)

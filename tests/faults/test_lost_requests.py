@@ -13,14 +13,14 @@ from test_env_faults import wait_until_gone
 
 from embodrl.config import load_config
 from embodrl.data.demos import DemoWriter
-from embodrl.envs.faults import Bounds
-from embodrl.envs.pool import EnvPool
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.pool.faults import Bounds
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvQuarantined
-from embodrl.metrics.progress import Progress
+from embodrl.reporting.progress import Progress
+from embodrl.runs.collect import Collector
 from embodrl.types import PolicyOutput
-from embodrl.workers.collect import Collector
-from embodrl.workers.evaluate import Evaluator
+from embodrl.workers.evaluator import Evaluator
 
 SETTINGS = [
     "env=toy",

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from test_env_faults import faulty_pool
 
-from embodrl.envs.faults import Bounds
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.faults import Bounds
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvQuarantined
 
@@ -50,7 +50,7 @@ def test_an_environment_that_is_refused_again_and_again_stops_with_the_cause(poo
         for words in ("env.max_restarts", "rank 1 of 2", "'train/1'", "environment 3", "reach-red", "seed 33"):
             assert words in stopped.value.message
         assert "in its reward is beyond env.max_abs_reward=1e-06" in stopped.value.message
-        assert "raise env.max_abs_reward" in stopped.value.remedy
+        assert "raise env.max_abs_reward" in stopped.value.hint
 
 
 STILL, MOVING = np.zeros((4, 3, 7), np.float32), np.full((4, 3, 7), 0.3, np.float32)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from test_env_faults import wait_until_gone
 
-from embodrl.envs.async_pool import AsyncPool
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.async_pool import AsyncPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError, EnvWorkerDied
 
 FORWARD = {"actions": np.full((2, 7), 0.01, np.float32)}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.registry import ENVS
 
 CORNERS = 0.6 * np.array([[1, 1], [1, -1], [-1, 1], [-1, -1]], np.float32)

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from embodrl.config.isolated import installed_python
-from embodrl.envs.manager import EnvManager
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
 
 ELSEWHERE = os.environ.get("EMBODRL_SIMULATORS_PYTHON")

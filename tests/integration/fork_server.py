@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 PRELOADED = (
-    "embodrl.runner",
-    "embodrl.workers.sft",
+    "embodrl.runs.train",
+    "embodrl.runs.sft",
     "embodrl.models.openvla",
     "hydra",
     "matplotlib.figure",

@@ -15,22 +15,22 @@ from pathlib import Path
 import psutil
 
 POINTS = {
-    "act": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act",
-    "act_greedily": "embodrl.hybrid_engines.rollout:NativeRolloutEngine.act_greedily",
-    "vllm_token": "embodrl.hybrid_engines.vllm_decoder:_Step.choose",
-    "optimizer_step": "embodrl.hybrid_engines.native:NativeTrainEngine.optimizer_step",
-    "fsdp_step": "embodrl.hybrid_engines.fsdp:FsdpTrainEngine.optimizer_step",
+    "act": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.act",
+    "act_greedily": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.act_greedily",
+    "vllm_token": "embodrl.hybrid_engines.rollout.vllm_decoder:_Step.choose",
+    "optimizer_step": "embodrl.hybrid_engines.training.native:NativeTrainEngine.optimizer_step",
+    "fsdp_step": "embodrl.hybrid_engines.training.fsdp:FsdpTrainEngine.optimizer_step",
     "join": "embodrl.workers.rollout_process:make_receiver",
     "take_weights": "embodrl.workers.rollout_process:_Weights.update_weights",
     "gather_only": "embodrl.hybrid_engines.weight_sync.base:GatherOnly._send",
-    "write_shard": "embodrl.hybrid_engines.sharded_checkpoint:_HashedFiles.create_stream",
-    "write_file": "embodrl.checkpoint:_write_file",
-    "sync_directory": "embodrl.checkpoint:_sync_directory",
-    "log": "embodrl.metrics.sinks:MetricsLogger.log",
+    "write_shard": "embodrl.hybrid_engines.training.sharded_checkpoint:_HashedFiles.create_stream",
+    "write_file": "embodrl.storage.checkpoint:_write_file",
+    "sync_directory": "embodrl.storage.checkpoint:sync_directory",
+    "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "add_episode": "embodrl.data.demos:DemoWriter.add",
     "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",
-    "sft_backward": "embodrl.workers.sft:_backward",
-    "wait_started": "embodrl.envs.pool:EnvPool.wait_started",
+    "sft_step": "embodrl.hybrid_engines.training.policy_engine:PolicyTrainEngine.imitate",
+    "wait_started": "embodrl.envs.pool.pool:EnvPool.wait_started",
 }
 
 

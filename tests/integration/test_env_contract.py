@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from env_cases import CASES, CHUNK, LIMIT, Case, interpreter, started
 
-from embodrl.envs.manager import EnvManager
+from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.stepping import next_seed
 from embodrl.registry import ENVS
 from embodrl.types import EnvStep, Observation

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodrl.envs.manager import EnvManager
-from embodrl.envs.pool import EnvPool
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvError, EnvRaised
 from embodrl.types import EnvStep, Observation
 

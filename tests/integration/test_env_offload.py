@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from test_env_manager import KWARGS, SEEDS, TASKS, actions_of, assert_same_step
 
-from embodrl.envs.manager import EnvManager
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError, EnvWorkerDied
 
 POOL = {"image_size": 16, "max_episode_steps": 7}

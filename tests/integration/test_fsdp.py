@@ -11,13 +11,13 @@ import pytest
 from fsdp_worker import Comparer
 from tiny_training import largest_difference, tiny_rollout, train, training_config
 
-from embodrl.checkpoint import CheckpointManager
 from embodrl.config.schema import Config
 from embodrl.errors import CheckpointError, WorkerRaised
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.placement import ProcessPlace
+from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.workers.actor import GroupTrainEngine, make_train_engine
 from embodrl.workers.policy import build_policy, configure_torch
 

@@ -22,10 +22,10 @@ from embodrl.bench import envs
 from embodrl.config import load_config
 from embodrl.config.isolated import installed_python
 from embodrl.envs.libero.suites import SUITES
-from embodrl.envs.manager import EnvManager, EnvTimeouts
+from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EnvRaised
-from embodrl.scheduler.libero import check_libero
-from embodrl.scheduler.simulators import missing_gl
+from embodrl.preflight.libero import check_libero
+from embodrl.preflight.simulators import missing_gl
 from embodrl.types import EnvStep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +198,7 @@ def test_doctor_draws_a_frame(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_it_trains_and_evaluates(tmp_path: Path):
-    from embodrl.runner import train
+    from embodrl.runs.train import train
 
     settings = [
         "env=libero_wrist",

@@ -11,7 +11,7 @@ import pytest
 from env_cases import CASES, Case
 from test_env_contract import manager, same, seeds_of, tasks_of
 
-from embodrl.envs.manager import EnvManager
+from embodrl.envs.pool.manager import EnvManager
 from embodrl.types import EnvStep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

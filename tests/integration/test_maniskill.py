@@ -348,7 +348,7 @@ def test_an_unknown_expert_is_refused_by_name() -> None:
 
     with pytest.raises(EnvError, match="no scripted expert for 'Juggle-v1'") as error:
         make_expert("Juggle-v1")
-    assert "PickCube-v1" in error.value.remedy
+    assert "PickCube-v1" in error.value.hint
 
 
 # -- control ----------------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_videos_are_named_after_the_outcome_and_decode(env: Any, tmp_path: Path)
 
 
 def test_doctor_makes_an_environment(env: Any) -> None:
-    from embodrl.scheduler.doctor import check_maniskill
+    from embodrl.preflight.doctor import check_maniskill
 
     found = check_maniskill(can_draw=True)
     assert found.status == "ok" and "one environment and one frame" in found.detail, found

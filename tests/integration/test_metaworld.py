@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from env_cases import CAMERA, CASES, interpreter, started
 
-from embodrl.envs.manager import EnvManager
+from embodrl.envs.pool.manager import EnvManager
 
 CASE = CASES["metaworld"]
 FREE = CAMERA | {"height": 48, "width": 48, "eye": [1.0, 0.5, 1.0], "target": [0.0, 0.6, 0.1]}

@@ -19,7 +19,7 @@ from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Pipeline
 from embodrl.registry import PIPELINES
-from embodrl.runner import Runner, train
+from embodrl.runs.train import Runner, train
 
 pytestmark = pytest.mark.slow
 SMALL = (

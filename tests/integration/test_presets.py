@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from embodrl.config import load_config
 from embodrl.config.compose import presets
-from embodrl.runner import resume, train
+from embodrl.runs.train import resume, train
 
 pytestmark = pytest.mark.slow
 SMALL = (

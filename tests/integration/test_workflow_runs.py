@@ -12,7 +12,7 @@ import pytest
 from test_examples import run_example
 
 from embodrl.config import load_config
-from embodrl.envs.async_pool import AsyncPool
+from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.errors import EnvError
 from embodrl.types import Observation, PolicyOutput
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
-from embodrl.hybrid_engines.megatron.core import start
-from embodrl.hybrid_engines.megatron.engine import MegatronTrainEngine
-from embodrl.hybrid_engines.megatron.policy import ParallelOpenVLAPolicy
-from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.hybrid_engines.sharding import DP, TP
+from embodrl.hybrid_engines.training.megatron.core import start
+from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
+from embodrl.hybrid_engines.training.megatron.policy import ParallelOpenVLAPolicy
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.workers.policy import build_policy
 

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
-from embodrl.hybrid_engines.megatron.checkpoint import load_sharded, save_sharded
-from embodrl.hybrid_engines.megatron.core import stop
-from embodrl.hybrid_engines.sharding import DP, TP
+from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
+from embodrl.hybrid_engines.training.megatron.checkpoint import load_sharded, save_sharded
+from embodrl.hybrid_engines.training.megatron.core import stop
+from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.scheduler.placement import ProcessPlace
 from embodrl.workers.actor import GroupTrainEngine
 

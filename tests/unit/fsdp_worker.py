@@ -19,12 +19,12 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines import sharded_checkpoint
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.fsdp import FsdpTrainEngine
-from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.hybrid_engines.policy_engine import PolicyTrainEngine
-from embodrl.hybrid_engines.sharding import held
+from embodrl.hybrid_engines.training import sharded_checkpoint
+from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.sharding import held
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.policy import build_policy, configure_torch
 

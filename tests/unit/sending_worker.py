@@ -6,7 +6,7 @@ from typing import Any
 
 from sync_parts import PeakCounter
 
-from embodrl.hybrid_engines import fsdp
+from embodrl.hybrid_engines.training import fsdp
 from embodrl.scheduler.worker import dispatch
 from embodrl.workers.actor import ActorWorker
 

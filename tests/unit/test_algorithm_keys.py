@@ -20,7 +20,7 @@ from embodrl.config import load_config
 from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.workers.dynamic_sampling import sample_mixed_groups
 from embodrl.workers.reward import RewardWorker
 

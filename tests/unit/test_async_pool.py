@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodrl.envs.async_pool import AsyncPool
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.async_pool import AsyncPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError
 
 LONG = 60.0  # seconds that pass only where something is broken

@@ -212,7 +212,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(started: Any) -> None:
     other = started("runner.max_staleness=1", "env.train.total_num_envs=8", "algorithm.group_size=2")
     with pytest.raises(CheckpointError, match=r"total_num_envs 4 and not 8.*group_size 1 and not 2") as caught:
         other.worker.load_state(saved, 0)
-    assert caught.value.remedy == "resume with env.train.total_num_envs=4 algorithm.group_size=1"
+    assert caught.value.hint == "resume with env.train.total_num_envs=4 algorithm.group_size=1"
 
 
 def test_an_update_that_asks_twice_gets_the_same_rollouts(started: Any) -> None:

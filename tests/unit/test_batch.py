@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused_and_named(case: str) -> None:
     call, kind, message = WRONG[case]
     with pytest.raises(kind, match=message) as caught:
         call()
-    assert type(caught.value) is kind and caught.value.remedy
+    assert type(caught.value) is kind and caught.value.hint
     assert rows_of(A) == [0, 1] and rows_of(B) == [0, 1, 2], "nothing has changed"
 
 

@@ -11,12 +11,12 @@ from embodrl.config.schema import Config
 from embodrl.data.demos import DemoWriter
 from embodrl.data.load import load_demos
 from embodrl.envs.experts import EXPERTS
-from embodrl.envs.pool import FaultCounts
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.pool.pool import FaultCounts
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
-from embodrl.metrics.progress import Progress
 from embodrl.registry import ENVS
-from embodrl.workers.collect import Collector
+from embodrl.reporting.progress import Progress
+from embodrl.runs.collect import Collector
 
 NUM_ENVS, MAX_STEPS = 4, 21
 
@@ -183,20 +183,20 @@ def test_the_state_before_each_action_is_kept(tmp_path: Path, include_state: boo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "key", "says", "remedy"),
+    ("arguments", "key", "says", "hint"),
     [
         (("env=gymnasium_reacher",), "env.env_type", "gymnasium has no scripted experts", "choose an environment"),
         (("env=libero",), "env.env_type", "libero has no scripted experts", "`embodrl convert libero`"),
         (("env=maniskill_poke",), "env.tasks", "no scripted expert for PokeCube-v1", "tasks that have one"),
     ],
 )
-def test_tasks_without_an_expert_are_refused(arguments: tuple[str, ...], key: str, says: str, remedy: str) -> None:
+def test_tasks_without_an_expert_are_refused(arguments: tuple[str, ...], key: str, says: str, hint: str) -> None:
     wrong = (*arguments, "collect.fps=0")
     with pytest.raises(ConfigError) as caught:
         load_config(list(wrong), collecting=True)
     problems = {problem.key: problem for problem in caught.value.problems}
     assert set(problems) == {key, "collect.fps"}
-    assert says in problems[key].message and remedy in problems[key].remedy
+    assert says in problems[key].message and hint in problems[key].hint
     assert "PushCube-v1, PullCube-v1, PickCube-v1, StackCube-v1, LiftPegUpright-v1" in problems[key].allowed
     if key == "env.env_type":
         assert "metaworld (all tasks)" in problems[key].allowed

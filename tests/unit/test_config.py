@@ -38,7 +38,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str) -> None:
     extra = {"libero_wrist": ["model=openvla_oft"], "megatron": [TWO_TRAINERS]}.get(name, [])
     # The hardware of a cluster need not be here, nor the package of a backend.
     loaded = load_config([f"{group}={name}", *extra], planning=group == "cluster" or name in ("vllm", "megatron"))
-    assert f"embodrl/configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}
+    assert f"configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}
     assert (CONFIGS / group / f"{name}.yaml").read_text().startswith("# ")
 
 
@@ -90,12 +90,12 @@ def test_precedence_and_origins(tmp_path: Path) -> None:
     assert origins["runner.seed"] == "command line: runner.seed=9"
     assert origins["runner.max_iterations"] == f"{path}:4"
     assert origins["actor.micro_batch_size"] == f"{path}:5"
-    assert origins["env.tasks"] == f"embodrl/configs/env/maniskill_mix.yaml:{line_of('tasks:', 'maniskill_mix')}"
-    camera = f"embodrl/configs/env/maniskill_mix.yaml:{line_of('name: base_camera', 'maniskill_mix')}"
+    assert origins["env.tasks"] == f"configs/env/maniskill_mix.yaml:{line_of('tasks:', 'maniskill_mix')}"
+    camera = f"configs/env/maniskill_mix.yaml:{line_of('name: base_camera', 'maniskill_mix')}"
     assert origins["env.cameras.0.name"] == camera
-    count = f"embodrl/configs/env/maniskill.yaml:{line_of('total_num_envs: 32')}"
+    count = f"configs/env/maniskill.yaml:{line_of('total_num_envs: 32')}"
     assert origins["env.train.total_num_envs"] == count
-    assert origins["env.num_processes"] == f"embodrl/configs/env/maniskill.yaml:{line_of('num_processes: 2')}"
+    assert origins["env.num_processes"] == f"configs/env/maniskill.yaml:{line_of('num_processes: 2')}"
     assert origins["env.include_state"] == "schema default"
     assert origins["runner.keep_last_n"] == "schema default"
 
@@ -356,7 +356,7 @@ def test_any_argument_is_loaded_or_reported(parts: list[tuple[str, str, str]]) -
 def test_any_yaml_is_parsed_or_reported(text: str) -> None:
     tree, problems = parse_yaml(text, "x.yaml")
     assert isinstance(tree.plain(), dict)
-    assert all(problem.origin.startswith("x.yaml") and problem.remedy for problem in problems)
+    assert all(problem.origin.startswith("x.yaml") and problem.hint for problem in problems)
 
 
 def test_what_a_run_keeps_gives_no_notes(tmp_path: Path) -> None:
@@ -370,4 +370,4 @@ def test_a_far_off_name_of_another_section_is_not_proposed() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["foo.bar=1"])
     [problem] = caught.value.problems
-    assert not problem.nearest and "docs/configuration.md" in problem.remedy
+    assert not problem.nearest and "docs/configuration.md" in problem.hint

@@ -122,7 +122,7 @@ def test_help_has_examples(verb: str) -> None:
     [
         (None, 0, ""),
         (3, 3, ""),
-        ("EmbodrlError", 1, "error: it broke\n  remedy: mend it"),
+        ("EmbodrlError", 1, "error: it broke\n  hint: mend it"),
         ("ConfigError", 2, "The configuration has 1 problem"),
         ("KeyboardInterrupt", 130, "interrupted"),
     ],

@@ -50,11 +50,11 @@ def test_wrong_configuration_is_refused(case: Wrong, tmp_path: Path) -> None:
     report = error.report()
     [paragraph] = [part for part in report.split("\n\n") if part.split(". ", 1)[-1].startswith(f"{case.key}: ")]
     assert case.says in paragraph
-    assert "     remedy:   " in paragraph
+    assert "     hint:   " in paragraph
     origin = f"mine.yaml:{case.line}" if case.line else f"command line: {case.args[0].replace('{tmp}', str(tmp_path))}"
     assert origin in paragraph
     [problem] = [problem for problem in error.problems if problem.key == case.key]
-    assert problem.remedy, "every problem has a way out"
+    assert problem.hint, "every problem has a way out"
 
 
 def test_there_are_enough_cases() -> None:

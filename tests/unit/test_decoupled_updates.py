@@ -20,7 +20,7 @@ from embodrl.config import load_config
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.types import SamplingParams
 
 PRESETS = ("ppo", "grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cpgd", "srpo")
@@ -378,7 +378,7 @@ def test_what_is_missing_or_impossible_is_told() -> None:
     advantages = compute_advantages(batch, algorithm)
     with pytest.raises(EmbodrlError, match="before the update") as caught:
         engine.update(batch, advantages, algorithm, torch.Generator())
-    assert "engine.proximal" in caught.value.remedy
+    assert "engine.proximal" in caught.value.hint
     with pytest.raises(EmbodrlError, match="whole episodes"):
         engine.update(
             batch, advantages, algorithm_of({}, enabled=True, prox="loglinear", level="episode"), torch.Generator()

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from embodrl.config import load_config
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied, MissingDependencyError
-from embodrl.scheduler import doctor, simulators, vulkan
-from embodrl.scheduler.findings import Finding, as_json, can_train, show
-from embodrl.scheduler.libraries import missing_libraries
-from embodrl.scheduler.presets import Machine, lacks, num_parameters, preset_lacks
+from embodrl.preflight import doctor, simulators, vulkan
+from embodrl.preflight.findings import Finding, as_json, can_train, show
+from embodrl.preflight.libraries import missing_libraries
+from embodrl.preflight.presets import Machine, lacks, num_parameters, preset_lacks
 
 GIB = 1 << 30
 
@@ -42,7 +42,7 @@ def test_python(version: tuple[int, int], status: str) -> None:
 def test_torchvision_breaks_a_cpu_torch(torch: str, torchvision: str | None, status: str) -> None:
     finding = doctor.check_torchvision(torch, torchvision)
     assert finding.status == status
-    assert ("pip uninstall torchvision" in finding.remedy) == (status == "error")
+    assert ("pip uninstall torchvision" in finding.hint) == (status == "error")
 
 
 def test_shared_memory_missing_or_full(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_preflight_names_the_package(monkeypatch: pytest.MonkeyPatch, status: in
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(status, [], "broken"))
     with pytest.raises(MissingDependencyError, match="broken") as caught:
         doctor.preflight_rendering()
-    assert package in caught.value.remedy
+    assert package in caught.value.hint
 
 
 def test_preflight_names_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_preflight_names_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(doctor, "missing_libraries", lambda: missing_libraries({"libno-such.so.7": "libno-such7"}))
     with pytest.raises(MissingDependencyError, match=r"libno-such\.so\.7") as caught:
         doctor.preflight_rendering()
-    assert "apt install libno-such7" in caught.value.remedy
+    assert "apt install libno-such7" in caught.value.hint
 
 
 def test_preflight_passes_with_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_preflight_without_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="mani_skill") as caught:
         doctor.preflight_rendering()
-    assert "embodrl[maniskill]" in caught.value.remedy
+    assert "embodrl[maniskill]" in caught.value.hint
 
 
 def frame(name: str) -> Finding:
@@ -124,7 +124,7 @@ def test_maniskill_itself_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.check_maniskill(can_draw=True)
     assert (found.name, found.status) == ("ManiSkill", "error")
     assert "mani_skill 3: " in found.detail and "no_such_argument" in found.detail
-    assert "embodrl[maniskill]" in found.remedy and "Vulkan driver" in found.remedy
+    assert "embodrl[maniskill]" in found.hint and "Vulkan driver" in found.hint
     lacking = doctor.summarize([found], []).simulators["maniskill"]
     assert "no_such_argument" in lacking
 
@@ -139,9 +139,9 @@ def test_a_driver_that_crashes_or_hangs_is_named_with_what_may_help(
         )
 
     monkeypatch.setattr(simulators.EnvManager, "start", die)
-    found = simulators.draw_frame("ManiSkill", "toy", {}, remedy="try another driver")
+    found = simulators.draw_frame("ManiSkill", "toy", {}, hint="try another driver")
     assert (found.status, found.detail) == ("error", "env manager 'doctor': killed by SIGSEGV")
-    assert found.remedy == "try another driver"
+    assert found.hint == "try another driver"
 
 
 @pytest.mark.parametrize(("vulkan_status", "exit_code"), [(vulkan.USABLE, 0), (vulkan.NO_DEVICE, 1)])
@@ -175,7 +175,7 @@ def test_table_shows_remedies_and_the_verdict() -> None:
 def test_warnings_do_not_stop_training() -> None:
     findings = [Finding("CPU", "warning", "one core", "use two")]
     assert can_train(findings)
-    assert json.loads(as_json(findings, {}))["findings"][0]["remedy"] == "use two"
+    assert json.loads(as_json(findings, {}))["findings"][0]["hint"] == "use two"
 
 
 def test_size_of_the_7b_model() -> None:

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from embodrl.envs.codec import decode, encode
-from embodrl.envs.toy import ToyVectorEnv
-from embodrl.envs.transport import (
+from embodrl.envs.pool.codec import decode, encode
+from embodrl.envs.pool.transport import (
     INSTRUCTION_BYTES,
     POISON_BYTE,
     ResultSlot,
@@ -15,6 +14,7 @@ from embodrl.envs.transport import (
     copy_step,
     spec_from_dict,
 )
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EmbodrlError
 from embodrl.types import CameraSpec, EnvSpec
 

@@ -9,13 +9,13 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.errors import MissingDependencyError, OutputError
-from embodrl.metrics.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
-from embodrl.metrics.eval_report import BAR_PX, LABEL_PX, bars
-from embodrl.metrics.intervals import wilson_interval
-from embodrl.scheduler import simulators
-from embodrl.workers import eval_output
-from embodrl.workers.eval_output import EvalOutput
-from embodrl.workers.evaluate import EpisodeRecord, EvalResult
+from embodrl.preflight import simulators
+from embodrl.reporting.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
+from embodrl.reporting.eval_report import BAR_PX, LABEL_PX, bars
+from embodrl.reporting.intervals import wilson_interval
+from embodrl.runs import eval_output
+from embodrl.runs.eval_output import EvalOutput
+from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_videos_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(simulators, "VIDEO_MODULES", ("imageio", "no_such_ffmpeg"))
     with pytest.raises(MissingDependencyError, match="imageio-ffmpeg") as error:
         EvalOutput(settings("env.video.enabled=true"), tmp_path / "out")
-    assert "env.video.enabled=false" in error.value.remedy
+    assert "env.video.enabled=false" in error.value.hint
     assert not (tmp_path / "out").exists()
 
 

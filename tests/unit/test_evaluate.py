@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from embodrl.config import load_config
-from embodrl.envs.pool import FaultCounts
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.pool.pool import FaultCounts
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.types import PolicyOutput
-from embodrl.workers.evaluate import MAX_ATTEMPTS, Evaluator
+from embodrl.workers.evaluator import MAX_ATTEMPTS, Evaluator
 
 CONFIG = load_config(
     [

@@ -7,9 +7,9 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.errors import MissingDependencyError
-from embodrl.scheduler import doctor, extras, simulators, vulkan
-from embodrl.scheduler.extras import Extra, check_extra, check_extras
-from embodrl.scheduler.findings import Finding
+from embodrl.preflight import doctor, extras, simulators, vulkan
+from embodrl.preflight.extras import Extra, check_extra, check_extras
+from embodrl.preflight.findings import Finding
 from embodrl.workers.env import check_simulator, try_simulator
 
 
@@ -19,7 +19,7 @@ def extra(*modules: str, distribution: str = "numpy") -> Extra:
 
 def test_an_extra_that_is_absent_is_no_trouble() -> None:
     found = check_extra(extra("no_such_package_at_all"))
-    assert (found.status, found.remedy) == ("ok", "pip install 'embodrl[some]'")
+    assert (found.status, found.hint) == ("ok", "pip install 'embodrl[some]'")
     assert "for something only" in found.detail
 
 
@@ -86,7 +86,7 @@ def test_the_packages_of_another_interpreter_are_looked_for_there(monkeypatch: p
     with pytest.raises(MissingDependencyError, match=f"no_such_package_at_all, which {sys.executable} has not"):
         check_simulator(config)
     found = try_simulator(config)
-    assert found.status == "error" and "pip install 'embodrl[metaworld]'" in found.remedy
+    assert found.status == "error" and "pip install 'embodrl[metaworld]'" in found.hint
 
 
 def python_with(folder: Path, *packages: str) -> str:
@@ -129,9 +129,9 @@ def test_an_interpreter_that_cannot_be_run_is_told(text: str | None, tmp_path: P
         python.chmod(0o755)
     with pytest.raises(MissingDependencyError, match="can't be run") as caught:
         simulators.missing_packages("metaworld", str(python))
-    assert "env.python" in caught.value.remedy
+    assert "env.python" in caught.value.hint
 
 
 def test_a_simulator_that_cannot_be_built_is_told_with_its_remedy() -> None:
-    found = simulators.draw_frame("it", "toy", {"no_such_argument": 1}, remedy="do this")
-    assert found.status == "error" and "no_such_argument" in found.detail and found.remedy == "do this"
+    found = simulators.draw_frame("it", "toy", {"no_such_argument": 1}, hint="do this")
+    assert found.status == "error" and "no_such_argument" in found.detail and found.hint == "do this"

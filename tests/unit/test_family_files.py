@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def change(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_files_have_the_modes_of_the_umask(saved: tuple[str, Path]) -> None:
+    """safetensors' own writer makes files that only their owner can read."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in saved[1].rglob("*") if path.is_file()}
+    assert set(modes.values()) == {oct(0o666 & ~umask)}, modes
 
 
 def test_a_refusal_carries_the_whole_report(saved: tuple[str, Path]) -> None:

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from embodrl.envs.faults import Bounds
+from embodrl.envs.pool.faults import Bounds
 from embodrl.types import EnvStep, Observation
 
 BOUNDS = Bounds(reward=10.0, state=100.0)

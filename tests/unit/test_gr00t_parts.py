@@ -154,7 +154,7 @@ def test_the_robot_is_chosen_by_name():
         choose_robot(METADATA, None, 3, "x")
     with pytest.raises(CheckpointError, match=r"no statistics of the robot 'oxe'; it has: gr1, oxe_droid") as caught:
         choose_robot(METADATA, "oxe", 3, "x")
-    assert "model.unnorm_key=oxe_droid" in caught.value.remedy
+    assert "model.unnorm_key=oxe_droid" in caught.value.hint
     with pytest.raises(CheckpointError, match="have 3 dimensions, not 7"):
         choose_robot(METADATA, "gr1", 7, "x")
     broken = {"a": {"statistics": {"action": {"arm": {"min": [0.0]}}}}}
@@ -167,7 +167,7 @@ def test_numbers_of_robots():
     assert embodiment_id("oxe_droid", EMBODIMENT_IDS, 32) == 17
     with pytest.raises(CheckpointError, match="known for the robot 'so100'; known: new_embodiment") as caught:
         embodiment_id("so100", EMBODIMENT_IDS, 32)
-    assert '"embodiment_ids": {"so100": NUMBER}' in caught.value.remedy
+    assert '"embodiment_ids": {"so100": NUMBER}' in caught.value.hint
     with pytest.raises(CheckpointError, match="has number 31, and the checkpoint has 4 robots"):
         embodiment_id("new_embodiment", EMBODIMENT_IDS, 4)
 

@@ -386,4 +386,4 @@ def test_a_checkpoint_without_tokenizer_takes_the_public_one(saved, tmp_path, mo
     assert policy.processor.tokenizer.encode("<img>") == [642]
     with pytest.raises(CheckpointError, match="has no tokenizer") as caught:
         build_with_report(model_path=str(saved))
-    assert "merges.txt" in caught.value.remedy
+    assert "merges.txt" in caught.value.hint

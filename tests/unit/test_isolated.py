@@ -14,10 +14,10 @@ import pytest
 from embodrl.config import isolated as places
 from embodrl.config import load_config
 from embodrl.errors import EmbodrlError, UsageError
-from embodrl.scheduler import isolated, libero, simulators
-from embodrl.scheduler.findings import Finding, can_train
-from embodrl.scheduler.libero import find_package, preflight_libero
-from embodrl.scheduler.libero import problems as libero_problems
+from embodrl.preflight import isolated, libero, simulators
+from embodrl.preflight.findings import Finding, can_train
+from embodrl.preflight.libero import find_package, preflight_libero
+from embodrl.preflight.libero import problems as libero_problems
 from embodrl.workers.env import check_simulator, try_simulator
 
 
@@ -89,10 +89,10 @@ def test_other_pins_make_it_outdated_which_is_told(
     mark(tmp_path / "libero", requirements="old")
     assert isolated.list_environments()[0].state == "outdated"
     [found] = isolated.check_all_pins()
-    assert (found.status, found.remedy) == ("warning", "embodrl env install libero")
+    assert (found.status, found.hint) == ("warning", "embodrl env install libero")
     check_simulator(config)
     [told] = caplog.messages
-    assert str(tmp_path / "libero") in told and found.remedy in told
+    assert str(tmp_path / "libero") in told and found.hint in told
     named = load_config(["env=libero", f"env.python={places.installed_python('libero')}"]).config
     check_simulator(named)
     assert len(caplog.messages) == 1, "an interpreter that the user names is the user's affair"
@@ -142,7 +142,7 @@ def test_a_libero_that_does_not_run_keeps_nobody_from_training(monkeypatch: pyte
     monkeypatch.setattr(libero, "problems", lambda *_: [])
     monkeypatch.setattr(libero, "draw_frame", lambda *_, **__: broken)
     assert can_train([libero.check_libero()])
-    assert libero.check_libero().remedy == broken.remedy
+    assert libero.check_libero().hint == broken.hint
     # What a configuration asks for is another matter.
     monkeypatch.setattr(simulators, "draw_frame", lambda name, *_: replace(broken, name=name))
     config = load_config(["env=libero"]).config

@@ -165,7 +165,7 @@ def test_cameras_size_and_number_of_episodes_are_chosen(tmp_path: Path) -> None:
     np.testing.assert_array_equal(swapped.images, joined(episodes, "images")[:, ::-1])
     with pytest.raises(EmbodrlError, match="no camera 'wirst'; it has front, wrist") as error:
         load_demos(tmp_path, cameras=("wirst",))
-    assert error.value.remedy == "set sft.cameras=[wrist]"
+    assert error.value.hint == "set sft.cameras=[wrist]"
 
 
 def test_lossy_videos_are_smaller_and_near(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_until_it_is_whole_the_data_set_is_not_there(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
     with pytest.raises(EmbodrlError, match="rest of a collection that was killed") as error:
         LeRobotWriter(tmp_path / "data", CAMERAS, 20)
-    assert str(tmp_path / ".data.partial") in error.value.remedy
+    assert str(tmp_path / ".data.partial") in error.value.hint
     writer.abort()
     assert not list(tmp_path.iterdir())
     writer.close({})
@@ -244,7 +244,7 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(MissingDependencyError, match="pyarrow") as error:
         LeRobotWriter(tmp_path / "data", CAMERAS, 20)
-    assert error.value.remedy == "pip install 'embodrl[datasets]'"
+    assert error.value.hint == "pip install 'embodrl[datasets]'"
 
 
 def change_info(directory: Path, **changes: object) -> None:

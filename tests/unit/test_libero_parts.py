@@ -15,7 +15,7 @@ import pytest
 from embodrl.config import load_config
 from embodrl.envs.libero.init_states import parse_init_states, read_init_states
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES, init_state_of
-from embodrl.envs.mujoco_meshes import corner_normals
+from embodrl.envs.mujoco.meshes import corner_normals
 from embodrl.errors import ConfigError, EnvError
 from embodrl.registry import ENVS
 
@@ -133,7 +133,7 @@ def test_what_is_wrong_is_one_problem_with_a_remedy(arguments: list[str], key: s
     (problem,) = caught.value.problems
     assert problem.key == key
     assert words in problem.message
-    assert problem.remedy or problem.allowed
+    assert problem.hint or problem.allowed
 
 
 def test_assets_in_a_folder_below_are_pointed_out(tmp_path: Path):

@@ -14,7 +14,7 @@ from embodrl.envs.maniskill.controller import quaternion_from_euler, quaternion_
 from embodrl.envs.maniskill.fleet import Journal
 from embodrl.envs.maniskill.grasp import angle_between
 from embodrl.envs.maniskill.rendering import reduction_of
-from embodrl.envs.video import VideoWriter
+from embodrl.envs.pool.video import VideoWriter
 from embodrl.workers.env import env_kwargs
 
 

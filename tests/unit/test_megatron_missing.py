@@ -9,7 +9,7 @@ import pytest
 from embodrl.config import load_config
 from embodrl.config.rules import actor
 from embodrl.errors import ConfigError, MissingDependencyError
-from embodrl.hybrid_engines.megatron.core import megatron
+from embodrl.hybrid_engines.training.megatron.core import megatron
 
 ARGUMENTS = ("actor=megatron", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}", "cluster.device=cpu")
 

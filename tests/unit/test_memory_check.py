@@ -22,7 +22,7 @@ def test_a_7b_model_needs_more_than_a_laptop_has(monkeypatch: pytest.MonkeyPatch
     # 7.54 B weights in fp32, and as much again for gradients and each of two moments, without what never trains
     with pytest.raises(EmbodrlError, match=r"take 1\d\d GiB in fp32, and this machine has 24 GiB") as caught:
         check(monkeypatch, 24, "model=openvla_7b")
-    assert "actor.param_dtype=bf16" in (caught.value.remedy or "")
+    assert "actor.param_dtype=bf16" in (caught.value.hint or "")
     check(monkeypatch, 128, "model=openvla_7b")
     with pytest.raises(EmbodrlError, match=r"5\d GiB in bf16"):
         check(monkeypatch, 24, "model=openvla_7b", "actor.param_dtype=bf16")

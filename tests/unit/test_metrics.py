@@ -16,9 +16,9 @@ from rich.console import Console as RichConsole
 
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
-from embodrl.metrics.console import Console, sparkline
-from embodrl.metrics.report import success_standard_error, write_report
-from embodrl.metrics.sinks import METRICS_FILE, MetricsLogger, MetricValue, read_metrics
+from embodrl.reporting.console import Console, sparkline
+from embodrl.reporting.report import success_standard_error, write_report
+from embodrl.reporting.sinks import METRICS_FILE, MetricsLogger, MetricValue, read_metrics
 
 QUIET = LoggerConfig(tensorboard=False)
 
@@ -92,7 +92,7 @@ def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
         metrics.log(row(1))
     with pytest.raises(OutputError, match="earlier run") as caught:
         MetricsLogger(tmp_path, QUIET)
-    assert "embodrl resume" in caught.value.remedy
+    assert "embodrl resume" in caught.value.hint
 
 
 def test_a_run_directory_that_can_not_be_made_is_reported(tmp_path: Path) -> None:
@@ -147,9 +147,8 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path) -> None:
 
 
 def test_importing_metrics_imports_neither_torch_nor_matplotlib_nor_wandb() -> None:
-    code = (
-        "import sys, embodrl.metrics.sinks, embodrl.metrics.console, embodrl.metrics.report; print(sorted(sys.modules))"
-    )
+    names = ", ".join(f"embodrl.reporting.{name}" for name in ("sinks", "console", "report"))
+    code = f"import sys, {names}; print(sorted(sys.modules))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     for name in ("torch", "matplotlib", "wandb"):
         assert f"'{name}'" not in modules
@@ -184,6 +183,36 @@ def test_the_panel_shows_progress_time_split_and_messages() -> None:
     text = stream.getvalue()
     for expected in ("run [x]", "2/4", "training", "checkpoint step_2", "50 %", "25 %", "50.0 %", "ETA 0:04"):
         assert expected in text
+
+
+def test_a_long_phase_prints_how_far_it_is_and_the_panel_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("embodrl.reporting.console.time.monotonic", lambda: now)
+    stream = io.StringIO()
+    with Console("plain", 12, "run", terminal(stream, False)) as console:
+        console.restore([row(3, **{"time/elapsed_s": 60.0})])
+        console.phase("rollout", chunks=20)
+        for _ in range(10):
+            now += 2.5
+            console.advance()
+        assert stream.getvalue().splitlines() == [
+            "iter 3/12 done, now rollout 4/20 chunks, 0:10",
+            "iter 3/12 done, now rollout 8/20 chunks, 0:20",
+        ]
+    # The panel counts from the start of the process, after the time of the process before.
+    stream = io.StringIO()
+    with Console("rich", 12, "run", terminal(stream, True)) as console:
+        console.restore([row(3, **{"time/elapsed_s": 60.0})])
+        now += 7.0
+    assert "1:07 elapsed" in stream.getvalue()
+
+
+def test_success_is_labelled_and_an_evaluation_has_its_interval() -> None:
+    stream = io.StringIO()
+    with Console("plain", 12, "run", terminal(stream, False)) as console:
+        cut = {"rollout/success_rate_started": 0.08, "rollout/cut_episodes": 5.0}
+        console.update(row(1, **cut, **{"eval/success_rate": 0.5, "eval/episodes": 16.0}))
+    assert "success 0.100 (0.080 of started episodes)  eval 0.500 [0.28, 0.72]" in stream.getvalue()
 
 
 def test_off_prints_nothing() -> None:

@@ -5,9 +5,9 @@ import struct
 import pytest
 import torch
 
-from embodrl.data.files import raw_bytes
 from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
 from embodrl.scheduler.messages import pack
+from embodrl.storage.files import raw_bytes
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]

@@ -35,7 +35,7 @@ def test_the_export_of_another_family(exports: dict[str, Path], saved: str, want
     else:
         first = wanted.removesuffix("_oft")
         assert f"of a '{saved}'" in error.value.message and f"not '{first}'" in error.value.message
-    assert error.value.remedy.startswith(f"set model.model_type={saved}")
+    assert error.value.hint.startswith(f"set model.model_type={saved}")
 
 
 def test_an_openvla_is_a_start_for_oft(exports: dict[str, Path]):

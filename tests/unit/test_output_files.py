@@ -9,7 +9,7 @@ import typer
 
 from embodrl.cli.common import execute
 from embodrl.errors import OutputError
-from embodrl.metrics.json_file import check_json_file, write_json_file
+from embodrl.storage.json_file import check_json_file, write_json_file
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_a_file_that_can_not_be_written_is_refused(case: str, wrong: dict[str, P
     for attempt in (lambda: check_json_file(wrong[case]), lambda: write_json_file(wrong[case], {})):
         with pytest.raises(OutputError) as refused:
             attempt()
-        assert str(wrong[case]) in refused.value.message and refused.value.remedy
+        assert str(wrong[case]) in refused.value.message and refused.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert not list(tmp_path.parent.glob(".*.partial"))
 
@@ -61,7 +61,7 @@ def test_a_stray_error_of_the_operating_system_has_a_message(debug: bool, capsys
         execute(action, debug)
     stderr = capsys.readouterr().err
     assert left.value.exit_code == 1
-    assert "error: somewhere/file: No space left on device\n  remedy: free some room" in stderr
+    assert "error: somewhere/file: No space left on device\n  hint: free some room" in stderr
     assert ("Traceback" in stderr) == debug
 
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from embodrl.hybrid_engines.parallel import on_threads
+from embodrl.hybrid_engines.training.parallel import on_threads
 
 
 def niceness() -> int:

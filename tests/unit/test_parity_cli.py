@@ -107,7 +107,7 @@ def test_a_damaged_fixture_is_told_beside_a_good_one(tmp_path: Path, damage: str
     outcome = parity(tmp_path / "all", "--json", tmp_path / "errors.json")
     assert outcome.exit_code == 1
     assert "1 of 2 fixtures" in outcome.stdout and "ERROR" in outcome.stdout
-    assert f"error: {bad}: " in outcome.stderr and "remedy:" in outcome.stderr and "Traceback" not in outcome.stderr
+    assert f"error: {bad}: " in outcome.stderr and "hint:" in outcome.stderr and "Traceback" not in outcome.stderr
     failed, fine = json.loads((tmp_path / "errors.json").read_text())["fixtures"]
     assert fine["ok"] and not failed["ok"] and failed["error"]
 
@@ -143,7 +143,7 @@ def test_the_longest_name_in_the_folders_name_counts(name: str, family: str) -> 
 def test_another_folder_is_of_no_family(name: str) -> None:
     with pytest.raises(UsageError, match="known: openvla, openvla_oft, pi0, pi05, gr00t, doubler") as refused:
         family_of(Path(name))
-    assert "--family" in refused.value.remedy
+    assert "--family" in refused.value.hint
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_wrong_use_is_told_before_anything_runs(tmp_path: Path, make_it, message
     make_it(tmp_path / "x")
     outcome = parity(tmp_path / "x")
     assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert message in outcome.stderr and "remedy:" in outcome.stderr
+    assert message in outcome.stderr and "hint:" in outcome.stderr
 
 
 def test_results_that_can_not_be_written_are_told(tmp_path: Path) -> None:

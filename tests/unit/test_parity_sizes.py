@@ -196,7 +196,7 @@ def test_a_recording_of_another_size(family: str, tmp_path: Path):
         try:
             assert not all(result.ok for result in run(tmp_path / family)), name
         except CheckpointError as error:
-            assert name.split("_")[-1] in f"{error.message} {error.remedy}"
+            assert name.split("_")[-1] in f"{error.message} {error.hint}"
 
 
 @pytest.mark.parametrize("family", ["gr00t", "pi0", "openvla"])
@@ -212,7 +212,7 @@ def test_settings_that_are_none(family: str, tmp_path: Path):
         change(tmp_path / family, {**settings, **wrong})
         with pytest.raises(CheckpointError, match=message) as error:
             run(tmp_path / family)
-        assert name in error.value.remedy
+        assert name in error.value.hint
 
 
 @pytest.mark.parametrize("family", ["gr00t", "pi0"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embodrl.config.schema import Config
-from embodrl.envs.offload import SimulatorMemory
+from embodrl.envs.pool.offload import SimulatorMemory
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.workers.offload import MIB, PhaseOffload
 from embodrl.workers.rollouts import LocalRollouts

@@ -124,7 +124,7 @@ def test_weights_of_the_other_model_are_refused(tmp_path: Path):
     build("pi05")[0].save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="of a 'pi05' model, not 'pi0'") as error:
         build("pi0", model_path=str(tmp_path))
-    assert error.value.remedy == "set model.model_type=pi05"
+    assert error.value.hint == "set model.model_type=pi05"
     # Of openpi's own file, which does not say which model it is, the names of the weights tell.
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["embodrl"]["variant"] = "pi0"

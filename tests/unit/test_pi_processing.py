@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused():
         processor()(observation([[]], ["a"], cameras=3), CPU)
     with pytest.raises(EmbodrlError, match="room for 4 dimensions, the environment's have 5") as error:
         processor()(observation([[0.0] * 5], ["a"]), CPU)
-    assert "max_action_dim=5" in error.value.remedy
+    assert "max_action_dim=5" in error.value.hint
 
 
 # Statistics ----------------------------------------------------------------------------------------------------------
@@ -168,10 +168,10 @@ def test_the_choice_of_statistics_says_what_there_is(tmp_path: Path):
     sets = read_openpi(tmp_path)
     with pytest.raises(CheckpointError, match=r"2 sets of action statistics \(droid, trossen\)") as error:
         choose(sets, None, BY_DEVIATION, 7, "here")
-    assert "model.unnorm_key" in error.value.remedy
+    assert "model.unnorm_key" in error.value.hint
     with pytest.raises(CheckpointError, match=r"no action statistics 'trosen'; it has: droid, trossen") as error:
         choose(sets, "trosen", BY_DEVIATION, 7, "here")
-    assert "model.unnorm_key=trossen" in error.value.remedy
+    assert "model.unnorm_key=trossen" in error.value.hint
     with pytest.raises(CheckpointError, match="statistics 'trossen', actions have 14 dimensions, not 7"):
         choose(sets, "trossen", BY_DEVIATION, 7, "here")
     with pytest.raises(CheckpointError, match="no q01 and no q99"):
@@ -291,7 +291,7 @@ def test_own_config_survives_json():
 def test_other_configs_are_refused(raw: dict[str, Any], message: str):
     with pytest.raises(CheckpointError, match=message) as error:
         PiConfig.from_dict(raw, "pi05")
-    assert error.value.remedy
+    assert error.value.hint
 
 
 # Tokenizers ----------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_tokenizer_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
     with pytest.raises(MissingDependencyError, match="without sentencepiece") as missing:
         load_tokenizer(tmp_path, 640)
-    assert "pip install sentencepiece" in missing.value.remedy
+    assert "pip install sentencepiece" in missing.value.hint
     tiny_tokenizer().save(tmp_path)
     assert load_tokenizer(tmp_path, 640).encode("cube") == tiny_tokenizer().encode("cube")
     with pytest.raises(CheckpointError, match="has 640 ids, the model 600"):
@@ -352,4 +352,4 @@ def test_a_tokenizer_that_can_not_be_fetched(tmp_path: Path, monkeypatch: pytest
         load_tokenizer(tmp_path, 640)
     assert type(failure).__name__ in error.value.message
     for part in ("tokenizer.json", "tokenizer.model", str(tmp_path), "licence"):
-        assert part in error.value.remedy
+        assert part in error.value.hint

@@ -35,14 +35,14 @@ def problems_of(pipeline: Pipeline) -> list[PipelineProblem]:
         pipeline.build()
     report = str(caught.value)
     for problem in caught.value.problems:
-        assert problem.remedy and str(problem) in report and f"remedy: {problem.remedy}" in report
+        assert problem.hint and str(problem) in report and f"hint: {problem.hint}" in report
     return list(caught.value.problems)
 
 
 def only_problem(pipeline: Pipeline, node: str) -> str:
     [problem] = problems_of(pipeline)
     assert problem.node == node
-    return f"{problem.message} | {problem.remedy}"
+    return f"{problem.message} | {problem.hint}"
 
 
 def test_a_sound_pipeline_has_no_problem_and_does_not_change_any_more() -> None:
@@ -65,7 +65,7 @@ def test_experience_is_gathered_by_one_node() -> None:
     )
     (problem,) = problems_of(pipeline)
     assert problem.node == "more" and "so has 'rollout'" in problem.message
-    assert "algorithm.rollout_epoch" in problem.remedy
+    assert "algorithm.rollout_epoch" in problem.hint
 
 
 def test_all_problems_come_in_one_report() -> None:
@@ -212,7 +212,7 @@ def test_functions_that_fit(fn: Callable[..., Any] | str) -> None:
 )
 def test_arguments_that_are_wrong(arguments: dict[str, Any], says: str) -> None:
     pipeline = sound().add_node("end", anything, **{"deps": ("train",)} | arguments)
-    found = [f"{p.message} | {p.remedy}" for p in problems_of(pipeline) if p.node == "end"]
+    found = [f"{p.message} | {p.hint}" for p in problems_of(pipeline) if p.node == "end"]
     assert says in found[0]
 
 

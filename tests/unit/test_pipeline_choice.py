@@ -217,7 +217,7 @@ def test_a_pipeline_that_does_not_fit_is_refused_before_anything_starts(
     with pytest.raises(ConfigError) as caught:
         config_of(*overrides, FN.format(__name__, build))
     found = caught.value.problems
-    assert {problem.key for problem in found} == {"pipeline.fn"} and all(problem.remedy for problem in found)
+    assert {problem.key for problem in found} == {"pipeline.fn"} and all(problem.hint for problem in found)
     assert [problem.message.partition(", and there is none")[0] for problem in found] == says
 
 

@@ -188,16 +188,16 @@ def test_an_error_of_the_users_tells_node_inputs_and_cause() -> None:
         f"  in node 'shape' ({__name__}:Unsteady) of the pipeline 'test', after 2 attempts, which got",
         "    rollout: Batch [2] with rewards float32[2], inputs/seen float32[2, 3]",
     ]
-    assert "remedy: " in str(caught.value)
+    assert "hint: " in str(caught.value)
 
 
 def test_an_error_of_ours_keeps_type_and_remedy() -> None:
     node = Unsteady(9, NonFiniteError("the loss is NaN", "lower the learning rate"))
     with pytest.raises(NonFiniteError) as caught:
         walk(with_node(node))
-    assert caught.value is node.error and caught.value.remedy == "lower the learning rate"
+    assert caught.value is node.error and caught.value.hint == "lower the learning rate"
     assert str(caught.value).startswith("the loss is NaN\n  in node 'shape' (")
-    assert str(caught.value).endswith("inputs/seen float32[2, 3]\n  remedy: lower the learning rate")
+    assert str(caught.value).endswith("inputs/seen float32[2, 3]\n  hint: lower the learning rate\n  code: non-finite")
 
 
 @pytest.mark.parametrize("error", [InterruptedError(), KeyboardInterrupt(), SystemExit(3)])
@@ -230,7 +230,7 @@ def test_what_a_message_says_about_an_input() -> None:
 
 
 def test_an_error_can_be_told_more_than_once() -> None:
-    error = EmbodrlError("one", "mend it")
+    error = EmbodrlError("one", "fix it")
     error.add("two")
     error.add("three")
-    assert str(error) == "one\n  two\n  three\n  remedy: mend it"
+    assert str(error) == "one\n  two\n  three\n  hint: fix it\n  code: embodrl"

@@ -47,7 +47,7 @@ def test_placements_that_can_not_be_had():
         assign("actor", "4-8", EIGHT)
     with pytest.raises(PlacementError, match="6 / 4 leaves 2") as uneven:
         assign("env", "0-3", EIGHT, num_processes=6)
-    assert uneven.value.remedy == "set env.num_processes to 4 or 8, or write all"
+    assert uneven.value.hint == "set env.num_processes to 4 or 8, or write all"
     with pytest.raises(PlacementError, match="several machines"):
         assign("actor", "7-8:0", make_pool(2, 8))
 

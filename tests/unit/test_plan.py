@@ -11,8 +11,8 @@ from embodrl.cli.main import app
 from embodrl.config import load_config
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import recorded_bytes
-from embodrl.scheduler.plan import make_plan, per_device
-from embodrl.scheduler.plan_memory import ESTIMATED_BY, GIB, HOST, MIB
+from embodrl.preflight.plan import make_plan, per_device
+from embodrl.preflight.plan_memory import ESTIMATED_BY, GIB, HOST, MIB
 from embodrl.types import Observation, SamplingParams
 
 CLI = CliRunner()
@@ -65,14 +65,14 @@ def test_a_memory_that_is_too_small_is_named_with_remedies():
     assert not plan.fits
     gpu = memory_of(plan, 0)
     assert not gpu.fits and gpu.total > gpu.available > 139 * GIB and memory_of(plan, HOST).fits
-    text = " ".join(plan.memory.remedies)
+    text = " ".join(plan.memory.hints)
     assert "actor.param_dtype=bf16" in text and "gradient_checkpointing" in text
 
 
 def test_the_largest_micro_batch_that_fits_is_named():
     arguments = [*SEVEN_B, "actor.param_dtype=bf16", "actor.global_batch_size=320"]
     large = plan_of(*arguments, "actor.micro_batch_size=80")
-    (line,) = [line for line in large.memory.remedies if line.startswith("actor.micro_batch_size")]
+    (line,) = [line for line in large.memory.hints if line.startswith("actor.micro_batch_size")]
     rows = int(line.rpartition(" ")[2])
     row_bytes = memory_of(large, 0).needed["activations"] / 80
     rest = 0.9 * memory_of(large, 0).available - (memory_of(large, 0).total - 80 * row_bytes)
@@ -128,14 +128,14 @@ def test_every_described_cluster_can_be_planned_for(cluster):
 def test_a_plan_that_does_not_fit_exits_with_1_and_says_so():
     result = CLI.invoke(app, ["plan", "train", *SEVEN_B, "actor.micro_batch_size=80"])
     assert result.exit_code == 1
-    assert "does not fit" in result.stdout and "remedy: actor.param_dtype=bf16" in result.stdout
+    assert "does not fit" in result.stdout and "hint: actor.param_dtype=bf16" in result.stdout
 
 
 def test_no_simulator_is_imported():
     code = """
 import sys
 from embodrl.config import load_config
-from embodrl.scheduler.plan import make_plan
+from embodrl.preflight.plan import make_plan
 make_plan(load_config(["cluster=8xh100"], planning=True).config)
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 """

@@ -10,9 +10,9 @@ from embodrl.config import load_config
 from embodrl.config import processes as choices
 from embodrl.config.load import load_run
 from embodrl.config.processes import candidates, read_choice
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError
-from embodrl.workers import measure
+from embodrl.runs import measure
 
 TOY = ["env=toy", "model.warm_start=null", "env.num_processes=auto"]
 

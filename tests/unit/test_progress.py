@@ -1,7 +1,7 @@
 import pytest
 
-from embodrl.metrics import progress
-from embodrl.metrics.progress import Progress
+from embodrl.reporting import progress
+from embodrl.reporting.progress import Progress
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def test_a_call_that_fails_once_is_made_again() -> None:
 def test_a_broken_function_stops_the_run(function: str, overrides: tuple[str, ...], says: str) -> None:
     with pytest.raises(RewardError, match=says) as caught:
         worker_of("reward.retries=0", *overrides, function=function).apply(judged_batch(0))
-    assert "reward." in caught.value.remedy
+    assert "reward." in caught.value.hint
 
 
 def test_no_more_calls_at_the_same_time_than_allowed() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from embodrl.config import load_config
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.types import EnvStep, Observation, PolicyOutput
 from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.stage import EpisodeStats
@@ -315,6 +315,8 @@ def test_means_are_over_the_episodes_that_ended():
         "rollout/episode_length": 5.0,
         "rollout/episodes": 1.0,
         "rollout/lost_episodes": 1.0,
+        "rollout/cut_episodes": 0.0,
+        "rollout/success_rate_started": 1.0,
     }
 
 

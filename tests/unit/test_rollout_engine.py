@@ -4,7 +4,7 @@ import torch
 from toy_policy import ToyPolicy
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.types import Observation, PolicyOutput
 
 OBSERVATION = Observation(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_rollout import config_of, worker_of
 
-from embodrl.envs.faults import FaultCounts
+from embodrl.envs.pool.faults import FaultCounts
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.scheduler.group import Handle

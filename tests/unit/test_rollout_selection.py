@@ -10,7 +10,7 @@ import torch
 from test_algorithm_keys import HalfExpert
 from test_rollout import CHUNK, KnownPolicy, config_of, worker_of
 
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.workers.dynamic_sampling import group_success_rates, sample_mixed_groups
 
 # Success of the groups of two that HalfExpert plays: both, one, none, one.

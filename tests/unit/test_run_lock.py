@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from embodrl import run_files, runner
-from embodrl.checkpoint import CheckpointManager
 from embodrl.config import load_config
 from embodrl.errors import OutputError
-from embodrl.workers.run_lock import LOCK_FILE, run_lock
+from embodrl.runs import files as run_files
+from embodrl.runs import train as runner
+from embodrl.runs.lock import LOCK_FILE, run_lock
+from embodrl.storage.checkpoint import CheckpointManager
 
 
 def test_the_lock_is_held_once_and_given_back(tmp_path: Path) -> None:
@@ -19,7 +20,7 @@ def test_the_lock_is_held_once_and_given_back(tmp_path: Path) -> None:
     with run_lock(directory):
         with pytest.raises(OutputError, match=rf"pid {os.getpid()}\)") as info, run_lock(directory):
             pass
-        assert info.value.remedy
+        assert info.value.hint
         assert (directory / LOCK_FILE).read_text() == f"{os.getpid()}\n"
     with run_lock(directory):
         pass

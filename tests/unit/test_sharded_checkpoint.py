@@ -11,9 +11,9 @@ from safetensors import safe_open
 from tiny_training import largest_difference, train, training_config
 
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines import sharded_checkpoint
-from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.hybrid_engines.sharded_checkpoint import read_index, read_whole
+from embodrl.hybrid_engines.training import sharded_checkpoint
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.sharded_checkpoint import read_index, read_whole
 from embodrl.workers.policy import build_policy
 
 CONFIG = training_config(algorithm={"update_epoch": 1})

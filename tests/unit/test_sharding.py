@@ -9,11 +9,11 @@ from torch import nn
 
 from embodrl.config import load_config
 from embodrl.config.rules.actor import has_own_process
-from embodrl.hybrid_engines.engine_state import StateShapes
-from embodrl.hybrid_engines.sharded_checkpoint import buckets
-from embodrl.hybrid_engines.sharding import blocks_of, held, num_copies, part_of, whole
-from embodrl.hybrid_engines.tensor_parallel import decoder_layers
-from embodrl.scheduler.plan import make_plan
+from embodrl.hybrid_engines.training.engine_state import StateShapes
+from embodrl.hybrid_engines.training.sharded_checkpoint import buckets
+from embodrl.hybrid_engines.training.sharding import blocks_of, held, num_copies, part_of, whole
+from embodrl.hybrid_engines.training.tensor_parallel import decoder_layers
+from embodrl.preflight.plan import make_plan
 from embodrl.workers.actor import saves_shards
 
 

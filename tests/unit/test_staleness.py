@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from embodrl.scheduler.staleness import StalenessGate
+from embodrl.workers.staleness import StalenessGate
 
 
 @pytest.mark.parametrize(("staleness", "first"), [(0, 8), (1, 16), (4, 40)])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodrl.envs.codec import decode
+from embodrl.envs.pool.codec import decode
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules, next_seed
 from embodrl.errors import EnvError
@@ -210,7 +210,7 @@ def test_a_simulator_without_a_state_says_so() -> None:
     begin(env)
     with pytest.raises(EnvError, match="can't tell its state") as refused:
         env.get_state()
-    assert "Replayed" in refused.value.remedy
+    assert "Replayed" in refused.value.hint
     with pytest.raises(EnvError, match="can't tell its state"):
         env.call("check_state", {})
     Scripts(replayed=True).call("check_state", {})
@@ -231,4 +231,4 @@ def test_actions_of_other_bounds_are_refused(monkeypatch: pytest.MonkeyPatch, bo
     monkeypatch.setattr(Script, "action_high", bounds[1])
     with pytest.raises(EnvError, match=r"number 0 of an action.*not -1 and 1") as caught:
         Scripts()
-    assert "map them to its own in step" in caught.value.remedy
+    assert "map them to its own in step" in caught.value.hint

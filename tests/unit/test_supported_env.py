@@ -51,7 +51,7 @@ def test_asking_imports_no_simulator_and_no_torch():
 
 def test_simulators_may_live_in_an_older_python():
     """No module of their processes imports from typing what it has from Python 3.11 on."""
-    code = "import sys, embodrl.envs.worker_main; print(*(m.__file__ for m in sys.modules.values()"
+    code = "import sys, embodrl.envs.pool.worker_main; print(*(m.__file__ for m in sys.modules.values()"
     code += " if m.__name__.startswith('embodrl')), sep='\\n')"
     files = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert len(files) > 10

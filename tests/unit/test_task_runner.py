@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from embodrl.errors import TaskIdTaken, TaskQueueFull, TaskRunnerError
-from embodrl.scheduler.task_runner import AsyncTaskRunner, TaskResult
+from embodrl.workers.task_runner import AsyncTaskRunner, TaskResult
 
 LONG = 60.0  # seconds that pass only where something is broken
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from embodrl.scheduler import task_runner
-from embodrl.scheduler.task_runner import AsyncTaskRunner
+from embodrl.workers import task_runner
+from embodrl.workers.task_runner import AsyncTaskRunner
 
 LONG = 60.0  # seconds that pass only where something is broken
 

@@ -1,6 +1,6 @@
 import numpy as np
 
-from embodrl.envs.toy import ToyVectorEnv
+from embodrl.envs.toy.env import ToyVectorEnv
 
 
 def expert_chunk(env):

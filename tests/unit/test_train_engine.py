@@ -17,10 +17,10 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, KlConfig, OptimC
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError
-from embodrl.hybrid_engines.native import NativeTrainEngine
-from embodrl.hybrid_engines.objective import flatten_chunks
-from embodrl.hybrid_engines.precision import resolve_precision
-from embodrl.hybrid_engines.schedule import learning_rates
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.objective import flatten_chunks
+from embodrl.hybrid_engines.training.precision import resolve_precision
+from embodrl.hybrid_engines.training.schedule import learning_rates
 
 ALGORITHM = AlgorithmConfig(sampling=SamplingConfig(temperature=1.0), update_epoch=1)
 
@@ -234,7 +234,7 @@ def test_five_steps_in_a_row_that_are_not_finite_stop_the_run() -> None:
     assert train(engine)["train/num_nonfinite"] == 5
     with pytest.raises(NonFiniteError, match="5 times in a row") as caught:
         train(engine)
-    assert "actor.optim.lr" in caught.value.remedy
+    assert "actor.optim.lr" in caught.value.hint
     assert all(tensor.isfinite().all() for _, tensor in engine.weights())
 
 
@@ -336,7 +336,9 @@ def test_a_state_of_another_policy_is_refused(damage: str) -> None:
 
 def test_precision_auto_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_bf16, expected in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr("embodrl.hybrid_engines.precision.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
+        monkeypatch.setattr(
+            "embodrl.hybrid_engines.training.precision.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16
+        )
         assert resolve_precision("auto", "cpu") == expected
         assert resolve_precision("fp32", "cpu") == "fp32"
         assert resolve_precision("bf16", "cpu") == "bf16"

@@ -17,7 +17,7 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config import load_config
 from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, EnvTrainConfig, OptimConfig, RewardConfig
-from embodrl.hybrid_engines.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.workers.reward import Episode, RewardError, RewardWorker
 
 OPTIM = {

@@ -11,7 +11,7 @@ from embodrl.config import load_config
 from embodrl.errors import ConfigError, EmbodrlError
 from embodrl.names import call_named, import_function
 from embodrl.registry import ADVANTAGES, LOSSES, MODELS
-from embodrl.run_files import run_directory
+from embodrl.runs.files import run_directory
 
 ME = "test_user_functions"
 
@@ -60,7 +60,7 @@ def test_a_function_gets_what_it_names() -> None:
 def test_a_function_that_asks_for_what_nobody_has_is_refused() -> None:
     with pytest.raises(EmbodrlError, match="weather") as caught:
         ADVANTAGES.entry(f"{ME}:curious")
-    assert "rewards" in caught.value.remedy and "group_id" in caught.value.remedy
+    assert "rewards" in caught.value.hint and "group_id" in caught.value.hint
 
 
 def test_a_module_that_does_not_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

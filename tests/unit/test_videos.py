@@ -15,15 +15,15 @@ import pytest
 
 from embodrl.config import LoadedConfig, load_config
 from embodrl.data.video_file import frame_rate
+from embodrl.envs.pool.video import VideoWriter
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules
-from embodrl.envs.toy import ToyVectorEnv
-from embodrl.envs.video import VideoWriter
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import MissingDependencyError
-from embodrl.runner import train
-from embodrl.workers.collect import frame_rate as frame_rate_of_data
+from embodrl.runs.collect import frame_rate as frame_rate_of_data
+from embodrl.runs.eval_output import EvalOutput
+from embodrl.runs.train import train
 from embodrl.workers.env import check_videos
-from embodrl.workers.eval_output import EvalOutput
 
 FRAMES = np.random.default_rng(0).integers(0, 255, (6, 64, 64, 3), np.uint8)
 
@@ -128,8 +128,8 @@ def test_videos_are_refused_where_the_simulators_can_not_encode_them(tmp_path: P
     loaded = config(tmp_path, f"env.python={python}")
     with pytest.raises(MissingDependencyError, match=f"imageio-ffmpeg, which {python} has not") as error:
         train(loaded)
-    assert f"{python} -m pip install 'imageio[ffmpeg]'" in error.value.remedy
-    assert "env.video.enabled=false" in error.value.remedy
+    assert f"{python} -m pip install 'imageio[ffmpeg]'" in error.value.hint
+    assert "env.video.enabled=false" in error.value.hint
     with pytest.raises(MissingDependencyError, match=f"which {python} has not"):
         EvalOutput(loaded.config, tmp_path / "out")
     assert not (tmp_path / "run").exists() and not (tmp_path / "out").exists()

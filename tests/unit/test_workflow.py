@@ -15,11 +15,11 @@ import torch
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.config import load_config
 from embodrl.data.rng import RowGenerators
-from embodrl.envs.async_pool import AsyncPool
 from embodrl.envs.environment import ToolResult
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.async_pool import AsyncPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError
-from embodrl.hybrid_engines.async_engine import AsyncEngine
+from embodrl.hybrid_engines.rollout.async_engine import AsyncEngine
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.async_rollout import AsyncRolloutWorker, make_players
 from embodrl.workers.env import make_pool

@@ -12,7 +12,7 @@ from test_workflow import CONFIG, NUM_ENVS, SETTINGS, Compass, rollout
 
 from embodrl.config import load_config
 from embodrl.config.schema import Config
-from embodrl.envs.pool import EnvPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
 from embodrl.workers.env import make_pool
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, Trajectory, stack_trajectories
@@ -143,7 +143,7 @@ def test_if_all_episodes_take_too_long_the_run_stops_and_names_the_key(pool: Env
     with pytest.raises(WorkflowError, match=r"an episode took more than 0\.5 s") as caught:
         rollout(pool, HangsOnce(NUM_ENVS), with_settings("rollout.episode_timeout_s=0.5")).gather(0)
     cause = caught.value.__cause__
-    assert isinstance(cause, EmbodrlError) and "rollout.episode_timeout_s" in cause.remedy
+    assert isinstance(cause, EmbodrlError) and "rollout.episode_timeout_s" in cause.hint
 
 
 def test_a_time_limit_of_the_workflow_s_own_is_told_as_such(pool: EnvPool) -> None:

@@ -13,16 +13,16 @@ import torch
 
 from embodrl.config.schema import ModelConfig, RolloutConfig, SamplingConfig
 from embodrl.errors import EmbodrlError, MissingDependencyError, RolloutEngineError
-from embodrl.hybrid_engines.rollout import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make test-vllm` makes an environment that has it", allow_module_level=True)
 
-from embodrl.hybrid_engines import vllm_decoder
-from embodrl.hybrid_engines.vllm_decoder import import_vllm
-from embodrl.hybrid_engines.vllm_engine import VllmRolloutEngine, language_weights
+from embodrl.hybrid_engines.rollout import vllm_decoder
+from embodrl.hybrid_engines.rollout.vllm_decoder import import_vllm
+from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine, language_weights
 
 pytestmark = pytest.mark.timeout(1800)  # importing and starting vLLM takes minutes on a machine that others use
 ROWS = 5

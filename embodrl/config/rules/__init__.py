@@ -73,7 +73,9 @@ def run_rules(
         [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
         for rules in (RULES, NOTES)
     ]
-    errors, notes = ([context.problem(finding) for rule in rules for finding in rule.check(context)] for rules in sound)
+    errors, notes = (
+        [context.problem(finding, rule.code) for rule in rules for finding in rule.check(context)] for rules in sound
+    )
     return errors, notes
 
 

@@ -77,8 +77,8 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         return
     if actor.training_backend == "native":
         message = f"is {size}, and the backend '{actor.training_backend}' does not cut layers"
-        remedy = "set actor=fsdp or actor=megatron, or leave it at 1"
-        yield Finding(key, message, remedy, "1", others=(BACKEND,))
+        hint = "set actor=fsdp or actor=megatron, or leave it at 1"
+        yield Finding(key, message, hint, "1", others=(BACKEND,))
         return
     if context.config.model.trainable == "lora" and actor.training_backend == "fsdp":
         message = f"is {size}, and layers with low-rank adapters can't be cut"
@@ -91,10 +91,10 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         return
     if count % size:
         message = f"{count} actor process(es) / {size} leaves {count % size}"
-        remedy = f"set it to {divisors(count, size)}"
+        hint = f"set it to {divisors(count, size)}"
         if gpus_per_node(context.config.cluster) == 0:
-            remedy += f", or place {size} processes on the CPU: {KEY}={{actor:'0:0-{size - 1}',rollout:0,env:0}}"
-        yield Finding(key, message, remedy, f"a divisor of {count}", others=(KEY,))
+            hint += f", or place {size} processes on the CPU: {KEY}={{actor:'0:0-{size - 1}',rollout:0,env:0}}"
+        yield Finding(key, message, hint, f"a divisor of {count}", others=(KEY,))
 
 
 @rule(BACKEND, "model.model_type", "model.trainable")

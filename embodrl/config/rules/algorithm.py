@@ -33,11 +33,11 @@ def parts_are_registered(context: Context) -> Iterator[Finding]:
             try:
                 table.entry(name)
             except EmbodrlError as error:
-                yield Finding(f"algorithm.{key}", error.message, error.remedy or f"see {USER_FUNCTIONS}")
+                yield Finding(f"algorithm.{key}", error.message, error.hint or f"see {USER_FUNCTIONS}")
         elif name not in table:
-            hint = nearest(name, table.names())
-            remedy = f"write algorithm.{key}={hint}" if hint else "see `embodrl list algorithms`"
-            yield Finding(f"algorithm.{key}", f"there is no {table.kind} '{name}'", remedy, ", ".join(table), hint)
+            near = nearest(name, table.names())
+            hint = f"write algorithm.{key}={near}" if near else "see `embodrl list algorithms`"
+            yield Finding(f"algorithm.{key}", f"there is no {table.kind} '{name}'", hint, ", ".join(table), near)
 
 
 @rule("algorithm.adv_type", "algorithm.loss_type", "model.add_value_head")
@@ -52,9 +52,9 @@ def critic_is_complete(context: Context) -> Iterator[Finding]:
         message = (
             f"adv_type '{algorithm.adv_type}' needs values, but loss_type '{algorithm.loss_type}' never trains them"
         )
-        remedy = "set algorithm.loss_type=actor_critic"
+        hint = "set algorithm.loss_type=actor_critic"
         fitting = ", ".join(name for name in LOSSES if LOSSES.entry(name).facts.get("needs_values"))
-        yield Finding("algorithm.loss_type", message, remedy, fitting, others=("algorithm.adv_type",))
+        yield Finding("algorithm.loss_type", message, hint, fitting, others=("algorithm.adv_type",))
     if loss and not adv:
         message = (
             f"loss_type '{algorithm.loss_type}' trains values, but adv_type '{algorithm.adv_type}' never uses them"
@@ -85,8 +85,8 @@ def critic_learns(context: Context) -> Iterator[Finding]:
         message = (
             f"{warm_up} iterations would train the value head alone, and loss_type '{algorithm.loss_type}' has none"
         )
-        remedy = "set actor.optim.critic_warmup_iterations=0"
-        yield Finding("actor.optim.critic_warmup_iterations", message, remedy, "0", others=("algorithm.loss_type",))
+        hint = "set actor.optim.critic_warmup_iterations=0"
+        yield Finding("actor.optim.critic_warmup_iterations", message, hint, "0", others=("algorithm.loss_type",))
 
 
 @rule("algorithm.reward_type", "model.value_head.output", "model.add_value_head")
@@ -138,8 +138,8 @@ def groups_for_normalization(context: Context) -> Iterator[Finding]:
     algorithm = context.config.algorithm
     if algorithm.normalize_advantages and algorithm.normalization_scope == "group" and algorithm.group_size < 2:
         message = "the episodes of a group would be normalised together, and a group of 1 always gives 0"
-        remedy = "set algorithm.group_size=8, or algorithm.normalization_scope=batch"
-        yield Finding("algorithm.group_size", message, remedy, "at least 2", others=("algorithm.normalization_scope",))
+        hint = "set algorithm.group_size=8, or algorithm.normalization_scope=batch"
+        yield Finding("algorithm.group_size", message, hint, "at least 2", others=("algorithm.normalization_scope",))
 
 
 @rule("algorithm.filter", "algorithm.group_size")
@@ -305,8 +305,8 @@ def precisions_agree(context: Context) -> Iterator[Finding]:
     actor, rollout = context.config.actor.precision, context.config.rollout.precision
     if actor != rollout:
         message = f"rollouts in '{rollout}' and training in '{actor}' disagree about log-probs, so no ratio starts at 1"
-        remedy = f"set rollout.precision={actor}, or both to auto"
-        yield Finding("rollout.precision", message, remedy, actor, others=("actor.precision",))
+        hint = f"set rollout.precision={actor}, or both to auto"
+        yield Finding("rollout.precision", message, hint, actor, others=("actor.precision",))
 
 
 @rule("actor.optim.betas")
@@ -328,13 +328,13 @@ def warm_up_findings(context: Context) -> Iterator[Finding]:
     others = ("runner.max_iterations",)
     if critic >= iterations:
         message = f"the policy would never train: the critic's warm-up takes {critic} of {iterations} iterations"
-        remedy = f"set it below {iterations}, or raise runner.max_iterations"
-        yield Finding(WARM_UPS[0], message, remedy, f"0 to {iterations - 1}", others=others)
+        hint = f"set it below {iterations}, or raise runner.max_iterations"
+        yield Finding(WARM_UPS[0], message, hint, f"0 to {iterations - 1}", others=others)
     elif critic + rate > iterations:
         message = f"the learning rate would never reach its peak: {critic} iterations of the critic alone, then {rate}"
         message += f" of warm-up, are more than the {iterations} of the run"
-        remedy = f"set it to at most {iterations - critic}, or raise runner.max_iterations"
-        yield Finding(WARM_UPS[1], message, remedy, f"0 to {iterations - critic}", others=(WARM_UPS[0], *others))
+        hint = f"set it to at most {iterations - critic}, or raise runner.max_iterations"
+        yield Finding(WARM_UPS[1], message, hint, f"0 to {iterations - critic}", others=(WARM_UPS[0], *others))
 
 
 @rule(*WARM_UPS, "runner.max_iterations")

@@ -21,20 +21,22 @@ class Finding:
     Attributes:
         key: the key to be changed first.
         message: what is wrong, with the arithmetic.
-        remedy: what to change.
+        hint: what to change.
         allowed: values that would do, in words.
         nearest: the nearest valid name.
         others: further keys that are part of it; the report names their origins, too.
         at: the key whose origin is meant, if it is not ``key`` itself.
+        code: stable identifier; by default the name of the rule.
     """
 
     key: str
     message: str
-    remedy: str
+    hint: str
     allowed: str = ""
     nearest: str = ""
     others: tuple[str, ...] = ()
     at: str = ""
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,15 @@ class Context:
             default = cast(dict[str, Any], default).get(part) if isinstance(default, dict) else None
         return node.origin.kind == "argument" or (node.origin.by_user and node.plain() != default)
 
-    def problem(self, finding: Finding) -> ConfigProblem:
-        """Return the finding with origins."""
+    def problem(self, finding: Finding, code: str) -> ConfigProblem:
+        """Return the finding with origins, and the rule's code where it has none of its own."""
         keys = (finding.at or finding.key, *finding.others)
         origin = (
             "\n".join(f"{key}: {self.origin(key)}" for key in keys) if finding.others else str(self.origin(keys[0]))
         )
-        return ConfigProblem(finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.remedy)
+        return ConfigProblem(
+            finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.hint, finding.code or code
+        )
 
 
 Check = Callable[[Context], Iterator[Finding]]
@@ -93,6 +97,11 @@ class Rule:
 
     check: Check
     keys: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """Stable identifier of what the rule finds: its name in kebab case."""
+        return self.check.__name__.replace("_", "-")
 
 
 RULES: list[Rule] = []

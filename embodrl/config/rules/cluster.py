@@ -95,10 +95,10 @@ def processes_of(config: Config, component: str, text: str, pools: dict[str, Poo
     """
     label, ranks = split_group(text)
     if label not in pools:
-        hint = nearest(label, [name for name in pools if name])
+        near = nearest(label, [name for name in pools if name])
         raise PlacementError(
             f"there is no node group '{label}'",
-            f"write {hint}/{ranks}" if hint else "name it in cluster.node_groups",
+            f"write {near}/{ranks}" if near else "name it in cluster.node_groups",
             ", ".join(name for name in pools if name),
         )
     count = config.env.num_processes if component == "env" else None
@@ -132,20 +132,20 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
         at = f"{KEY}.{names}"
         for name in (part.strip() for part in names.split(",")):
             if name not in COMPONENTS:
-                hint = nearest(name, list(COMPONENTS))
-                remedy = f"write {hint}" if hint else "remove it"
+                near = nearest(name, list(COMPONENTS))
+                hint = f"write {near}" if near else "remove it"
                 message = f"there is no component '{name}' (in '{names}')"
                 if name == "reward":
-                    message, remedy = f"rewards are computed by the main process (in '{names}')", "leave it out"
-                yield Finding(KEY, message, remedy, ", ".join(COMPONENTS), hint, at=at)
+                    message, hint = f"rewards are computed by the main process (in '{names}')", "leave it out"
+                yield Finding(KEY, message, hint, ", ".join(COMPONENTS), near, at=at)
             elif name in seen:
                 message = f"the component '{name}' is placed twice"
                 yield Finding(KEY, message, "name it in one line only", "once each", at=at)
             seen.append(name)
     missing = [name for name in COMPONENTS if name not in seen]
     if missing:
-        remedy = "add a line for it, e.g. '" + ",".join(missing) + ": all'"
-        yield Finding(KEY, f"no place is given for {', '.join(missing)}", remedy, f"all of {', '.join(COMPONENTS)}")
+        hint = "add a line for it, e.g. '" + ",".join(missing) + ": all'"
+        yield Finding(KEY, f"no place is given for {', '.join(missing)}", hint, f"all of {', '.join(COMPONENTS)}")
 
 
 @rule("cluster.node_groups", "cluster.num_nodes")
@@ -161,7 +161,7 @@ def node_groups_are_sound(context: Context) -> Iterator[Finding]:
         try:
             pools_of(cluster.model_copy(update={"node_groups": (group,)}), 1)
         except PlacementError as error:
-            yield Finding(f"{key}.node_ranks", str(error), error.remedy, error.allowed, others=("cluster.num_nodes",))
+            yield Finding(f"{key}.node_ranks", str(error), error.hint, error.allowed, others=("cluster.num_nodes",))
 
 
 @rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
@@ -182,9 +182,7 @@ def places_exist(context: Context) -> Iterator[Finding]:
                 found[name] = processes_of(config, name, text, pools)
             except PlacementError as error:
                 message = f"'{names}: {text}' can't be read or had: {error}"
-                yield Finding(
-                    KEY, message, error.remedy, error.allowed, others=("cluster.device",), at=f"{KEY}.{names}"
-                )
+                yield Finding(KEY, message, error.hint, error.allowed, others=("cluster.device",), at=f"{KEY}.{names}")
                 break
     if not context.planning:
         yield from native_is_one_process(config, found)
@@ -280,8 +278,8 @@ def lacks_of_this_machine(config: Config) -> Iterator[Finding]:
     cluster = config.cluster
     if cluster.num_nodes > 1 and cluster.launcher != "ray":
         message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows this machine only"
-        remedy = "set cluster.launcher=ray, or num_nodes to 1; `embodrl plan train` looks at any number"
-        yield Finding("cluster.num_nodes", message, remedy, "1, or launcher ray", others=("cluster.launcher",))
+        hint = "set cluster.launcher=ray, or num_nodes to 1; `embodrl plan train` looks at any number"
+        yield Finding("cluster.num_nodes", message, hint, "1, or launcher ray", others=("cluster.launcher",))
     hardware = cluster.hardware
     if hardware.name is None:
         return
@@ -333,8 +331,8 @@ def device_has_the_dtype(context: Context) -> Iterator[Finding]:
     actor = context.config.actor
     if actor.param_dtype == "bf16" and actor.precision == "fp32":
         message = "weights in bf16 can't be computed with in fp32 precision"
-        remedy = "set actor.precision=auto and rollout.precision=auto, or actor.param_dtype=fp32"
-        yield Finding("actor.precision", message, remedy, "auto, bf16", others=("actor.param_dtype",))
+        hint = "set actor.precision=auto and rollout.precision=auto, or actor.param_dtype=fp32"
+        yield Finding("actor.precision", message, hint, "auto, bf16", others=("actor.param_dtype",))
 
 
 @note("cluster.hardware")

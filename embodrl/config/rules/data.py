@@ -23,8 +23,8 @@ def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
             for name, known in others.items()
             if "experts" in known and known.get("expert_tasks") != ()
         ]
-        remedy = facts.get("demonstrations", "choose an environment that has experts")
-        yield Finding("env.env_type", f"{env.env_type} has no scripted experts", remedy, ", ".join(there_are))
+        hint = facts.get("demonstrations", "choose an environment that has experts")
+        yield Finding("env.env_type", f"{env.env_type} has no scripted experts", hint, ", ".join(there_are))
     elif lacking := [task for task in env.tasks if task not in shown]:
         message = f"there is no scripted expert for {', '.join(lacking)}"
         yield Finding("env.tasks", message, "collect demonstrations of tasks that have one", ", ".join(shown))

@@ -212,9 +212,9 @@ def cameras_are_sound(context: Context) -> Iterator[Finding]:
                 f"{key}.name", f"two cameras are called '{camera.name}'", "give each camera a name of its own"
             )
         if camera.fov_rad is not None and camera.fov_rad >= math.pi:
-            remedy = f"it is in radians: {camera.fov_rad:g} degrees are {math.radians(camera.fov_rad):.3g}"
+            hint = f"it is in radians: {camera.fov_rad:g} degrees are {math.radians(camera.fov_rad):.3g}"
             yield Finding(
-                f"{key}.fov_rad", f"{camera.fov_rad:g} radians are half a turn or more", remedy, "below 3.14159"
+                f"{key}.fov_rad", f"{camera.fov_rad:g} radians are half a turn or more", hint, "below 3.14159"
             )
         if (camera.eye is None) != (camera.target is None):
             given, absent = ("eye", "target") if camera.eye is not None else ("target", "eye")
@@ -270,9 +270,9 @@ def gpu_physics_fits(context: Context) -> Iterator[Finding]:
 def some_triangles_remain(context: Context) -> Iterator[Finding]:
     """Decimation leaves something to be seen."""
     if context.config.env.mesh_decimation == 1:
-        remedy = "set it to 0.95, or auto"
+        hint = "set it to 0.95, or auto"
         yield Finding(
-            "env.mesh_decimation", "dropping all triangles leaves an invisible robot", remedy, "0 to below 1, or auto"
+            "env.mesh_decimation", "dropping all triangles leaves an invisible robot", hint, "0 to below 1, or auto"
         )
 
 

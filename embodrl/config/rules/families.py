@@ -31,8 +31,8 @@ def _holds(fact: Any, value: object) -> bool:
 def _divides(part: str, whole: str, small: int, large: int) -> Iterator[Finding]:
     if large % small:
         message = f"{small} does not divide {whole} = {large}: {large} / {small} leaves {large % small}"
-        remedy = f"change it, or set {whole} to {multiples(large, small)}"
-        yield Finding(part, message, remedy, f"a divisor of {large}", others=(whole,))
+        hint = f"change it, or set {whole} to {multiples(large, small)}"
+        yield Finding(part, message, hint, f"a divisor of {large}", others=(whole,))
 
 
 def _even(key: str, value: int, why: str) -> Iterator[Finding]:
@@ -43,8 +43,8 @@ def _even(key: str, value: int, why: str) -> Iterator[Finding]:
 def _at_most(key: str, value: int, limit_key: str, limit: int, what: str) -> Iterator[Finding]:
     if value > limit:
         message = f"{what}: {value}, and {limit_key} is {limit}"
-        remedy = f"set it to {limit} or less, or {limit_key} to {value} or more"
-        yield Finding(key, message, remedy, f"1 to {limit}", others=(limit_key,))
+        hint = f"set it to {limit} or less, or {limit_key} to {value} or more"
+        yield Finding(key, message, hint, f"1 to {limit}", others=(limit_key,))
 
 
 @rule("model.model_type", "model.model_path", "model.pi", "model.num_action_chunks", "model.action_dim", "env.cameras")

@@ -27,10 +27,10 @@ def suite_exists(context: Context) -> Iterator[Finding]:
     suite = context.config.env.suite
     if not suites or suite in suites:
         return
-    hint = nearest(suite or "", list(suites))
+    near = nearest(suite or "", list(suites))
     message = f"there is no suite '{suite}'" if suite else f"{context.config.env.env_type} needs a suite"
-    remedy = f"write env.suite={hint or next(iter(suites))}"
-    yield Finding("env.suite", message, remedy, ", ".join(suites), hint, others=("env.env_type",))
+    hint = f"write env.suite={near or next(iter(suites))}"
+    yield Finding("env.suite", message, hint, ", ".join(suites), near, others=("env.env_type",))
 
 
 @rule("env.env_type", "env.suite", "env.tasks")
@@ -72,8 +72,8 @@ def assets_are_there(context: Context) -> Iterator[Finding]:
     if folder is None:
         return
     if what_is(folder) != "directory":
-        remedy = "give the folder with LIBERO's scenes/ and textures/"
-        yield Finding("env.libero_assets", f"there is no directory '{folder}'", remedy, "a directory, or null")
+        hint = "give the folder with LIBERO's scenes/ and textures/"
+        yield Finding("env.libero_assets", f"there is no directory '{folder}'", hint, "a directory, or null")
     elif what_is(str(Path(folder) / "scenes")) != "directory":
         inside = what_is(str(Path(folder) / "assets" / "scenes")) == "directory"
         yield Finding(

@@ -26,11 +26,9 @@ def model_is_registered(context: Context) -> Iterator[Finding]:
     """The model has a name in the registry."""
     name = context.config.model.model_type
     if name not in MODELS:
-        hint = nearest(name, MODELS.names())
-        remedy = (
-            f"write model.model_type={hint}" if hint else "choose a known one, or name the module that registers it"
-        )
-        yield Finding("model.model_type", f"there is no model '{name}'", remedy, ", ".join(MODELS), hint)
+        near = nearest(name, MODELS.names())
+        hint = f"write model.model_type={near}" if near else "choose a known one, or name the module that registers it"
+        yield Finding("model.model_type", f"there is no model '{name}'", hint, ", ".join(MODELS), near)
 
 
 @rule("model.model_path")
@@ -41,20 +39,20 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
         return
     allowed = "an existing directory, a hub id such as openvla/openvla-7b, or null"
     if what_is(path) == "directory":
-        message, remedy = (
+        message, hint = (
             f"'{path}' holds no config.json",
             "give the directory that holds config.json and *.safetensors",
         )
-        yield Finding("model.model_path", message, remedy, allowed)
+        yield Finding("model.model_path", message, hint, allowed)
     elif what_is(path) == "file":
-        message, remedy = f"'{path}' is a file", "give the directory that holds config.json and *.safetensors"
-        yield Finding("model.model_path", message, remedy, allowed)
+        message, hint = f"'{path}' is a file", "give the directory that holds config.json and *.safetensors"
+        yield Finding("model.model_path", message, hint, allowed)
     elif not HUB_ID.fullmatch(path) or what_is(path.partition("/")[0]) == "directory":
-        message, remedy = (
+        message, hint = (
             f"there is no directory '{path}'",
             "give the directory of the checkpoint, or OWNER/NAME of the hub",
         )
-        yield Finding("model.model_path", message, remedy, allowed)
+        yield Finding("model.model_path", message, hint, allowed)
 
 
 @rule("model.warm_start", "model.model_path")
@@ -64,11 +62,11 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
     if model.warm_start in (None, BUILTIN) or model.model_path is not None or context.resuming:
         return
     if what_is(f"{model.warm_start}/config.json") != "file":
-        hint = nearest(str(model.warm_start), [BUILTIN])
-        remedy = "give a directory made by `embodrl sft`, builtin for the shipped weights, or null for random ones"
+        near = nearest(str(model.warm_start), [BUILTIN])
+        hint = "give a directory made by `embodrl sft`, builtin for the shipped weights, or null for random ones"
         found = what_is(str(model.warm_start)) == "directory"
         message = f"'{model.warm_start}' holds no policy" if found else f"there is no directory '{model.warm_start}'"
-        yield Finding("model.warm_start", message, remedy, "builtin, an existing directory, null", hint)
+        yield Finding("model.warm_start", message, hint, "builtin, an existing directory, null", near)
 
 
 @rule("model.warm_start", "model.model_path", "model.architecture")
@@ -113,8 +111,8 @@ def dimensions_divide(context: Context) -> Iterator[Finding]:
     ):
         if width % heads:
             message = f"{heads} heads do not divide {width_key} = {width}: {width} / {heads} leaves {width % heads}"
-            remedy = f"change the heads, or set the width to {multiples(width, heads)}"
-            yield Finding(key, message, remedy, f"a divisor of {width}", others=(width_key,))
+            hint = f"change the heads, or set the width to {multiples(width, heads)}"
+            yield Finding(key, message, hint, f"a divisor of {width}", others=(width_key,))
     head_dim = shape.hidden_size // shape.num_attention_heads
     if shape.hidden_size % shape.num_attention_heads == 0 and head_dim % 2:
         yield Finding(
@@ -146,8 +144,8 @@ def top_k_fits_the_bins(context: Context) -> Iterator[Finding]:
     """No more bins can be kept than there are."""
     top_k, bins = context.config.algorithm.sampling.top_k, facts(context).get("num_bins")
     if bins is not None and top_k > bins:
-        message, remedy = f"an action token has {bins} bins, fewer than {top_k}", "set it to 0, which keeps all"
-        yield Finding("algorithm.sampling.top_k", message, remedy, f"0 to {bins}, but not 1")
+        message, hint = f"an action token has {bins} bins, fewer than {top_k}", "set it to 0, which keeps all"
+        yield Finding("algorithm.sampling.top_k", message, hint, f"0 to {bins}, but not 1")
 
 
 @rule("model.model_type", "model.add_value_head")
@@ -163,11 +161,11 @@ def value_head_has_layers(context: Context) -> Iterator[Finding]:
     """The value head is an MLP."""
     model = context.config.model
     if model.add_value_head and not model.value_head.hidden_sizes:
-        remedy = "set it to [512,128]"
+        hint = "set it to [512,128]"
         yield Finding(
             "model.value_head.hidden_sizes",
             "the value head has no hidden layer",
-            remedy,
+            hint,
             "at least one integer above 0",
         )
 

@@ -36,8 +36,8 @@ def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
     config = context.config
     if config.rollout.backend == "vllm" and config.rollout.enable_offload and config.cluster.device == "cpu":
         message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
-        remedy = "set it to false, or cluster.device=cuda, or rollout.backend=huggingface"
-        yield Finding(ROLLOUT, message, remedy, "false", others=("cluster.device", "rollout.backend"))
+        hint = "set it to false, or cluster.device=cuda, or rollout.backend=huggingface"
+        yield Finding(ROLLOUT, message, hint, "false", others=("cluster.device", "rollout.backend"))
 
 
 @rule(ENV, "env.env_type", "env.sim_backend")
@@ -46,8 +46,8 @@ def simulators_come_back_to_the_bit(context: Context) -> Iterator[Finding]:
     env = context.config.env
     if env.enable_offload and env.env_type == "maniskill" and env.sim_backend == "physx_cuda":
         message = "is true, and physx_cuda comes back from a saved state closely, but not to the bit"
-        remedy = "set it to false, or env.sim_backend=physx_cpu"
-        yield Finding(ENV, message, remedy, "false", others=("env.sim_backend",))
+        hint = "set it to false, or env.sim_backend=physx_cpu"
+        yield Finding(ENV, message, hint, "false", others=("env.sim_backend",))
 
 
 @rule(ACTOR, "actor.fsdp.cpu_offload")

@@ -29,9 +29,9 @@ def pipeline_is_registered(context: Context) -> Iterator[Finding]:
     """The pipeline's name is in the registry."""
     name = context.config.pipeline.name
     if name is not None and name not in PIPELINES:
-        hint = nearest(name, PIPELINES.names())
-        remedy = f"write pipeline={hint}" if hint else "see `embodrl list pipelines`"
-        yield Finding("pipeline.name", f"there is no pipeline '{name}'", remedy, ", ".join(PIPELINES), hint)
+        near = nearest(name, PIPELINES.names())
+        hint = f"write pipeline={near}" if near else "see `embodrl list pipelines`"
+        yield Finding("pipeline.name", f"there is no pipeline '{name}'", hint, ", ".join(PIPELINES), near)
 
 
 def misnamed(config: Config) -> tuple[str, str, str] | None:
@@ -60,8 +60,8 @@ def name_fits_the_algorithm(context: Context) -> Iterator[Finding]:
     if wrong is not None:
         key, wanted, found = wrong
         message = f"the pipeline '{name}' belongs to {key}={wanted}, and it is {found}"
-        remedy = f"choose algorithm={name}, which pipeline={name} does by itself, or leave the pipeline out"
-        yield Finding("pipeline.name", message, remedy, others=(key,))
+        hint = f"choose algorithm={name}, which pipeline={name} does by itself, or leave the pipeline out"
+        yield Finding("pipeline.name", message, hint, others=(key,))
 
 
 @rule("pipeline", "algorithm", "reward")
@@ -76,4 +76,4 @@ def graph_is_sound(context: Context) -> Iterator[Finding]:
     key = "pipeline.name" if pipeline.fn is None else "pipeline.fn"
     problems: list[PipelineProblem] = import_object(FIND_PROBLEMS)(config)
     for problem in problems:
-        yield Finding(key, str(problem), problem.remedy)
+        yield Finding(key, str(problem), problem.hint)

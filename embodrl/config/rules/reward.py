@@ -20,8 +20,8 @@ def reward_function_exists(context: Context) -> Iterator[Finding]:
         try:
             import_function(path)
         except EmbodrlError as error:
-            remedy = error.remedy or "put its directory on PYTHONPATH, or correct the name"
-            yield Finding("reward.fn", error.message, remedy, "module:function, or null")
+            hint = error.hint or "put its directory on PYTHONPATH, or correct the name"
+            yield Finding("reward.fn", error.message, hint, "module:function, or null")
 
 
 @rule("algorithm.srpo", "reward.fn")
@@ -43,14 +43,14 @@ def encoder_exists(context: Context) -> Iterator[Finding]:
         path = srpo.encoder_path
         if path is None or what_is(path) != "directory" or not (Path(path).expanduser() / "config.json").is_file():
             message = "vjepa2 needs a directory with its config.json and model.safetensors"
-            remedy = "download the model and give its directory, or set algorithm.srpo.encoder=pixels"
-            yield Finding("algorithm.srpo.encoder_path", message, remedy, "a directory", others=(key,))
+            hint = "download the model and give its directory, or set algorithm.srpo.encoder=pixels"
+            yield Finding("algorithm.srpo.encoder_path", message, hint, "a directory", others=(key,))
     elif srpo.encoder not in ENCODERS:
         try:
             import_function(srpo.encoder)
         except EmbodrlError as error:
-            remedy = error.remedy or "put its directory on PYTHONPATH, or correct the name"
-            yield Finding(key, error.message, remedy, f"{', '.join(ENCODERS)}, module:function")
+            hint = error.hint or "put its directory on PYTHONPATH, or correct the name"
+            yield Finding(key, error.message, hint, f"{', '.join(ENCODERS)}, module:function")
 
 
 @note("reward")

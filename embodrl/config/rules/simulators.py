@@ -40,9 +40,9 @@ def env_is_registered(context: Context) -> Iterator[Finding]:
     """The environment has a name in the registry."""
     name = context.config.env.env_type
     if name not in ENVS:
-        hint = nearest(name, ENVS.names())
-        remedy = f"write env.env_type={hint}" if hint else "choose a known one, or name the module that registers it"
-        yield Finding("env.env_type", f"there is no environment '{name}'", remedy, ", ".join(ENVS), hint)
+        near = nearest(name, ENVS.names())
+        hint = f"write env.env_type={near}" if near else "choose a known one, or name the module that registers it"
+        yield Finding("env.env_type", f"there is no environment '{name}'", hint, ", ".join(ENVS), near)
 
 
 @rule("env.env_type", "env.tasks")
@@ -56,9 +56,9 @@ def tasks_exist(context: Context) -> Iterator[Finding]:
                 "env.tasks", f"the task '{task}' is named twice", "name each task once; they share the episodes"
             )
         elif known and task not in known:
-            hint = nearest(task, list(known))
-            remedy = f"write {hint}" if hint else "see `embodrl list envs`"
-            yield Finding("env.tasks", f"{env.env_type} has no task '{task}'", remedy, shortened(known), hint)
+            near = nearest(task, list(known))
+            hint = f"write {near}" if near else "see `embodrl list envs`"
+            yield Finding("env.tasks", f"{env.env_type} has no task '{task}'", hint, shortened(known), near)
 
 
 @rule("env.env_type", "model.action_dim")
@@ -85,16 +85,16 @@ def env_offers_it(context: Context) -> Iterator[Finding]:
     modes: tuple[str, ...] = facts.get("reward_modes", (env.reward_mode,))
     if env.reward_mode not in modes:
         lack = "reward of which the change could be taken" if "dense" in modes else "dense reward"
-        message, remedy = f"{env.env_type} has no {lack}", f"set it to {modes[0]}"
-        yield Finding("env.reward_mode", message, remedy, ", ".join(modes), others=("env.env_type",))
+        message, hint = f"{env.env_type} has no {lack}", f"set it to {modes[0]}"
+        yield Finding("env.reward_mode", message, hint, ", ".join(modes), others=("env.env_type",))
     known: tuple[str, ...] = facts.get("cameras", ())
     movable = facts.get("movable_cameras", True)
     for index, camera in enumerate(env.cameras):
         if known and camera.name not in known and not (movable and camera.eye is not None):
-            hint = nearest(camera.name, list(known))
+            near = nearest(camera.name, list(known))
             message = f"{env.env_type} has no camera '{camera.name}'" + ", and no place for one is given" * movable
-            remedy = f"write {hint}" if hint else "name one" + ", or give eye and target" * movable
-            yield Finding(f"env.cameras.{index}.name", message, remedy, ", ".join(known), hint)
+            hint = f"write {near}" if near else "name one" + ", or give eye and target" * movable
+            yield Finding(f"env.cameras.{index}.name", message, hint, ", ".join(known), near)
     if len(env.cameras) > facts.get("max_cameras", len(env.cameras)):
         message = f"{env.env_type} has {facts['max_cameras']} camera, not {len(env.cameras)}"
         yield Finding("env.cameras", message, "leave one", others=("env.env_type",))
@@ -109,12 +109,12 @@ def gymnasium_is_told_what(context: Context) -> Iterator[Finding]:
     if not env.id:
         yield Finding("env.id", "is missing: which environment of Gymnasium?", "set env.id=Reacher-v5, say", "an id")
     if not env.instruction:
-        remedy = 'set env.instruction="move the finger to the ball", say'
-        yield Finding("env.instruction", "is missing: Gymnasium has no words for the policy", remedy, "a sentence")
+        hint = 'set env.instruction="move the finger to the ball", say'
+        yield Finding("env.instruction", "is missing: Gymnasium has no words for the policy", hint, "a sentence")
     elif env.id and context.by_user("env.id") and not context.by_user("env.instruction"):
-        remedy = 'set env.instruction="...": what the policy is told to do there'
+        hint = 'set env.instruction="...": what the policy is told to do there'
         message = f"'{env.instruction}' is what another environment wants, not {env.id}"
-        yield Finding("env.instruction", message, remedy, "a sentence", others=("env.id",))
+        yield Finding("env.instruction", message, hint, "a sentence", others=("env.id",))
 
 
 @rule("env.python")
@@ -122,9 +122,9 @@ def interpreter_exists(context: Context) -> Iterator[Finding]:
     """The interpreter of the simulator processes can be run."""
     python = context.config.env.python
     if python is not None and python != AUTO and not (Path(python).is_file() and os.access(python, os.X_OK)):
-        remedy = "give the path of a Python interpreter that has the simulator, auto, or null for this one"
+        hint = "give the path of a Python interpreter that has the simulator, auto, or null for this one"
         message = f"'{python}' is not a program that can be run"
-        yield Finding("env.python", message, remedy, "the path of an interpreter, auto, or null")
+        yield Finding("env.python", message, hint, "the path of an interpreter, auto, or null")
 
 
 @note("env.env_type", "env.render_detail", "env.mesh_decimation")

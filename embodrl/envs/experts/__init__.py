@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodrl.envs.experts.base import Expert
-from embodrl.envs.experts.maniskill import EXPERTS
+from embodrl.envs.maniskill.experts import EXPERTS
 from embodrl.errors import EnvError
 
 

@@ -44,13 +44,13 @@ def read_init_states(path: Path, sha256: str) -> NDArray[np.float64]:
     Raises:
         EnvError: the file is missing, is not the official one, or holds anything but an array of floats.
     """
-    remedy = "install LIBERO anew: embodrl env install libero --force"
+    hint = "install LIBERO anew: embodrl env install libero --force"
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise EnvError(f"no initial states: {error}", remedy) from error
+        raise EnvError(f"no initial states: {error}", hint) from error
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise EnvError(f"{path} is not the official file of initial states: its checksum differs", remedy)
+        raise EnvError(f"{path} is not the official file of initial states: its checksum differs", hint)
     return parse_init_states(data, str(path))
 
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from embodrl.envs.libero.controller import ArmModel, OscController
 from embodrl.envs.libero.init_states import read_init_states
 from embodrl.envs.libero.suites import SUITES, TaskFacts, init_state_of
-from embodrl.envs.mujoco_faults import Divergence
-from embodrl.envs.mujoco_scene import SceneRenderer, choose_gl, make_camera
+from embodrl.envs.mujoco.faults import Divergence
+from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, MissingDependencyError
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodrl.data.files import raw_bytes
 from embodrl.errors import TornSyncError
 from embodrl.models.base import VLAPolicy
+from embodrl.storage.files import raw_bytes
 
 Named = tuple[str, Tensor]
 Layout = dict[str, tuple[int, ...]]

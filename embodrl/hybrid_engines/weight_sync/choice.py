@@ -46,10 +46,10 @@ def choose_weight_sync(placement: Placed, same_process: bool, kind: str = "auto"
         return "collective" if _far(placement) else "memory"
     found = cast("Kind | None", kind if kind in KINDS else None)
     if found is None:
-        hint = nearest(kind, list(KINDS))
+        near = nearest(kind, list(KINDS))
         raise EmbodrlError(
             f"there is no weight sync '{kind}'; known: auto, {', '.join(KINDS)}",
-            f"did you mean '{hint}'?" if hint else "name one of them",
+            f"did you mean '{near}'?" if near else "name one of them",
         )
     if problem := _problem(found, placement, same_process):
         raise EmbodrlError(f"weight sync '{kind}' can't work here: {problem}", f"take auto, or {_others(found)}")

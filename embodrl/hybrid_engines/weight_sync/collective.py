@@ -28,7 +28,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     num_bytes,
 )
 from embodrl.hybrid_engines.weight_sync.group import SyncGroup
-from embodrl.hybrid_engines.weight_sync.staging import REMEDY, Staging
+from embodrl.hybrid_engines.weight_sync.staging import HINT, Staging
 
 _ALIGNMENT = 16
 Entry = list[Any]
@@ -151,7 +151,7 @@ class CollectiveReceiver(WeightReceiver):
         if failure is not None:
             raise failure
         if not agreed:
-            raise TornSyncError(f"another receiver refused the weights of version {header.version}", REMEDY)
+            raise TornSyncError(f"another receiver refused the weights of version {header.version}", HINT)
         self.target.update_weights(staging.tensors.items(), header.version)
         self._took(header)
         return SyncReport(
@@ -167,7 +167,7 @@ class CollectiveReceiver(WeightReceiver):
             return TornSyncError(
                 f"weights of version {staging.header.version} stopped after {staging.num_buckets} buckets: the sender"
                 f" failed with: {end['reason']}",
-                REMEDY,
+                HINT,
             )
         try:
             staging.finish(end["buckets"], end["tensors"])

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from embodrl.data.files import safetensors_bytes, sync_directory, write_file
 from embodrl.errors import TornSyncError, WeightSyncError, WeightVersionError
 from embodrl.hybrid_engines.weight_sync.base import Header, SyncReport, WeightReceiver, WeightSender, WeightTarget
 from embodrl.hybrid_engines.weight_sync.buckets import (
@@ -31,6 +30,8 @@ from embodrl.hybrid_engines.weight_sync.versions import (
     version_path,
     versions_in,
 )
+from embodrl.storage.atomic import sync_directory, write_file
+from embodrl.storage.files import safetensors_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class DiskSender(WeightSender):
         sync_directory(staging)
         staging.rename(final)
         sync_directory(self.directory)
+        # Not atomic_file: the temporary name must not be taken for a file of the version, and OSErrors are
+        # reported as failures of weight sync.
         hidden = final / f".{STABLE}"
         write_file(hidden, iter([stable]))
         hidden.rename(final / STABLE)

@@ -47,8 +47,8 @@ def open_meeting(init_method: str, world_size: int, is_sender: bool = True, time
     try:
         listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        remedy = "another program has the port, or the address is not one of this machine"
-        raise TornSyncError(f"a weight sync can't be sent from {init_method}: {error}", remedy) from error
+        hint = "another program has the port, or the address is not one of this machine"
+        raise TornSyncError(f"a weight sync can't be sent from {init_method}: {error}", hint) from error
     return TCPStore(host, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
 
 

@@ -18,7 +18,7 @@ from embodrl.hybrid_engines.weight_sync.base import (
     shapes_of,
 )
 from embodrl.hybrid_engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Layout, Named, buckets, checksum
-from embodrl.hybrid_engines.weight_sync.staging import REMEDY, Staging
+from embodrl.hybrid_engines.weight_sync.staging import HINT, Staging
 
 _CHECK_S = 1.0
 
@@ -157,7 +157,7 @@ class MemoryReceiver(WeightReceiver):
                 begun = message
             elif message["version"] != self._given_up:
                 self._given_up = message["version"]
-                raise TornSyncError(f"weights of version {message['version']} came without their beginning", REMEDY)
+                raise TornSyncError(f"weights of version {message['version']} came without their beginning", HINT)
         return begun
 
     def _gather(self, header: Header) -> Staging:
@@ -168,20 +168,20 @@ class MemoryReceiver(WeightReceiver):
             except (ChannelTimeout, ChannelClosed) as error:
                 raise TornSyncError(
                     f"weights of version {header.version} stopped after {staging.num_buckets} buckets: {error.message}",
-                    f"see whether the trainer is alive; {REMEDY}",
+                    f"see whether the trainer is alive; {HINT}",
                 ) from error
             if message["sync"] == "begin":
                 self._begun = message
                 raise TornSyncError(
                     f"weights of version {header.version} stopped after {staging.num_buckets} buckets:"
                     f" version {message['version']} began",
-                    REMEDY,
+                    HINT,
                 )
             if message["sync"] == "abort":
                 raise TornSyncError(
                     f"weights of version {header.version} stopped after {staging.num_buckets} buckets: the sender"
                     f" failed with: {message['reason']}",
-                    REMEDY,
+                    HINT,
                 )
             if message["sync"] == "end":
                 staging.finish(message["buckets"], message["tensors"])

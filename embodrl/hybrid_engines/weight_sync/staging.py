@@ -10,7 +10,7 @@ from embodrl.errors import TornSyncError, WeightChecksumError
 from embodrl.hybrid_engines.weight_sync.base import Header
 from embodrl.hybrid_engines.weight_sync.buckets import checksum, num_bytes
 
-REMEDY = "the version before keeps acting; the next sync brings newer weights"
+HINT = "the version before keeps acting; the next sync brings newer weights"
 
 
 class Staging:
@@ -35,7 +35,7 @@ class Staging:
         version = self.header.version
         if index != self.num_buckets:
             raise TornSyncError(
-                f"weights of version {version}: bucket {index} came where {self.num_buckets} was due", REMEDY
+                f"weights of version {version}: bucket {index} came where {self.num_buckets} was due", HINT
             )
         for name, wanted in (checksums or {}).items():
             check_bytes(name, version, checksum(tensors[name]), wanted)
@@ -52,7 +52,7 @@ class Staging:
             raise TornSyncError(
                 f"weights of version {self.header.version}: {self.num_buckets} of {num_buckets} buckets with"
                 f" {len(self.tensors)} of {num_tensors} tensors came",
-                REMEDY,
+                HINT,
             )
 
     @property
@@ -69,5 +69,5 @@ def check_bytes(name: str, version: int, found: int, wanted: int) -> None:
     """
     if found != wanted:
         raise WeightChecksumError(
-            f"weights of version {version}: '{name}' has the checksum {found:08x} instead of {wanted:08x}", REMEDY
+            f"weights of version {version}: '{name}' has the checksum {found:08x} instead of {wanted:08x}", HINT
         )

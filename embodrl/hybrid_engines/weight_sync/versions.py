@@ -21,7 +21,7 @@ from torch import Tensor
 from embodrl.errors import TornSyncError
 from embodrl.hybrid_engines.weight_sync.base import Header
 from embodrl.hybrid_engines.weight_sync.buckets import Layout, Named, as_tensor, checksum
-from embodrl.hybrid_engines.weight_sync.staging import REMEDY, check_bytes
+from embodrl.hybrid_engines.weight_sync.staging import HINT, check_bytes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -175,4 +175,4 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _torn(path: Path, problem: str) -> TornSyncError:
-    return TornSyncError(f"weights in {path}: {problem}", REMEDY)
+    return TornSyncError(f"weights in {path}: {problem}", HINT)

@@ -38,7 +38,7 @@ def check_family(raw: Mapping[str, Any], wanted: tuple[str, ...], source: str) -
         source: named in errors.
 
     Raises:
-        CheckpointError: it is of another family; the remedy names that one.
+        CheckpointError: it is of another family; the hint names that one.
     """
     found = families_of(raw)
     if found and not set(found) & set(wanted):

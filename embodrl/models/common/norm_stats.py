@@ -120,10 +120,10 @@ def choose_key(keys: Collection[str], key: str | None, source: str) -> str:
     if key not in keys and f"{key}_no_noops" in keys:
         return f"{key}_no_noops"
     if key not in keys:
-        hint = nearest(key, list(keys))
+        near = nearest(key, list(keys))
         raise CheckpointError(
             f"{source} has no action statistics '{key}'; it has: {listed}",
-            f"set model.unnorm_key={hint}" if hint else "set model.unnorm_key to one of these",
+            f"set model.unnorm_key={near}" if near else "set model.unnorm_key to one of these",
         )
     return key
 

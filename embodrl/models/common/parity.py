@@ -81,18 +81,18 @@ def read_settings(directory: Path, defaults: Mapping[str, Setting], others: Coll
     """
     path = directory / CONFIG_FILE
     section = read_json(path).get(SECTION, {}) if path.is_file() else {}
-    remedy = f"known settings: {', '.join(defaults)}"
+    hint = f"known settings: {', '.join(defaults)}"
     if not isinstance(section, dict):
-        raise CheckpointError(f"{path}: '{SECTION}' holds no mapping", remedy)
+        raise CheckpointError(f"{path}: '{SECTION}' holds no mapping", hint)
     found = dict(defaults)
     for name, value in section.items():
         if name in others:
             continue
         if name not in defaults:
-            raise CheckpointError(f"{path}: unknown setting '{SECTION}.{name}'", remedy)
+            raise CheckpointError(f"{path}: unknown setting '{SECTION}.{name}'", hint)
         wanted = type(defaults[name])
         if type(value) is not wanted or (wanted is int and int(value) < 1):
-            raise CheckpointError(f"{path}: {SECTION}.{name} is {value!r}, not a valid {wanted.__name__}", remedy)
+            raise CheckpointError(f"{path}: {SECTION}.{name} is {value!r}, not a valid {wanted.__name__}", hint)
         found[name] = value
     return found
 

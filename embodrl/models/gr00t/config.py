@@ -305,8 +305,8 @@ def _reject_other_models(raw: dict[str, Any], source: str) -> None:
     check_family(raw, ("gr00t",), source)
     found = raw.get("model_type", raw.get("type"))
     if found != MODEL_TYPE:
-        remedy = "use a checkpoint of GR00T N1.5 in NVIDIA's layout, or choose the matching model.model_type"
-        raise CheckpointError(f"{source}: model_type is '{found}', not '{MODEL_TYPE}'", remedy)
+        hint = "use a checkpoint of GR00T N1.5 in NVIDIA's layout, or choose the matching model.model_type"
+        raise CheckpointError(f"{source}: model_type is '{found}', not '{MODEL_TYPE}'", hint)
     backbone = _required(raw, "backbone_cfg", source)
     for name in ("project_to_dim", "reproject_vision"):
         if backbone.get(name):

@@ -174,10 +174,10 @@ def choose_robot(metadata: dict[str, Any], key: str | None, action_dim: int, sou
             )
         key = names[0]
     if key not in metadata:
-        hint = nearest(key, names)
+        near = nearest(key, names)
         raise CheckpointError(
             f"{source} has no statistics of the robot '{key}'; it has: {listed}",
-            f"set model.unnorm_key={hint}" if hint else "set model.unnorm_key to one of these",
+            f"set model.unnorm_key={near}" if near else "set model.unnorm_key to one of these",
         )
     statistics = metadata[key].get("statistics", {})
     action = _joined(statistics.get("action", {}), f"{source}: action statistics of '{key}'")

@@ -114,11 +114,11 @@ def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
         tokenizer = SentencePieceTokenizer(directory / SENTENCEPIECE_FILE)
     else:
         repository = hub_name(directory)
-        remedy = (
+        hint = (
             f"put {JSON_FILE} of {repository}, or big_vision's paligemma_tokenizer.model as {SENTENCEPIECE_FILE}, in"
             f" {directory}; to fetch it, accept its licence on the hub and log in (`hf auth login`)"
         )
-        tokenizer = JsonTokenizer(fetch_tokenizer(repository, [JSON_FILE], directory, remedy) / JSON_FILE)
+        tokenizer = JsonTokenizer(fetch_tokenizer(repository, [JSON_FILE], directory, hint) / JSON_FILE)
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(
             f"the tokenizer of {directory} has {tokenizer.vocab_size} ids, the model {vocab_size}",

@@ -162,4 +162,4 @@ def settle(future: Future[Outcome], outcome: Outcome | BaseException) -> None:
 def raised(name: str, rank: int, report: Mapping[str, Any], log_tail: str = "") -> WorkerRaised:
     """Return the error of a method from what the worker told of it."""
     message = f"{name} raised {report['type']} in {report['method']}: {report['message']}"
-    return WorkerRaised(message, report["remedy"], rank, report["traceback"], log_tail)
+    return WorkerRaised(message, report["hint"], rank, report["traceback"], log_tail)

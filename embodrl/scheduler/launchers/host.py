@@ -7,7 +7,7 @@ import time
 import traceback
 from typing import Any
 
-from embodrl.envs.worker_main import bind_to_core
+from embodrl.envs.pool.worker_main import bind_to_core
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_object
 from embodrl.scheduler.channel import Channel
@@ -97,6 +97,6 @@ def report(error: BaseException, method: str) -> dict[str, Any]:
         "type": type(error).__name__,
         "method": method,
         "message": error.message if isinstance(error, EmbodrlError) else str(error),
-        "remedy": error.remedy if isinstance(error, EmbodrlError) else "",
+        "hint": error.hint if isinstance(error, EmbodrlError) else "",
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
     }

@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import Any
 
-from embodrl.envs.worker_main import die_with_parent
+from embodrl.envs.pool.worker_main import die_with_parent
 from embodrl.errors import MessageError
 from embodrl.scheduler.channel import Channel, SharedChannel
 from embodrl.scheduler.launchers.host import Host, report
@@ -74,7 +74,7 @@ def serve(sock: socket.socket, host: Host) -> None:
             try:
                 send(sock, Kind.OK, message.call, answer)
             except MessageError as error:
-                raise MessageError(f"the result can't be sent: {error.message}", error.remedy) from error
+                raise MessageError(f"the result can't be sent: {error.message}", error.hint) from error
         except PeerGone:
             raise
         except Exception as error:  # noqa: BLE001 - the parent raises it

@@ -1,0 +1,30 @@
+"""Start of a simulator process: ``python bootstrap.py SOCKET_FD MEMORY_FD``.
+
+Loads the package ``embodrl`` from where this file lies without adding the surrounding site-packages to the path:
+the interpreter may belong to a simulator's own virtual environment, whose packages must win.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Load embodrl and serve."""
+    package = Path(__file__).resolve().parents[2]
+    sys.path.pop(0)
+    spec = importlib.util.spec_from_file_location(
+        "embodrl", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["embodrl"] = module
+    spec.loader.exec_module(module)
+
+    from embodrl.envs.pool.worker_main import main as serve
+
+    serve(int(sys.argv[1]), int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

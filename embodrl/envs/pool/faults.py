@@ -1,0 +1,212 @@
+"""What counts as broken, what became of it, and the step that ends an episode which a fault has cost.
+
+Legend: B environments, C actions in a chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.errors import EnvQuarantined
+from embodrl.types import EnvStep, Observation
+
+if TYPE_CHECKING:
+    from embodrl.envs.pool.manager import EnvManager
+
+logger = logging.getLogger("embodrl.envs")
+
+_COUNTING = threading.Lock()
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+@dataclass
+class FaultCounts:
+    """What went wrong in a run so far.
+
+    Attributes:
+        restarts: processes started anew.
+        lost_episodes: episodes ended as not valid, for whatever reason.
+        quarantined: of those, the ones with a reward or state that was not finite or out of bounds.
+        rollout_restarts: rollout processes brought up anew, each with its simulators.
+    """
+
+    restarts: int = 0
+    lost_episodes: int = 0
+    quarantined: int = 0
+    rollout_restarts: int = 0
+
+    def count(self, name: str, number: int = 1, limit: int | None = None) -> bool:
+        """Count more of what ``name`` says, unless there are ``limit`` already: then return False.
+
+        Pools of several threads share these counts.
+        """
+        with _COUNTING:
+            known = getattr(self, name)
+            if limit is not None and known >= limit:
+                return False
+            setattr(self, name, known + number)
+            return True
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Beyond these a number is taken for a fault of the simulator, as one that is not finite is.
+
+    Attributes:
+        reward: largest absolute value of a reward.
+        state: largest absolute value of a number of the state.
+    """
+
+    reward: float = 1e6
+    state: float = 1e6
+
+    def broken_states(self, observation: Observation) -> NDArray[np.bool_]:
+        """Return ``bool[B]``: where the state can't be true."""
+        return _beyond(observation.state, self.state)
+
+    def hold(self, step: EnvStep) -> bool:
+        """Return True if nothing in a step can be broken: the quick way where ``broken_rows`` would find none.
+
+        Rows of the final observation that say nothing are looked at, too, so that False means no more than a doubt.
+        """
+        states = [step.observation.state]
+        if step.final_observation is not None:
+            states.append(step.final_observation.state)
+        return _within(step.reward, self.reward) and all(_within(state, self.state) for state in states)
+
+    def broken_rows(self, step: EnvStep) -> NDArray[np.bool_]:
+        """Return ``bool[B]``: where a reward or a state, the final one included, can't be true."""
+        bad = _beyond(step.reward, self.reward) | self.broken_states(step.observation)
+        if step.final_observation is not None:
+            bad |= step.final_mask & self.broken_states(step.final_observation)
+        return bad
+
+    def reason(self, step: EnvStep, row: int) -> str:
+        """Tell what makes a row of ``broken_rows`` one."""
+        seen = [step.observation.state[row]]
+        if step.final_observation is not None and step.final_mask[row]:
+            seen.append(step.final_observation.state[row])
+        reward, state = ("reward", step.reward[row], self.reward), ("state", np.concatenate(seen), self.state)
+        for name, values, bound in (reward, state):
+            broken = values[~(np.abs(values) <= bound)]
+            if len(broken):
+                how = f"beyond env.max_abs_{name}={bound:g}" if np.isfinite(broken[0]) else "not finite"
+                return f"{broken[0]:g} in its {name} is {how}"
+        return "nothing"
+
+
+def count_refused(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int, place: str) -> NDArray[np.int64]:
+    """Return the rows whose reward or state can't be true, and count how many episodes in a row each has so lost.
+
+    Args:
+        manager: whose step it is; keeps the counts, as pools come and go.
+        step: before anything is made of it.
+        bounds: what can be true.
+        limit: so many episodes of an environment may end so, without one in between that came to its own end.
+        place: of the manager in its pool, for messages.
+
+    Raises:
+        EnvQuarantined: it is one more.
+    """
+    if bounds.hold(step) and not manager.refused.any():
+        return _NO_ROWS
+    bad = bounds.broken_rows(step)
+    manager.refused[step.valid.any(axis=1) & step.done & ~bad] = 0
+    manager.refused[bad] += 1
+    rows = np.flatnonzero(bad)
+    for row in rows.tolist():
+        task, seed = manager.spec.tasks[int(manager.task_ids[row])], step.episode_seed[row]
+        what = f"environment {manager.first_env + row} (task {task}, seed {seed}): {bounds.reason(step, row)}"
+        logger.warning("%s: %s", manager, what)
+        if manager.refused[row] > limit:
+            raise EnvQuarantined(
+                f"given up after {limit} episodes in a row that broke off so (env.max_restarts), {place}, {what};"
+                f" {manager}",
+                "look at the log of its process, or raise env.max_abs_reward or env.max_abs_state if that may be true",
+            )
+    return rows
+
+
+def forget_refused(managers: Sequence[EnvManager]) -> None:
+    """Begin anew to count episodes in a row that broke off, where those to come were chosen because they had."""
+    for manager in managers:
+        manager.refused[:] = 0
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames of an error that is dealt with: they hold the memory of a process that is gone."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__context__
+
+
+def _within(values: NDArray[np.float32], bound: float) -> bool:
+    """Return True if no number is beyond the bound or not finite: a comparison with what is no number is False."""
+    return not values.size or (float(values.max()) <= bound and float(values.min()) >= -bound)
+
+
+def _beyond(values: NDArray[np.float32], bound: float) -> NDArray[np.bool_]:
+    """Return ``bool[B]`` of ``float32[B,N]``; a comparison with a number that is not one is False."""
+    return np.asarray(~(np.abs(values) <= bound).all(axis=1))
+
+
+def lost_step(
+    observation: Observation, seeds: NDArray[np.int64], chunk: int, rows: NDArray[np.int64], last: Observation | None
+) -> EnvStep:
+    """Return the outcome of a chunk that was not simulated, in a shard whose process has been started anew.
+
+    Args:
+        observation: of the episodes that have begun there.
+        seeds: ``int64[B]`` of theirs.
+        chunk: C.
+        rows: whose episodes were under way.
+        last: what was seen before the chunk; None if nothing was.
+    """
+    batch = len(seeds)
+    step = EnvStep(
+        observation=observation,
+        reward=np.zeros((batch, chunk), np.float32),
+        valid=np.zeros((batch, chunk), np.bool_),
+        terminated=np.zeros((batch, chunk), np.bool_),
+        truncated=np.zeros((batch, chunk), np.bool_),
+        success=np.zeros(batch, np.bool_),
+        episode_return=np.zeros(batch, np.float32),
+        episode_length=np.zeros(batch, np.int32),
+        episode_seed=seeds.copy(),
+        final_mask=np.zeros(batch, np.bool_),
+        final_observation=None,
+    )
+    end_as_invalid(step, rows, last)
+    return step
+
+
+def end_as_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation | None) -> None:
+    """End the episodes of ``rows`` with a chunk that is not valid, ``truncated`` at its first action.
+
+    Args:
+        step: in private memory; changed.
+        rows: ``int64[N]``.
+        last: the last good observation, which becomes the final one.
+    """
+    for array in (step.reward, step.valid, step.terminated, step.truncated, step.success):
+        array[rows] = 0
+    step.episode_return[rows], step.episode_length[rows] = 0.0, 0
+    step.truncated[rows, 0] = True
+    step.final_mask[rows] = last is not None
+    if last is None:
+        return
+    if step.final_observation is None:
+        step.final_observation = last
+        return
+    final = step.final_observation
+    final.images[rows], final.state[rows], final.task_id[rows] = last.images[rows], last.state[rows], last.task_id[rows]
+    for row in rows.tolist():
+        final.instruction[row] = last.instruction[row]

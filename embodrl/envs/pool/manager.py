@@ -1,0 +1,449 @@
+"""EnvManager: a VectorEnv in a process of its own.
+
+Legend: B environments, C actions in a chunk, A action dimensions. docs/env_manager.md tells why it is built so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.pool.channel import Frame, Kind, PeerGoneError
+from embodrl.envs.pool.codec import decode, encode
+from embodrl.envs.pool.process import WorkerProcess, resident_bytes
+from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_step, spec_from_dict
+from embodrl.envs.stepping import next_seed
+from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.types import EnvSpec, EnvStep, Observation
+
+logger = logging.getLogger("embodrl.envs")
+
+_CLOSE_GRACE_S = 5.0
+_SHOWN = 8
+_WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
+
+
+@dataclass(frozen=True)
+class EnvTimeouts:
+    """How long a simulator process may take, in seconds.
+
+    Attributes:
+        start_s: from its start until it is ready.
+        reset_s: a reset, a state transfer or a call.
+        step_s: a chunk.
+    """
+
+    start_s: float = 180.0
+    reset_s: float = 60.0
+    step_s: float = 60.0
+
+
+class EnvManager:
+    """Runs a VectorEnv in a process of its own; observations and actions go through shared memory.
+
+    Results are views of the shared memory and stay valid until the next but one result of this manager; ask for
+    ``copy=True`` to keep them longer. One request is under way at a time, and one thread uses a manager. After
+    EnvWorkerDied or EnvTimeout the process is gone: ``restart`` and ``reset``. After EnvRaised it goes on.
+
+    Args:
+        env_type: a name of the environment registry.
+        kwargs: keyword arguments of the VectorEnv, plain values only.
+        name: for messages and the log file.
+        cpu: core to bind to; None for no binding.
+        numa_node: node whose memory is preferred.
+        python: interpreter of the process; None is this one.
+        timeouts: see EnvTimeouts.
+        log_dir: directory of ``<name>.log`` with what the process prints; None keeps only the end, for messages.
+        max_chunk: largest C; None leaves it to the environment.
+        extensions: modules that the process imports first, which may register environments.
+        first_env: number of its first environment in the whole run, for messages.
+        environ: further environment variables of the process.
+        debug: overwrite results whose time is over, so that views kept too long show.
+    """
+
+    def __init__(
+        self,
+        env_type: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        name: str = "env",
+        cpu: int | None = None,
+        numa_node: int | None = None,
+        python: str | None = None,
+        timeouts: EnvTimeouts | None = None,
+        log_dir: Path | None = None,
+        max_chunk: int | None = None,
+        extensions: Sequence[str] = (),
+        first_env: int = 0,
+        environ: Mapping[str, str] | None = None,
+        debug: bool = False,
+    ) -> None:
+        self.name, self.env_type, self.python = name, env_type, python
+        self.timeouts = timeouts or EnvTimeouts()
+        self.first_env = first_env
+        self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
+        self.lasting: dict[str, Mapping[str, Any] | None] = {}  # what a simulator built anew is asked again, by EnvPool
+        self._config = {
+            "env_type": env_type,
+            "kwargs": dict(kwargs or {}),
+            "cpu": cpu,
+            "numa_node": numa_node,
+            "extensions": list(extensions),
+            "max_chunk": max_chunk,
+        }
+        self._log_path = None if log_dir is None else log_dir / f"{name.replace('/', '_')}.log"
+        self._environ = dict(environ or {})
+        self._debug = debug
+        self._process: WorkerProcess | None = None
+        self._ring: Ring | None = None
+        self._spec: EnvSpec | None = None
+        self._pending: tuple[Kind, int] | None = None
+        self._slot = 0
+        self._offloaded: bytes | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> EnvSpec:
+        """What the environment offers; known from the first start on."""
+        if self._spec is None:
+            raise EnvError(f"{self} has not been started", "call start() first")
+        return self._spec
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None without a process."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process and wait until the environment is ready.
+
+        Raises:
+            EnvRaised, EnvWorkerDied, EnvTimeout: it did not come up.
+        """
+        self.start_async()
+        self.wait_started()
+
+    def start_async(self) -> None:
+        """Start the process; several come up at once this way."""
+        if self._process is not None:
+            raise EnvError(f"{self} runs already", "close() it or restart() it")
+        if self._log_path is not None:
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._process = WorkerProcess(self._config, self.python, self._environ, self._log_path)
+        except OSError as error:
+            raise EnvError(f"{self}: cannot start '{self.python or 'python'}': {error}", "check env.python") from error
+        self._pending = (Kind.BUILD, 0)
+        self._auto_reset = bool(self._config["kwargs"].get("auto_reset", True))
+
+    def wait_started(self) -> None:
+        """Wait until the environment is ready; after ``offload``, until it is back in the state it had."""
+        try:
+            frame = self._receive(Kind.BUILD, self.timeouts.start_s)
+            self._spec = spec_from_dict(decode(frame.payload))
+            assert self._process is not None
+            self._ring = Ring(self._process.memory_fd, self._spec)
+        except EnvRaised:
+            self._drop()
+            raise
+        if len(self.seeds) != (batch := self._spec.num_envs):
+            self.seeds, self.task_ids = np.full(batch, -1, np.int64), np.zeros(batch, np.int32)
+            self.refused = np.zeros(batch, np.int64)
+        if self._offloaded is not None:
+            self.set_state(self._offloaded)
+            self._offloaded = None
+
+    def restart(self) -> None:
+        """Start a fresh process, whatever has become of the present one; its environments need a reset."""
+        self._drop()
+        self._offloaded = None
+        self.start()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """The simulators are away."""
+        return self._offloaded is not None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the process, with what it shares; 0 without one."""
+        return resident_bytes(self.pid)
+
+    def offload(self, end_process: bool = True) -> None:
+        """Take the state out and free the simulators; until ``onload``, nothing can be asked of them.
+
+        ``end_process`` frees all memory of the process, once no view of a result is held; otherwise it stays, with the
+        libraries that it has loaded, and comes back sooner.
+        """
+        if end_process:
+            state = self.get_state()
+            self.close()
+        else:
+            self._request(Kind.OFFLOAD)
+            state = bytes(self._receive(Kind.OFFLOAD, self.timeouts.reset_s).payload)
+        self._offloaded = state
+
+    def onload(self) -> None:
+        """Continue where ``offload`` stopped, to the bit, in a fresh process if there is none; may be tried again."""
+        self.onload_async()
+        self.wait_onloaded()
+
+    def onload_async(self) -> None:
+        """Let the simulators come back; ``wait_onloaded`` waits for them."""
+        if self._offloaded is None:
+            raise EnvError(f"{self} is not offloaded", "call offload() first")
+        if self._process is None:
+            self.start_async()
+        else:
+            self._request(Kind.ONLOAD, payload=self._offloaded)
+
+    def wait_onloaded(self) -> None:
+        """Wait until the simulators are back."""
+        try:
+            if self._pending is not None and self._pending[0] == Kind.ONLOAD:
+                self._receive(Kind.ONLOAD, self.timeouts.start_s)
+                self._offloaded = None
+            else:
+                self.wait_started()
+        except EnvRaised:
+            self._drop()
+            raise
+
+    def close(self) -> None:
+        """End the process; a pending request is given up."""
+        process, pending = self._process, self._pending
+        if process is None:
+            return
+        if pending is None:
+            try:
+                self._request(Kind.CLOSE)
+                self._receive(Kind.CLOSE, _CLOSE_GRACE_S)
+                if self._process is not None and not process.wait_closed(_CLOSE_GRACE_S):
+                    logger.warning("%s did not end by itself after close; it was killed", self)
+            except EnvError as error:
+                logger.warning("%s", error)
+        self._drop()
+
+    def __enter__(self) -> EnvManager:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __str__(self) -> str:
+        text = f"env manager '{self.name}' ({self.env_type}"
+        if self._spec is None:
+            return text + ")"
+        last = self.first_env + self._spec.num_envs - 1
+        tasks = sorted({self._spec.tasks[int(task)] for task in self.task_ids})
+        seeds = [int(seed) for seed in self.seeds if seed >= 0]
+        shown = ", ".join(map(str, seeds[:_SHOWN])) + (", ..." if len(seeds) > _SHOWN else "")
+        return f"{text}, envs {self.first_env}-{last}, tasks {', '.join(tasks[:_SHOWN])}, seeds {shown or 'none yet'})"
+
+    # -- simulation ---------------------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        seeds: NDArray[np.int64],
+        task_ids: NDArray[np.int32],
+        indices: NDArray[np.int64] | None = None,
+        *,
+        copy: bool = False,
+    ) -> Observation:
+        """Start new episodes; arguments as in ``VectorEnv.reset``, all environments without ``indices``."""
+        self.reset_async(seeds, task_ids, indices)
+        return self.wait_reset(copy=copy)
+
+    def reset_async(
+        self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64] | None = None
+    ) -> None:
+        """Ask for new episodes; ``wait_reset`` brings the observation."""
+        batch = self.spec.num_envs
+        rows = np.arange(batch, dtype=np.int64) if indices is None else np.asarray(indices, np.int64)
+        count = len(rows)
+        if not count or count > batch or rows.min() < 0 or rows.max() >= batch or len(set(rows.tolist())) < count:
+            raise EnvError(
+                f"{self}: cannot reset environments {rows.tolist()} of {batch}", "give each index once, in range"
+            )
+        if np.shape(seeds) != (count,) or np.shape(task_ids) != (count,):
+            raise EnvError(
+                f"{self}: {count} seeds and task ids expected, got {np.shape(seeds)} and {np.shape(task_ids)}"
+            )
+        if np.min(task_ids) < 0 or np.max(task_ids) >= len(self.spec.tasks):
+            raise EnvError(f"{self}: task ids {np.unique(task_ids).tolist()} for {len(self.spec.tasks)} tasks")
+        request = self._running_ring().request
+        request["seeds"][:count], request["task_ids"][:count], request["indices"][:count] = seeds, task_ids, rows
+        self.seeds[rows], self.task_ids[rows] = seeds, task_ids
+        self._request(Kind.RESET, count, slot=self._next_slot())
+
+    def wait_reset(self, timeout: float | None = None, *, copy: bool = False) -> Observation:
+        """Return the observation of all B environments after ``reset_async``.
+
+        Raises:
+            EnvRaised, EnvWorkerDied, EnvTimeout: see the class.
+        """
+        frame = self._receive(Kind.RESET, self.timeouts.reset_s if timeout is None else timeout)
+        observation = self._running_ring().slots[frame.slot].observation()
+        return copy_observation(observation) if copy else observation
+
+    def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
+        """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
+        spec = self.spec
+        chunk = actions.shape[1] if actions.ndim == 3 else 0
+        if not 1 <= chunk <= spec.max_chunk or actions.shape != (spec.num_envs, chunk, spec.action_dim):
+            raise EnvError(
+                f"{self}: actions of shape {list(actions.shape)}, expected "
+                f"[{spec.num_envs}, 1 to {spec.max_chunk}, {spec.action_dim}]",
+                "check model.num_action_chunks and model.action_dim",
+            )
+        request = self._running_ring().request
+        request["actions"][:, :chunk] = actions
+        request["active"][:] = True if active is None else active
+        self._request(Kind.STEP, chunk, slot=self._next_slot())
+
+    def wait(self, timeout: float | None = None, *, copy: bool = False) -> EnvStep:
+        """Return what the chunk of ``step_async`` led to.
+
+        Args:
+            timeout: seconds from now; None takes ``timeouts.step_s``.
+            copy: return private memory.
+
+        Raises:
+            EnvRaised: the environment raised; the process goes on.
+            EnvWorkerDied: the process has gone.
+            EnvTimeout: it took too long and was killed.
+        """
+        frame = self._receive(Kind.STEP, self.timeouts.step_s if timeout is None else timeout)
+        step = self._running_ring().slots[frame.slot].step(frame.argument)
+        seeded = (step.episode_seed >= 0) & step.valid[:, 0]
+        self.seeds[seeded] = step.episode_seed[seeded]
+        ended = np.flatnonzero(seeded & step.done & self._auto_reset)
+        self.seeds[ended] = [next_seed(seed) for seed in self.seeds[ended].tolist()]
+        self.task_ids[:] = step.observation.task_id
+        return copy_step(step) if copy else step
+
+    def step(
+        self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None, *, copy: bool = False
+    ) -> EnvStep:
+        """Play a chunk and wait for it."""
+        self.step_async(actions, active)
+        return self.wait(copy=copy)
+
+    def get_state(self) -> bytes:
+        """Return the full simulator state."""
+        self._request(Kind.GET_STATE)
+        return bytes(self._receive(Kind.GET_STATE, self.timeouts.reset_s).payload)
+
+    def set_state(self, state: bytes) -> None:
+        """Continue from a state of ``get_state``, to the bit."""
+        self._request(Kind.SET_STATE, payload=state)
+        # A simulator may have to be built anew and played forward.
+        self._receive(Kind.SET_STATE, self.timeouts.start_s)
+
+    def call(self, method: str, arguments: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+        """Return what ``VectorEnv.call`` answers: plain values and numeric arrays, both ways."""
+        self.call_async(method, arguments)
+        return self.wait_call(method, timeout)
+
+    def call_async(self, method: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """Send a request of ``VectorEnv.call``; ``wait_call`` fetches the answer."""
+        self._request(Kind.CALL, payload=encode({"method": method, "arguments": dict(arguments or {})}))
+        if method == "set_auto_reset":
+            self._auto_reset = bool((arguments or {}).get("value", self._auto_reset))
+
+    def wait_call(self, method: str, timeout: float | None = None) -> Any:
+        """Return the answer to ``call_async``; ``method`` is for messages."""
+        return decode(self._receive(Kind.CALL, self.timeouts.reset_s if timeout is None else timeout, method).payload)
+
+    # -- frames -------------------------------------------------------------------------------------------------------
+
+    def _running(self) -> WorkerProcess:
+        if self._process is None:
+            state, hint = ("offloaded", "onload()") if self.is_offloaded else ("not running", "start() or restart()")
+            raise EnvError(f"{self} is {state}", f"call {hint}")
+        return self._process
+
+    def _running_ring(self) -> Ring:
+        self._running()
+        if self._ring is None:
+            raise EnvError(f"{self} is still starting", "call wait_started()")
+        return self._ring
+
+    def _next_slot(self) -> int:
+        slot = (self._slot + 1) % NUM_SLOTS
+        if self._debug and self._ring is not None:
+            self._ring.slots[slot].poison()
+        return slot
+
+    def _request(self, kind: Kind, argument: int = 0, payload: bytes = b"", slot: int = 0) -> None:
+        process = self._running()
+        if self._offloaded is not None and kind not in _WHILE_OFFLOADED:
+            raise EnvError(f"{self} is offloaded", "call onload()")
+        if self._pending is not None:
+            raise EnvError(
+                f"{self}: {kind.name} asked for while {self._pending[0].name} is under way", "wait for it first"
+            )
+        try:
+            process.channel.send(Frame(kind, slot, argument, payload), time.monotonic() + self.timeouts.reset_s)
+        except PeerGoneError:
+            raise self._died(f"before {kind.name}") from None
+        except TimeoutError:
+            raise self._timed_out(f"taking a {kind.name} request", self.timeouts.reset_s) from None
+        self._pending = (kind, slot)
+        if kind in (Kind.RESET, Kind.STEP):
+            self._slot = slot
+
+    def _receive(self, kind: Kind, timeout_s: float, detail: str = "") -> Frame:
+        process = self._running()
+        if self._pending is None or self._pending[0] != kind:
+            raise EnvError(f"{self}: no {kind.name} is under way", "send the request first")
+        doing = f"{kind.name} {detail}".strip()
+        try:
+            frame = process.channel.receive(time.monotonic() + timeout_s)
+        except PeerGoneError:
+            raise self._died(f"during {doing}") from None
+        except TimeoutError:
+            raise self._timed_out(f"during {doing}", timeout_s) from None
+        self._pending = None
+        if frame.kind == Kind.RAISED:
+            raised = decode(frame.payload)
+            raise EnvRaised(
+                f"{self}: {raised['type']} during {doing}: {raised['message']}\n"
+                f"--- traceback of the simulator process ---\n{raised['traceback'].rstrip()}\n---",
+                raised["hint"],
+            )
+        return frame
+
+    def _died(self, when: str) -> EnvWorkerDied:
+        process = self._running()
+        message = f"{self}: process {process.pid} {process.exit_reason()} {when}{self._log_excerpt(process)}"
+        self._drop()
+        return EnvWorkerDied(message, "look at the log for the cause")
+
+    def _timed_out(self, when: str, timeout_s: float) -> EnvTimeout:
+        process = self._running()
+        process.dump_stack()
+        message = f"{self}: no answer within {timeout_s:g} s {when}; killed{self._log_excerpt(process)}"
+        self._drop()
+        return EnvTimeout(message, "raise env.{start,reset,step}_timeout_s if the simulator is only slow")
+
+    def _log_excerpt(self, process: WorkerProcess) -> str:
+        tail = process.log_tail()
+        where = f" of {process.log_path}" if process.log_path else ""
+        return f"\n--- end of the log{where} ---\n{tail}\n---" if tail else ""
+
+    def _drop(self) -> None:
+        process, self._process, self._ring, self._pending = self._process, None, None, None
+        if process is not None:
+            process.kill()

@@ -1,0 +1,448 @@
+"""EnvPool: several EnvManagers as one batch of environments, and what happens when one of them fails.
+
+Legend: B environments over all managers, C actions in a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.pool.faults import Bounds, FaultCounts, count_refused, end_as_invalid, forget_frames, lost_step
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
+from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
+from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.types import EnvSpec, EnvStep, Observation
+
+logger = logging.getLogger("embodrl.envs")
+
+_FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
+# A request that raises is as likely to be wrong as the simulator: a new process would raise again.
+_LOSSES = (EnvWorkerDied, EnvTimeout)
+# Requests that change how an environment goes on: a process that is started anew is asked again.
+_LASTING = ("set_auto_reset",)
+
+
+class EnvPool:
+    """Several EnvManagers as one batch; rows are in the order of the managers.
+
+    A manager whose process dies, hangs or raises is restarted and reset to the seeds it had, and the episodes under
+    way there end: the chunk is not valid, ``truncated`` at its first action, and the final observation is the last
+    good one. The same happens to a single environment with a reward or state that is not finite or out of bounds. Both
+    are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised; and so it is when as many
+    episodes of one environment in a row broke off over numbers that can't be true.
+
+    Results are valid until the next but one result of the pool; ask for ``copy=True`` to keep them longer.
+
+    Args:
+        managers: equal but for their number of environments.
+        max_restarts: process restarts over the life of the pool and its parts; episodes of one environment that broke
+            off so, without one in between that came to its own end.
+        faults: counts to go on with.
+        bounds: of rewards and states.
+    """
+
+    def __init__(
+        self,
+        managers: Sequence[EnvManager],
+        *,
+        max_restarts: int = 3,
+        faults: FaultCounts | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        if not managers:
+            raise EnvError("a pool needs at least one manager")
+        self.managers = tuple(managers)
+        self.max_restarts = max_restarts
+        self.faults = faults or FaultCounts()
+        self.bounds = bounds or Bounds()
+        self._spec: EnvSpec | None = None
+        self._offsets: list[int] = []
+        self._batch: list[ResultSlot] = []
+        self._parts: list[list[ResultSlot]] = []
+        self._turn = 0
+        self._last: list[Observation | None] = [None] * len(self.managers)
+        self._failed: dict[int, EnvError] = {}
+        self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._chunk = 0
+
+    @staticmethod
+    def create(
+        env_type: str,
+        kwargs: Mapping[str, Any],
+        *,
+        total_num_envs: int,
+        num_processes: int,
+        shard_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        cpus: Sequence[int | None] | None = None,
+        numa_nodes: Sequence[int | None] | None = None,
+        name: str = "env",
+        max_restarts: int = 3,
+        bounds: Bounds | None = None,
+        **manager_options: Any,
+    ) -> EnvPool:
+        """Return a pool of even shards, not yet started.
+
+        Args:
+            env_type: a name of the environment registry.
+            kwargs: keyword arguments of every VectorEnv; ``num_envs`` is added.
+            total_num_envs: B.
+            num_processes: managers; divides B.
+            shard_kwargs: further keyword arguments, one mapping a process (seeds, say).
+            cpus: the core of each process; None binds none.
+            numa_nodes: the NUMA node of each process.
+            name: managers are called ``<name>/<number>``.
+            max_restarts: see the class.
+            bounds: see the class.
+            manager_options: handed to every EnvManager.
+        """
+        if total_num_envs % num_processes:
+            raise EnvError(
+                f"{total_num_envs} environments cannot be spread evenly over {num_processes} processes",
+                "make total_num_envs a multiple of env.num_processes",
+            )
+        size = total_num_envs // num_processes
+        managers = [
+            EnvManager(
+                env_type,
+                {**kwargs, "num_envs": size, **(shard_kwargs[rank] if shard_kwargs else {})},
+                name=f"{name}/{rank}",
+                cpu=cpus[rank] if cpus else None,
+                numa_node=numa_nodes[rank] if numa_nodes else None,
+                first_env=rank * size,
+                **manager_options,
+            )
+            for rank in range(num_processes)
+        ]
+        return EnvPool(managers, max_restarts=max_restarts, bounds=bounds)
+
+    @property
+    def spec(self) -> EnvSpec:
+        """What the whole batch offers.
+
+        Raises:
+            EnvError: not started, or the managers do not agree.
+        """
+        if self._spec is None:
+            specs = [manager.spec for manager in self.managers]
+            counts = [spec.num_envs for spec in specs]
+            if any(replace(spec, num_envs=counts[0]) != specs[0] for spec in specs):
+                raise EnvError("the environments of a pool differ in cameras, state, actions or tasks", "use two pools")
+            self._spec = replace(specs[0], num_envs=sum(counts))
+            self._offsets = np.cumsum([0, *counts]).tolist()
+            if len(self.managers) > 1:
+                self._batch = [ResultSlot.allocate(self._spec) for _ in range(NUM_SLOTS)]
+                borders = list(itertools.pairwise(self._offsets))
+                self._parts = [[slot.rows(start, stop) for start, stop in borders] for slot in self._batch]
+        return self._spec
+
+    def start(self) -> None:
+        """Start all processes at once and wait until they are ready; after ``offload``, continue there."""
+        self.start_async()
+        self.wait_started()
+
+    def start_async(self) -> None:
+        """Start all processes; there is time for other work until ``wait_started``."""
+        try:
+            for manager in self.managers:
+                manager.start_async()
+        except EnvError:
+            self.close()
+            raise
+
+    def wait_started(self) -> None:
+        """Wait until all processes are ready."""
+        try:
+            for manager in self.managers:
+                manager.wait_started()
+            self._ask_again(range(len(self.managers)))
+        except EnvError:
+            self.close()
+            raise
+
+    def split(self, num_parts: int) -> list[EnvPool]:
+        """Return pools of contiguous managers, e.g. one a pipeline stage; they share ``faults`` with this one."""
+        if num_parts < 1 or len(self.managers) % num_parts:
+            raise EnvError(
+                f"{len(self.managers)} env processes cannot form {num_parts} stages",
+                "make env.num_processes a multiple of rollout.pipeline_stages",
+            )
+        size = len(self.managers) // num_parts
+        parts = (self.managers[start : start + size] for start in range(0, len(self.managers), size))
+        options = {"max_restarts": self.max_restarts, "faults": self.faults, "bounds": self.bounds}
+        return [EnvPool(part, **options) for part in parts]
+
+    def close(self) -> None:
+        """End all processes."""
+        for manager in self.managers:
+            manager.close()
+
+    def offload(self, end_processes: bool = True) -> SimulatorMemory | None:
+        """Take the states out and free the simulators; the next request brings them back, as does ``onload``.
+
+        A process that has died is started anew first, as between episodes. Returns None if all are away already.
+        """
+        ranks = [rank for rank, manager in enumerate(self.managers) if not manager.is_offloaded]
+        before = resident(self.managers)
+        for rank in ranks:
+            self._answer(rank, lambda manager: manager.offload(end_processes), restart=True)
+        self._last = [observation and copy_observation(observation) for observation in self._last]
+        return SimulatorMemory(before, resident(self.managers)) if ranks else None
+
+    def onload(self) -> None:
+        """Bring back simulators that are away; see ``envs.offload.onload``."""
+        away = [rank for rank, manager in enumerate(self.managers) if manager.is_offloaded]
+        onload(self.managers, lambda: self.faults.count("restarts", limit=self.max_restarts))
+        self._ask_again(away)
+
+    def _ask_again(self, ranks: Sequence[int]) -> None:
+        """Repeat the requests that last: a simulator that was built anew has its state back, and its first rules."""
+        for rank in ranks:
+            for method, arguments in self.managers[rank].lasting.items():
+                with suppress(*_LOSSES):  # the next request finds it
+                    self.call_one(rank, method, arguments)
+
+    def get_state(self, *, restart: bool = False) -> list[bytes]:
+        """Return the state of every manager; ``restart`` as in ``call``."""
+        self.onload()
+        return [self._answer(rank, EnvManager.get_state, restart) for rank in range(len(self.managers))]
+
+    def set_state(self, states: Sequence[bytes]) -> None:
+        """Continue from states of ``get_state``, to the bit."""
+        self.onload()
+        for manager, state in zip(self.managers, states, strict=True):
+            manager.set_state(state)
+
+    def call(self, method: str, arguments: Mapping[str, Any] | None = None, *, restart: bool = False) -> list[Any]:
+        """Return the answer of every manager to ``VectorEnv.call``; they work on it at the same time.
+
+        Args:
+            method: name of the request.
+            arguments: of the request.
+            restart: start a process that has died or hangs anew, and ask it again. Only between episodes: those that
+                were under way in it begin again, which nobody is told.
+        """
+        self.onload()
+        for rank in range(len(self.managers)):
+            self._send_call(rank, method, arguments)
+        answers: list[Any] = []
+        fault: EnvError | None = None
+        for rank in range(len(self.managers)):  # all of them: an answer that nobody takes blocks the next request
+            try:
+                answers.append(self._wait_call(rank, method, arguments, restart))
+            except EnvError as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault
+        return answers
+
+    def call_one(self, rank: int, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """As ``call``, of one manager. If its process is lost, the next step or reset starts it anew."""
+        self._send_call(rank, method, arguments)
+        return self._wait_call(rank, method, arguments, restart=False)
+
+    def _send_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None) -> None:
+        if method in _LASTING:
+            self.managers[rank].lasting[method] = arguments
+        if rank not in self._failed:
+            try:
+                self.managers[rank].call_async(method, arguments)
+            except _LOSSES as error:
+                self._failed[rank] = error
+
+    def _wait_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None, restart: bool) -> Any:
+        return self._answer(rank, lambda m: m.wait_call(method), restart, lambda m: m.call(method, arguments))
+
+    def _answer(
+        self,
+        rank: int,
+        request: Callable[[EnvManager], Any],
+        restart: bool,
+        again: Callable[[EnvManager], Any] | None = None,
+    ) -> Any:
+        manager = self.managers[rank]
+        try:
+            self._raise_failed(rank)
+            return request(manager)
+        except _LOSSES as error:
+            if not restart:
+                self._failed[rank] = error  # the next step or reset finds it
+                raise
+            fault: EnvError = error
+        while True:
+            self._last[rank] = copy_observation(self._recover(rank, fault))  # a view would hold the memory for long
+            try:
+                return (again or request)(manager)
+            except _LOSSES as error:
+                fault = error
+
+    def __enter__(self) -> EnvPool:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reset(
+        self,
+        seeds: NDArray[np.int64],
+        task_ids: NDArray[np.int32],
+        indices: NDArray[np.int64] | None = None,
+        *,
+        copy: bool = False,
+    ) -> Observation:
+        """Start new episodes; as ``VectorEnv.reset``, all environments without ``indices``."""
+        self.onload()
+        rows = np.arange(self.spec.num_envs) if indices is None else np.asarray(indices)
+        seeds, task_ids = np.asarray(seeds), np.asarray(task_ids)
+        asked: list[int] = []
+        for rank in range(len(self.managers)):
+            mine = (rows >= self._offsets[rank]) & (rows < self._offsets[rank + 1])
+            if mine.any():
+                asked.append(rank)
+                self._send_reset(rank, seeds[mine], task_ids[mine], rows[mine] - self._offsets[rank])
+        parts: list[Observation] = []
+        for rank, manager in enumerate(self.managers):
+            last = self._last[rank]
+            if rank in asked:
+                try:
+                    self._raise_failed(rank)
+                    last = self._checked(manager, manager.wait_reset())
+                except _FAULTS as error:
+                    last = self._recover(rank, error)
+            elif last is None:
+                raise EnvError(f"{manager} has never been reset", "reset all environments first")
+            parts.append(last)
+        self._last = list(parts)
+        if not self._batch:
+            return copy_observation(parts[0]) if copy else parts[0]
+        self._turn = (self._turn + 1) % NUM_SLOTS
+        for target, part in zip(self._parts[self._turn], parts, strict=True):
+            target.write_observation(part)
+        result = self._batch[self._turn].observation()
+        return copy_observation(result) if copy else result
+
+    def _send_reset(
+        self, rank: int, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], rows: NDArray[np.int64]
+    ) -> None:
+        manager = self.managers[rank]
+        if rank in self._failed:  # it begins with these once it has been started anew
+            manager.seeds[rows], manager.task_ids[rows] = seeds, task_ids
+            return
+        try:
+            manager.reset_async(seeds, task_ids, rows)
+        except _FAULTS as error:
+            self._failed[rank] = error
+
+    def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
+        """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
+        self.onload()
+        batch = self.spec.num_envs
+        if len(actions) != batch:
+            raise EnvError(f"actions for {len(actions)} of {batch} environments")
+        self._active = np.ones(batch, np.bool_) if active is None else np.array(active, np.bool_)
+        self._chunk = actions.shape[1] if actions.ndim == 3 else 0
+        for rank, manager in enumerate(self.managers):
+            rows = slice(self._offsets[rank], self._offsets[rank + 1])
+            if rank in self._failed:
+                continue
+            try:
+                manager.step_async(actions[rows], self._active[rows])
+            except _FAULTS as error:
+                self._failed[rank] = error
+
+    def wait(self, timeout: float | None = None, *, copy: bool = False) -> EnvStep:
+        """Return what the chunk of ``step_async`` led to, in all environments."""
+        parts: list[EnvStep] = []
+        for rank, manager in enumerate(self.managers):
+            try:
+                self._raise_failed(rank)
+                step = self._quarantine(rank, manager.wait(timeout))
+            except _FAULTS as error:
+                step = self._lost_step(rank, error)
+            parts.append(step)
+        self._last = [part.observation for part in parts]
+        if not self._batch:
+            return copy_step(parts[0]) if copy else parts[0]
+        self._turn = (self._turn + 1) % NUM_SLOTS
+        for target, part in zip(self._parts[self._turn], parts, strict=True):
+            target.write_step(part)
+        result = self._batch[self._turn].step(self._chunk)
+        return copy_step(result) if copy else result
+
+    def step(
+        self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None, *, copy: bool = False
+    ) -> EnvStep:
+        """Play a chunk and wait for it."""
+        self.step_async(actions, active)
+        return self.wait(copy=copy)
+
+    def _raise_failed(self, rank: int) -> None:
+        error = self._failed.pop(rank, None)
+        if error is not None:
+            raise error
+
+    def _checked(self, manager: EnvManager, observation: Observation) -> Observation:
+        if self.bounds.broken_states(observation).any():
+            raise EnvRaised(
+                f"{manager}: the state after a reset is not finite or beyond env.max_abs_state={self.bounds.state:g}",
+                "look at the simulator, or raise env.max_abs_state",
+            )
+        return observation
+
+    def _recover(self, rank: int, error: EnvError) -> Observation:
+        """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up."""
+        manager = self.managers[rank]
+        while True:
+            if not self.faults.count("restarts", limit=self.max_restarts):
+                raise type(error)(
+                    f"given up after {self.max_restarts} restarts (env.max_restarts), rank {rank} of"
+                    f" {len(self.managers)}: {error.message}",
+                    error.hint,
+                ) from error
+            logger.warning("restart %d of %d: %s", self.faults.restarts, self.max_restarts, error.message)
+            forget_frames(error)
+            try:
+                manager.restart()
+                for method, arguments in manager.lasting.items():
+                    manager.call(method, arguments)
+                return self._checked(manager, manager.reset(self._seeds(manager), manager.task_ids.copy()))
+            except _FAULTS as again:
+                error = again
+
+    def _seeds(self, manager: EnvManager) -> NDArray[np.int64]:
+        """Return ``int64[B]``: the seeds of its episodes, or some where none has begun yet."""
+        return np.where(manager.seeds < 0, manager.first_env + np.arange(len(manager.seeds)), manager.seeds)
+
+    def _lost_step(self, rank: int, error: EnvError) -> EnvStep:
+        last = self._last[rank]
+        last = None if last is None else copy_observation(last)
+        observation = copy_observation(self._recover(rank, error))
+        rows = np.flatnonzero(self._active[self._offsets[rank] : self._offsets[rank + 1]])
+        self.faults.count("lost_episodes", len(rows))
+        return lost_step(observation, self.managers[rank].seeds, self._chunk, rows, last)
+
+    def _quarantine(self, rank: int, step: EnvStep) -> EnvStep:
+        """End the episodes of environments with a reward or state that can't be true, and reset those environments."""
+        manager, last = self.managers[rank], self._last[rank]
+        place = f"rank {rank} of {len(self.managers)}"
+        rows = count_refused(manager, step, self.bounds, self.max_restarts, place)
+        if not len(rows):
+            return step
+        step, last = copy_step(step), None if last is None else copy_observation(last)
+        # Not the episode that an auto-reset has begun: the one that ends here is played again.
+        seeds = np.where(step.episode_seed < 0, self._seeds(manager), step.episode_seed)
+        again = manager.reset(seeds[rows], manager.task_ids[rows], rows)
+        step.observation = copy_observation(self._checked(manager, again))
+        end_as_invalid(step, rows, last)
+        self.faults.count("lost_episodes", len(rows))
+        self.faults.count("quarantined", len(rows))
+        return step

@@ -1,0 +1,89 @@
+"""Videos of episodes, written by the simulator process itself."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.storage.atomic import atomic_file
+
+logger = logging.getLogger("embodrl.envs")
+
+
+class VideoWriter:
+    """Collects frames of the recorded rows; a finished video is named after its outcome.
+
+    A video that can't be written is dropped with a warning: the episodes are worth more.
+
+    Args:
+        fps: frames per second.
+    """
+
+    def __init__(self, fps: float) -> None:
+        self._fps = fps
+        self._frames: dict[int, list[NDArray[np.uint8]]] = {}
+        self._paths: dict[int, Path] = {}
+
+    def start(self, row: int, path: str) -> None:
+        """Record the episode of ``row`` that is about to start; ``path`` without suffix."""
+        self._frames[row] = []
+        self._paths[row] = Path(path)
+
+    def rows(self, mask: NDArray[np.bool_]) -> list[int]:
+        """Return the recorded rows among those of ``mask bool[B]``."""
+        return [row for row in self._frames if mask[row]]
+
+    def add(self, row: int, frame: NDArray[np.uint8]) -> None:
+        """Add a frame ``uint8[H,W,3]``."""
+        try:
+            self._frames[row].append(frame.copy())
+        except Exception as error:  # noqa: BLE001  (any simulator's frame; the episode continues without its video)
+            self._frames.pop(row)
+            _warn(self._paths.pop(row), error)
+
+    def finish(self, row: int, success: bool) -> None:
+        """Write ``<path>_success.mp4`` or ``<path>_failure.mp4``, or nothing and a warning where that fails."""
+        frames, path = self._frames.pop(row), self._paths.pop(row)
+        target = path.with_name(f"{path.name}_{'success' if success else 'failure'}.mp4")
+        try:
+            with atomic_file(target) as partial:
+                _encode(frames, partial, self._fps)
+        except Exception as error:  # noqa: BLE001  (any codec may fail in its own way; the episodes matter more)
+            _warn(target, error)
+
+    def close(self) -> None:
+        """Drop what was not finished."""
+        if self._frames:
+            logger.info("dropped %d unfinished videos", len(self._frames))
+        self._frames, self._paths = {}, {}
+
+
+def _encode(frames: list[NDArray[np.uint8]], path: Path, fps: float) -> None:
+    """Write an MP4 of ``frames uint8[H,W,3]``.
+
+    Raises:
+        ImportError: imageio or imageio-ffmpeg is not installed.
+        OSError: it can't be written.
+        RuntimeError: it can't be written.
+    """
+    import imageio.v2 as imageio
+    import imageio_ffmpeg
+
+    writer: Any = imageio.get_writer(path, fps=fps, macro_block_size=2, quality=7)
+    try:
+        for frame in frames:
+            writer.append_data(frame)
+    finally:
+        writer.close()
+    # imageio does not look at the status of ffmpeg, which fails at the end where the disk is full.
+    written, _ = imageio_ffmpeg.count_frames_and_secs(str(path))
+    if written != len(frames):
+        raise OSError(f"ffmpeg wrote {written} of {len(frames)} frames; is the disk full?")
+
+
+def _warn(path: Path, error: Exception) -> None:
+    logger.warning("the video %s was dropped: %s: %s", path, type(error).__name__, str(error).strip() or "no reason")

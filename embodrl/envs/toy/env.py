@@ -1,0 +1,119 @@
+"""A dot that has to be moved to a coloured goal: a language-conditioned environment without a simulator.
+
+Deterministic, quick, and complete (auto-reset, truncation, several tasks, state transfer): for tests and first steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
+from embodrl.envs.toy.tasks import INSTRUCTIONS
+
+_COLOURS = {"reach-red": (255, 0, 0), "reach-green": (0, 255, 0)}
+_SPEED = 0.15
+_NEAR = 0.2
+
+
+class ToyVectorEnv(SteppingEnv):
+    """B boards [-1, 1]^2 with a white dot, a red and a green square; the task names the square to go to.
+
+    Args:
+        num_envs: B.
+        tasks: any of ``reach-red`` and ``reach-green``.
+        image_size: pixels, square.
+        max_episode_steps: steps after which an episode is truncated.
+        max_chunk: largest number of actions in a chunk.
+        action_dim: at least 2; the first two move the dot by up to 0.15 a step, the others do nothing.
+        include_state: put the dot's position into the observation.
+        auto_reset: start the next episode at the end of the chunk in which one has ended.
+        ignore_terminations: only the step limit ends an episode.
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 4,
+        tasks: list[str] | tuple[str, ...] = ("reach-red", "reach-green"),
+        image_size: int = 32,
+        max_episode_steps: int = 20,
+        max_chunk: int = 8,
+        action_dim: int = 7,
+        include_state: bool = False,
+        auto_reset: bool = True,
+        ignore_terminations: bool = False,
+    ) -> None:
+        camera = {"name": "base_camera", "height": image_size, "width": image_size}
+        bounds = ((-1.0,) * action_dim, (1.0,) * action_dim)
+        spec = make_spec(num_envs, tasks, [camera], bounds, 2 if include_state else 0, max_chunk)
+        rules = EpisodeRules(max_episode_steps, auto_reset=auto_reset, ignore_terminations=ignore_terminations)
+        super().__init__(spec, rules)
+        self.position = np.zeros((num_envs, 2), np.float32)
+        self.goals = np.zeros((num_envs, 2, 2), np.float32)
+
+    def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
+        """See SteppingEnv."""
+
+    def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        """See SteppingEnv."""
+        for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
+            random = np.random.default_rng(seed)
+            self.position[row] = random.uniform(-0.9, 0.9, 2)
+            self.goals[row] = random.uniform(-0.8, 0.8, (2, 2))
+
+    def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
+        """See SteppingEnv; the dense reward is the distance to the goal, negative."""
+        move = np.clip(actions[:, :2], -1, 1) * np.float32(_SPEED)
+        self.position = np.where(running[:, None], np.clip(self.position + move, -1, 1), self.position)
+        distance = self._distance()
+        return StepResult(-distance, distance < _NEAR)
+
+    def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """See SteppingEnv."""
+        return -self._distance()[rows]
+
+    def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
+        """See SteppingEnv."""
+        axis = np.linspace(-1, 1, self.spec.cameras[0].height, dtype=np.float32)
+        pictures = np.zeros((len(rows), *images.shape[2:]), np.uint8)
+        things = [*((self.goals[rows, i], colour, 0.2) for i, colour in enumerate(_COLOURS.values()))]
+        for centre, colour, radius in [*things, (self.position[rows], (255, 255, 255), 0.1)]:
+            near_x = np.abs(axis[None, None, :] - centre[:, 0, None, None]) < radius
+            near_y = np.abs(axis[None, :, None] - centre[:, 1, None, None]) < radius
+            pictures[near_x & near_y] = colour
+        images[rows, 0] = pictures
+        if self.spec.state_dim:
+            state[rows] = self.position[rows]
+
+    def instruction(self, task_id: int) -> str:
+        """See SteppingEnv."""
+        return INSTRUCTIONS[self.spec.tasks[task_id]]
+
+    def get_sim_state(self) -> dict[str, NDArray[np.float32]]:
+        """See SteppingEnv."""
+        return {"position": self.position, "goals": self.goals}
+
+    def set_sim_state(self, state: dict[str, NDArray[np.float32]]) -> None:
+        """See SteppingEnv."""
+        self.position, self.goals = state["position"], state["goals"]
+
+    def get_sim_row(self, row: int) -> dict[str, NDArray[np.float32]]:
+        """See SteppingEnv."""
+        return {"position": self.position[row].copy(), "goals": self.goals[row].copy()}
+
+    def set_sim_row(self, row: int, state: dict[str, NDArray[np.float32]]) -> None:
+        """See SteppingEnv."""
+        self.position[row], self.goals[row] = state["position"], state["goals"]
+
+    def expert_actions(self) -> NDArray[np.float32]:
+        """See VectorEnv; the straight way to the goal."""
+        actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
+        actions[:, :2] = np.clip((self._goal() - self.position) / _SPEED, -1, 1)
+        return actions
+
+    def _goal(self) -> NDArray[np.float32]:
+        which = np.array([list(_COLOURS).index(task) for task in self.spec.tasks])[self.task_id]
+        return self.goals[np.arange(len(which)), which]
+
+    def _distance(self) -> NDArray[np.float32]:
+        return np.linalg.norm(self._goal() - self.position, axis=1).astype(np.float32)

@@ -1,0 +1,120 @@
+"""The rollout backend "huggingface": the policy's own modules, in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodrl.config.schema import Config, RolloutConfig, SamplingConfig
+from embodrl.data.rng import RandomSource
+from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.offload import Offload
+from embodrl.hybrid_engines.training.parallel import on_threads
+from embodrl.hybrid_engines.training.precision import autocast
+from embodrl.models.base import VLAPolicy
+from embodrl.types import Observation, PolicyOutput
+
+
+class NativeRolloutEngine(RolloutEngine):
+    """Acts with a policy: the one that trains, whose weights are always the newest, or a copy that is told of them.
+
+    On a CPU a batch is cut into ``num_threads`` parts, each with a random generator of its own. See RolloutEngine.
+    """
+
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: RolloutConfig,
+        sampling: SamplingConfig,
+        seed: int,
+        num_threads: int = 1,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        super().__init__(policy, config, sampling, seed, num_threads, part)
+        self._memory = Offload(lambda: [*policy.parameters(), *policy.buffers()])
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See RolloutEngine."""
+        with self._lock:
+            self._memory.onload()
+            self._copy_weights(weights)
+            self.version = version
+
+    def offload(self) -> None:
+        """See RolloutEngine; the policy keeps nothing from one batch to the next but its weights."""
+        with self._lock:
+            if self.may_offload:
+                self.offload_report = self._memory.offload() or self.offload_report
+
+    def onload(self) -> None:
+        """See RolloutEngine."""
+        with self._lock:
+            self._memory.onload()
+
+    def values(self, observation: Observation) -> Tensor:
+        """See RolloutEngine."""
+        self.onload()
+        return super().values(observation)
+
+    def _predict(
+        self,
+        observation: Observation,
+        mode: Literal["train", "eval"],
+        compute_values: bool,
+        generators: Sequence[RandomSource],
+    ) -> PolicyOutput:
+        def compute(part: Observation, generator: RandomSource) -> PolicyOutput:
+            with torch.no_grad(), autocast(self.precision, self.device):
+                return self.policy.predict_action_batch(part, mode, self.sampling, generator, compute_values)
+
+        pairs = zip(self._parts(observation), generators, strict=False)
+        tasks = [lambda part=part, generator=generator: compute(part, generator) for part, generator in pairs]
+        with self._lock:
+            self._memory.onload()
+            outputs, version = on_threads(tasks, self.num_threads), self.version
+        return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=version)
+
+
+def make_rollout_engine(
+    config: Config, policy: VLAPolicy, num_threads: int, part: tuple[int, int] = (0, 1)
+) -> RolloutEngine:
+    """Return the engine that ``rollout.backend`` names.
+
+    Args:
+        config: the run.
+        policy: on its device; shared with the train engine, or a copy (``frozen_copy``).
+        num_threads: of ``cluster.num_threads``.
+        part: see RolloutEngine.
+
+    Raises:
+        EmbodrlError: what the backend needs is missing.
+    """
+    arguments = (policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads, part)
+    if config.rollout.backend == "huggingface":
+        return NativeRolloutEngine(*arguments)
+    from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
+
+    most = config.rollout.vllm.max_num_seqs or most_rows(config)
+    return VllmRolloutEngine(*arguments, max_num_seqs=most)
+
+
+def most_rows(config: Config) -> int:
+    """Return the largest batch that environments of training or evaluation ask with."""
+    return max(config.env.train.total_num_envs // config.rollout.pipeline_stages, config.env.eval.total_num_envs)
+
+
+def concat_outputs(parts: list[PolicyOutput]) -> PolicyOutput:
+    """Return the rows of all parts, in order."""
+    values = [part.values for part in parts if part.values is not None]
+    inputs = parts[0].forward_inputs
+    return PolicyOutput(
+        np.concatenate([part.actions for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat(values) if values else None,
+        {name: torch.cat([part.forward_inputs[name] for part in parts]) for name in inputs},
+    )

@@ -1,0 +1,145 @@
+"""Training in several processes that hold a part of the weights each (FSDP2), with tensor parallelism if asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from embodrl.config.schema import ActorConfig
+from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.training.sharding import (
+    TP,
+    fsdp_modules,
+    held,
+    like,
+    num_copies,
+    part_of,
+    shard_policy,
+    whole,
+)
+from embodrl.hybrid_engines.training.shares import SharedTrainEngine
+from embodrl.hybrid_engines.training.tensor_parallel import cut_layers
+from embodrl.models.base import VLAPolicy
+from embodrl.types import EvalOutput, SamplingParams
+
+
+class FsdpTrainEngine(SharedTrainEngine):
+    """AdamW on the parts of the weights that this process holds.
+
+    Args:
+        policy: whole, the same in all processes, on the device; cut up in place, and only to be used by the engine
+            from then on.
+        config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
+        total_iterations: length of the run, for the learning-rate schedule.
+        mesh: of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
+        keep_reference: keep the weights as they are now; a process keeps its part of what trains.
+        may_be_stale: see ``PolicyTrainEngine``.
+    """
+
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: ActorConfig,
+        total_iterations: int,
+        mesh: DeviceMesh,
+        keep_reference: bool = False,
+        may_be_stale: bool = False,
+    ) -> None:
+        self.tensor_group = mesh.get_group(TP)
+        partial = set(cut_layers(policy, mesh[TP])) if mesh[TP].size() > 1 else set[str]()
+        self.module = shard_policy(policy, mesh, config.fsdp)
+        self.partial = [p for name, p in policy.named_parameters() if name in partial]
+        self.policy_trains = True
+        super().__init__(policy, config, total_iterations, mesh, keep_reference, may_be_stale)
+
+    def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
+        # AdamW works element by element, so plain tensors of the parts do, whatever they are cut along.
+        trained = (*self.policy_parameters, *self.value_parameters)
+        return {p: nn.Parameter(held(p).detach()) for p in trained}
+
+    def evaluate(self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, **wanted: bool) -> EvalOutput:
+        def compute(policy: VLAPolicy) -> tuple[Tensor | None, ...]:
+            output = policy.evaluate_actions(forward_inputs, sampling, **wanted)
+            return output.logprobs, output.entropy, output.values
+
+        logprobs, entropy, values = self.module(compute)
+        if not torch.is_grad_enabled():
+            # Without a backward pass nothing else gives up what was gathered, and it would be used again.
+            for part in fsdp_modules(self.module):
+                part.reshard()
+        return EvalOutput(logprobs, entropy, values)
+
+    def sft_loss(self, inputs: dict[str, Tensor], label_smoothing_bins: float) -> tuple[Tensor, dict[str, Tensor]]:
+        names: list[str] = []
+
+        def compute(policy: VLAPolicy) -> tuple[Tensor | None, ...]:
+            loss, scalars = policy.sft_loss(inputs, label_smoothing_bins)
+            names.extend(scalars)
+            return loss, *scalars.values()
+
+        loss, *scalars = self.module(compute)
+        return loss, dict(zip(names, scalars, strict=True))
+
+    def _let_policy_train(self, train_policy: bool) -> None:
+        self.policy_trains = train_policy
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _before_backward(self, last: bool) -> None:
+        root = cast(FSDPModule, self.module)
+        root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
+
+    def _clip_gradients(self) -> float:
+        if not self.policy_trains:
+            for parameter in self.policy_parameters:
+                parameter.grad = None
+        for parameter in self.partial:
+            if parameter.grad is not None:
+                dist.all_reduce(held(parameter.grad), group=self.tensor_group)
+        for parameter, leaf in self.leaves.items():
+            leaf.grad = None if parameter.grad is None else held(parameter.grad)
+        return self._clip_leaves()
+
+    def _num_copies(self, parameter: nn.Parameter) -> int:
+        return num_copies(parameter, dist.get_world_size())
+
+    def _clear_gradients(self) -> None:
+        super()._clear_gradients()
+        for parameter in self.leaves:
+            parameter.grad = None
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        if self.reference is None:
+            return {}
+        names = {id(p): name for name, p in self.policy.named_parameters()}
+        pairs = zip(self.policy_parameters, self.reference, strict=True)
+        return {names[id(p)]: like(kept, p) for p, kept in pairs}
+
+    def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of the policy, gathered one by one: a collective call."""
+        for name, tensor in super().weights(wanted):
+            yield name, whole(tensor)
+
+    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        moment = super()._moment(parameter, key)
+        return moment if key == "step" else like(moment, parameter)
+
+    def state_dict(self) -> EngineState:
+        """Return weights, optimizer state and counters in one piece: a collective call. What is whole is not copied."""
+        shards = self.shards()
+        tensors = {section: {n: whole(t) for n, t in parts.items()} for section, parts in shards.items()}
+        return EngineState(tensors, self.counters())
+
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        return part_of(whole, like)
+
+    def _assign(self, target: Tensor, whole: Tensor) -> None:
+        held(target).copy_(part_of(whole, target))

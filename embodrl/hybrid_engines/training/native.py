@@ -1,0 +1,101 @@
+"""Training in one process, on a CPU or one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.algorithms.losses import LossOutput
+from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.copies import frozen_copy
+from embodrl.hybrid_engines.training.objective import is_largest
+from embodrl.hybrid_engines.training.parallel import add_gradients, on_threads
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine, RowsT
+from embodrl.hybrid_engines.training.precision import autocast
+from embodrl.models.base import VLAPolicy
+
+# A chunk that waits for inference holds up simulators; a micro-batch that waits holds up nobody.
+NICENESS_BESIDE_ROLLOUTS = 10
+
+
+class NativeTrainEngine(PolicyTrainEngine):
+    """AdamW on the policy's own weights, which the rollout may use as well.
+
+    Args:
+        policy: its ``trainable_groups`` train, the rest stays as it is; moved to the device.
+        config: batch sizes, precision, optimizer.
+        total_iterations: length of the run, for the learning-rate schedule.
+        device: where the policy trains.
+        num_threads: micro-batches computed at the same time on a CPU.
+        keep_reference: keep a frozen copy of the policy as it is now. Only what trains is copied, the rest is shared,
+            so that it costs as much memory again as the trained weights.
+        may_be_stale: rollouts may come from older policies; every update then tells how old they are. Since they are
+            played at the same time, on a CPU inference and simulators then go before training.
+        shares_weights: the rollout uses the same tensors; False for a process that only trains.
+    """
+
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: ActorConfig,
+        total_iterations: int,
+        device: torch.device | str,
+        num_threads: int = 1,
+        keep_reference: bool = False,
+        may_be_stale: bool = False,
+        shares_weights: bool = True,
+    ) -> None:
+        super().__init__(policy.to(device), config, total_iterations, device, may_be_stale)
+        self.shares_weights = shares_weights
+        self.num_threads = num_threads if self.device.type == "cpu" else 1
+        self.niceness = NICENESS_BESIDE_ROLLOUTS if may_be_stale and self.device.type == "cpu" else 0
+        self.reference = frozen_copy(self.policy, self.policy_parameters) if keep_reference else None
+
+    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        if self.reference is None:
+            raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
+        return self._logprobs(self.reference.evaluate_actions, batch, algorithm)
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        if self.reference is None:
+            return {}
+        trained = {id(p) for p in self.policy_parameters}
+        names = [name for name, p in self.policy.named_parameters() if id(p) in trained]
+        frozen = dict(self.reference.named_parameters())
+        return {name: frozen[name].data for name in names}
+
+    def forward_backward(
+        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        def compute(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            micro = minibatch[rows].to(self.device, non_blocking=True)
+            with autocast(self.precision, self.device):
+                output = loss_fn(micro)
+            return output.loss, output.metrics
+
+        chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
+        trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
+        total, outputs = add_gradients(
+            [lambda rows=rows: compute(rows) for rows in chosen], trained, self.num_threads, self.niceness
+        )
+        metrics: dict[str, Tensor] = {}
+        for output in outputs:
+            for name, value in output.items():
+                known = metrics.get(name)
+                both = torch.maximum if is_largest(name) else torch.add
+                metrics[name] = value if known is None else both(known, value)
+        return total, metrics
+
+    def _evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
+        parts = chosen.split(self.config.micro_batch_size)
+        outputs = on_threads([lambda rows=rows: compute(rows) for rows in parts], self.num_threads, self.niceness)
+        for rows, logprobs in zip(parts, outputs, strict=True):
+            result[rows] = logprobs
+
+    def _clip_gradients(self) -> float:
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return float(nn.utils.clip_grad_norm_(trained, self.config.optim.clip_grad))

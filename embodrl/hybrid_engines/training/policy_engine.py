@@ -1,0 +1,473 @@
+"""What every training backend with AdamW shares: the update, its loss, log-probs and the saved state.
+
+A backend says how weights are held and how gradients come about.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.algorithms.advantages import Advantages, explained_variance
+from embodrl.algorithms.decoupled import proximal_columns, staleness_metrics, staleness_of
+from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
+from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.data.batch import Batch
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
+from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
+from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, StateShapes, check_fit
+from embodrl.hybrid_engines.training.objective import chunk_weights, flatten_chunks, is_largest, make_loss
+from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
+from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
+from embodrl.hybrid_engines.training.sharded_checkpoint import FileFacts, load_state, save_state
+from embodrl.hybrid_engines.training.sharding import whole
+from embodrl.models.base import VLAPolicy
+from embodrl.registry import LOSSES
+from embodrl.types import EvalOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_NONFINITE_IN_ROW = 5
+VALUE_GROUP = "value_head"
+RowsT = TypeVar("RowsT", bound=Batch)
+"""A minibatch: a flat ``TrajectoryBatch``, or the frames of supervised fine-tuning."""
+
+
+class PolicyTrainEngine(TrainEngine):
+    """AdamW on the weights of a policy.
+
+    Args:
+        policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and cut up already if it is
+            to be.
+        config: batch sizes, precision, optimizer.
+        total_iterations: length of the run, for the learning-rate schedule.
+        device: where the policy trains.
+        may_be_stale: rollouts may come from older policies; every update then tells how old they are.
+
+    Attributes:
+        memory: what ``offload`` takes off the device.
+        shares_weights: what acts uses the weights themselves, so that they stay on the device.
+        is_shared: other processes of the default group have the rest of the state.
+    """
+
+    shares_weights = False
+    is_shared = False
+
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: ActorConfig,
+        total_iterations: int,
+        device: torch.device | str,
+        may_be_stale: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        self.policy = policy
+        self.config = config
+        self.total_iterations = total_iterations
+        self.precision: Precision = resolve_precision(config.precision, self.device)
+        self.may_be_stale = may_be_stale
+        self.version = 0
+        self.nonfinite_in_row = 0
+        groups = policy.trainable_groups()
+        self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
+        self.value_parameters = list(groups.get(VALUE_GROUP, []))
+        self.leaves = self._make_leaves()
+        self.optimizer = self._build_optimizer()
+        self.memory = Offload(self.offloadable)
+
+    # -- what a backend defines ---------------------------------------------------------------------------------------
+
+    def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return, for every parameter that trains, what the optimizer changes: the same memory."""
+        return {p: p for p in (*self.policy_parameters, *self.value_parameters)}
+
+    def evaluate(self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, **wanted: bool) -> EvalOutput:
+        """Return what ``VLAPolicy.evaluate_actions`` does."""
+        return self.policy.evaluate_actions(forward_inputs, sampling, **wanted)
+
+    @abstractmethod
+    def forward_backward(
+        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the gradients of a minibatch, micro-batch by micro-batch.
+
+        Args:
+            minibatch: flat; its rows are chunks.
+            loss_fn: loss of a micro-batch; those of a minibatch must add up to its loss.
+
+        Returns:
+            the loss and metrics, summed over the micro-batches; of metrics named ``..._max`` the largest.
+        """
+
+    @abstractmethod
+    def _clip_gradients(self) -> float:
+        """Scale the gradients of the leaves to ``optim.clip_grad``; return their L2 norm before."""
+
+    @abstractmethod
+    def _evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
+        """Write ``compute(rows)`` to ``result[rows]`` for the rows ``chosen``, a micro-batch at a time."""
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        optim = self.config.optim
+        param_groups: list[dict[str, Any]] = []
+        for role, parameters in (("policy", self.policy_parameters), ("value", self.value_parameters)):
+            # Biases, norms and layer scales are vectors; decaying them only shrinks activations.
+            for decay, chosen in (
+                (optim.weight_decay, [self.leaves[p] for p in parameters if p.ndim > 1]),
+                (0.0, [self.leaves[p] for p in parameters if p.ndim <= 1]),
+            ):
+                if chosen:
+                    param_groups.append({"params": chosen, "weight_decay": decay, "role": role})
+        return torch.optim.AdamW(param_groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+
+    def update(
+        self,
+        batch: TrajectoryBatch,
+        advantages: Advantages,
+        algorithm: AlgorithmConfig,
+        generator: torch.Generator,
+    ) -> dict[str, float]:
+        self.onload()
+        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        critic_warmup = self._critic_warmup(algorithm)
+        rates = learning_rates(self.config.optim, self.version, self.total_iterations, critic_warmup)
+        self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
+        loss_fn = make_loss(self.evaluate, algorithm, needs_values)
+        staleness = staleness_of(batch.policy_version, batch.valid, self.version)
+        proximal = proximal_columns(batch, algorithm, self._policy_staleness(batch, algorithm))
+        chunks = flatten_chunks(batch.replace(**proximal), advantages, chunk_weights(batch, algorithm))
+        totals: defaultdict[str, float] = defaultdict(float)
+        num_updates, num_nonfinite, stopped = 0, 0, False
+        for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
+            counts = self._counts(minibatch, algorithm)
+            loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
+            if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
+                self._clear_gradients()
+                stopped = True
+                break
+            step = self.optimizer_step(loss)
+            if not step.applied:
+                num_nonfinite += 1
+                continue
+            num_updates += 1
+            totals["grad_norm"] += step.grad_norm
+            for name, value in metrics.items():
+                known = totals.get(name, -math.inf)
+                totals[name] = max(known, float(value)) if is_largest(name) else totals[name] + float(value)
+        self.version += 1
+        result = {f"train/{name}": total if is_largest(name) else total / num_updates for name, total in totals.items()}
+        if self.may_be_stale or algorithm.decoupled.enabled or bool(staleness.any()):
+            result |= staleness_metrics(staleness, batch.valid)
+        if needs_values:
+            result["train/explained_variance"] = explained_variance(
+                batch["values"], advantages.returns, advantages.valid
+            )
+        return result | {
+            "train/lr": rates.policy,
+            "train/value_lr": rates.value,
+            "train/num_updates": float(num_updates),
+            "train/num_nonfinite": float(num_nonfinite),
+            "train/early_stop": float(stopped),
+        }
+
+    def sft_loss(self, inputs: dict[str, Tensor], label_smoothing_bins: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what ``VLAPolicy.sft_loss`` does."""
+        return self.policy.sft_loss(inputs, label_smoothing_bins)
+
+    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        self.onload()
+        self._set_learning_rates(LearningRates(policy=learning_rate, value=0.0), train_policy=True)
+        total = batch["action_mask"].sum().to(self.device)
+
+        def loss_fn(micro: Batch) -> LossOutput:
+            inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
+            weight = inputs["action_mask"].sum() / total
+            loss, scalars = self.sft_loss(inputs, label_smoothing_bins)
+            return LossOutput(loss * weight, {name: value * weight for name, value in scalars.items()})
+
+        loss, scalars = self.forward_backward(batch, loss_fn)
+        step = self.optimizer_step(loss)
+        self.version += 1
+        metrics = {"loss": float(loss)} | {name: float(value) for name, value in scalars.items()}
+        return metrics | {"grad_norm": step.grad_norm, "lr": learning_rate}
+
+    def _critic_warmup(self, algorithm: AlgorithmConfig) -> int:
+        """Return how many of the first updates leave the policy as it is."""
+        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        return self.config.optim.critic_warmup_iterations if needs_values and self.value_parameters else 0
+
+    def _policy_staleness(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        """Return ``int64[T,B]``, in updates that trained the policy: those of the critic alone do not count."""
+        warmup = self._critic_warmup(algorithm)
+        versions = batch.policy_version.clamp_min(warmup)
+        return staleness_of(versions, batch.valid, max(self.version, warmup))
+
+    def _set_learning_rates(self, rates: LearningRates, train_policy: bool) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rates.policy if group["role"] == "policy" else rates.value
+        # Without gradients AdamW passes the policy over: neither its weights nor its moments move.
+        self._let_policy_train(train_policy)
+
+    def _let_policy_train(self, train_policy: bool) -> None:
+        """Give the policy gradients, or leave it without."""
+        for parameter in self.policy_parameters:
+            parameter.requires_grad_(train_policy)
+
+    def _counts(self, minibatch: TrajectoryBatch, algorithm: AlgorithmConfig) -> LossCounts:
+        return count_elements(
+            minibatch.valid.to(self.device),
+            action_dim=minibatch.logprobs.shape[-1],
+            logprob_type=algorithm.logprob_type,
+            entropy_type=algorithm.entropy_type,
+            num_values=minibatch["advantages"].shape[-1],
+        )
+
+    def optimizer_step(self, loss: Tensor) -> StepResult:
+        """Clip the gradients, update the weights unless something is not finite, and clear the gradients.
+
+        Args:
+            loss: scalar; not finite means no update.
+
+        Raises:
+            NonFiniteError: the last steps were all not finite.
+        """
+        grad_norm = self._clip_gradients()
+        applied = math.isfinite(grad_norm) and math.isfinite(float(loss))
+        if applied:
+            self.optimizer.step()
+            self.nonfinite_in_row = 0
+        else:
+            self.nonfinite_in_row += 1
+            logger.warning("loss %s, gradient norm %s: no update", float(loss), grad_norm)
+        self._clear_gradients()
+        if self.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
+            raise NonFiniteError(
+                f"the loss or its gradient was not finite {self.nonfinite_in_row} times in a row; the weights are "
+                "as they were before",
+                "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and look for NaN in the "
+                "observations and rewards",
+            )
+        return StepResult(applied, grad_norm)
+
+    def _clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def offloadable(self) -> Iterator[Tensor]:
+        """Yield what only training needs: moments, gradients, the reference and, unless it is what acts, weights."""
+        yield from optimizer_tensors(self.optimizer)
+        yield from self._kept_of_reference()
+        if not self.shares_weights:
+            yield from self.policy.parameters()
+            yield from self.policy.buffers()
+            yield from self.leaves.values()
+
+    def _kept_of_reference(self) -> Iterable[Tensor]:
+        """Return the memory of ``reference_weights``."""
+        return self.reference_weights().values()
+
+    def offload(self) -> OffloadReport | None:
+        return self.memory.offload()
+
+    def onload(self) -> None:
+        """Bring back what ``offload`` took off the device."""
+        self.memory.onload()
+
+    # -- log-probs ----------------------------------------------------------------------------------------------------
+
+    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
+        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        changed = self._policy_staleness(batch, algorithm) > 0
+        stale = changed
+        if needs_values:
+            # What comes before a lost chunk is bootstrapped from its value.
+            ended = (batch.terminated | batch.truncated).any(-1)
+            stale = (batch.policy_version < self.version) & (batch.valid.any(-1) | ended)
+        known = batch.logprobs.flatten(2)
+        if needs_values:
+            known = torch.cat([known, batch["values"]], -1)
+        outputs = self._outputs(self.evaluate, batch, stale, known.clone(), algorithm, needs_values)
+        num_tokens = math.prod(batch.logprobs.shape[2:])
+        # In a warm-up of the critic the policy stays as it is: its log-probs then stay those of the rollout to the bit.
+        logprobs = torch.where(changed[..., None], outputs[..., :num_tokens], known[..., :num_tokens])
+        return logprobs.view_as(batch.logprobs), outputs[..., num_tokens:] if needs_values else None
+
+    def _logprobs(
+        self, evaluate: Callable[..., EvalOutput], batch: TrajectoryBatch, algorithm: AlgorithmConfig
+    ) -> Tensor:
+        """Return ``float32[T,B,C,A]``: a policy's log-probs of the chunks with a valid action, else 0."""
+        zeros = torch.zeros_like(batch.logprobs).flatten(2)
+        return self._outputs(evaluate, batch, batch.valid.any(-1), zeros, algorithm, False).view_as(batch.logprobs)
+
+    def _outputs(
+        self,
+        evaluate: Callable[..., EvalOutput],
+        batch: TrajectoryBatch,
+        wanted: Tensor,
+        result: Tensor,
+        algorithm: AlgorithmConfig,
+        with_values: bool,
+    ) -> Tensor:
+        """Return ``result float32[T,B,C*A(+K)]`` with a policy's log-probs, and values, of ``wanted bool[T,B]``."""
+        self.onload()
+        sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
+        chosen = wanted.flatten().nonzero().squeeze(-1)
+        inputs = batch.select("forward_inputs").fold()
+
+        def compute(rows: Tensor) -> Tensor:
+            micro = inputs[rows].to(self.device, non_blocking=True)
+            with torch.no_grad(), autocast(self.precision, self.device):
+                output = evaluate(micro.forward_inputs, sampling, compute_entropy=False, compute_values=with_values)
+            parts = [output.logprobs.float().flatten(1)]
+            if with_values:
+                assert output.values is not None
+                parts.append(output.values.float())
+            return torch.cat(parts, -1).cpu()
+
+        rows_of_result = result.flatten(0, 1)
+        if len(chosen):
+            self._evaluate_rows(compute, chosen, rows_of_result)
+        return rows_of_result.view_as(result)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine; those of the wanted names, or all."""
+        self.onload()
+        yield from (named for named in self.policy.state_dict().items() if wanted is None or named[0] in wanted)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that train, by name."""
+        return {name: p for name, p in self.policy.named_parameters() if p in self.leaves}
+
+    @abstractmethod
+    def reference_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the reference that are not the policy's own; {} without a reference."""
+
+    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        return self.optimizer.state[self.leaves[parameter]][key]
+
+    def shards(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of the state as they are held, without copies."""
+        self.onload()
+        moments = {
+            f"{key}.{name}": self._moment(parameter, key)
+            for name, parameter in self.trained().items()
+            if self.leaves[parameter] in self.optimizer.state
+            for key in ADAM_STATE
+        }
+        found = {"policy": dict(self.policy.state_dict()), "optimizer": moments}
+        reference = self.reference_weights()
+        return found | ({"reference": reference} if reference else {})
+
+    def counters(self) -> dict[str, Any]:
+        """Return the part of the state that can be written as JSON."""
+        return {"version": self.version, "nonfinite_in_row": self.nonfinite_in_row}
+
+    def inventory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of every tensor of the state, in one piece; may be a collective call."""
+        return {
+            section: {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+            for section, tensors in self.shards().items()
+        }
+
+    def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors of the state as they are held, without copies; {} of a section that there is not."""
+        self.onload()
+        if section == "optimizer":
+            trained = self.trained()
+            places = {name: name.partition(".") for name in names}
+            return {name: self._moment(trained[owner], key) for name, (key, _, owner) in places.items()}
+        held = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
+        return {name: held[name] for name in names if name in held}
+
+    def gather(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return whole tensors of the state: a collective call where they are cut up."""
+        return {name: whole(part) for name, part in self.parts(section, names).items()}
+
+    def state_dict(self) -> EngineState:
+        return EngineState(self.shards(), self.counters())
+
+    def state_shapes(self) -> StateShapes:
+        """Return what a saved state must have."""
+        return StateShapes.of(self.policy, self.trained(), self.reference_weights())
+
+    def load_state_dict(self, saved: EngineState) -> None:
+        check_fit(saved.tensors, self.state_shapes())
+        self.begin_load()
+        for section, tensors in saved.tensors.items():
+            self.put(section, tensors)
+        self.set_counters(saved.state)
+
+    def begin_load(self) -> None:
+        """Forget the moments."""
+        self.onload()
+        self.optimizer.state.clear()
+
+    @torch.no_grad()
+    def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
+        """Take over whole tensors of a checked state; what the engine has no use for is passed over."""
+        if section == "optimizer":
+            trained = self.trained()
+            for name, tensor in tensors.items():
+                key, _, owner = name.partition(".")
+                leaf = self.leaves[trained[owner]]
+                part = tensor if key == "step" else self._part(tensor, trained[owner])
+                self.optimizer.state[leaf][key] = part.to(leaf.device, copy=True)
+            return
+        targets = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
+        for name in targets.keys() & tensors.keys():
+            self._assign(targets[name], tensors[name])
+
+    def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return where this process's parts of a checked state are to be written; see ``put_parts``.
+
+        Args:
+            section: of the state.
+            saved: shapes and dtypes of whole tensors.
+        """
+        if section == "optimizer":
+            trained = self.trained()
+            for name, tensor in saved.items():
+                key, _, owner = name.partition(".")
+                leaf = self.leaves[trained[owner]]
+                shape = tensor.shape if key == "step" else leaf.shape
+                self.optimizer.state[leaf][key] = torch.zeros(shape, dtype=tensor.dtype, device=leaf.device)
+        return self.parts(section, saved)
+
+    def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
+        """Take over what was written into the tensors of ``room``; here they are the state itself."""
+
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Return the part of a whole tensor that this process holds of ``like``."""
+        return whole
+
+    def _assign(self, target: Tensor, whole: Tensor) -> None:
+        target.copy_(whole)
+
+    def set_counters(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from a saved state."""
+        self.version = int(state["version"])
+        self.nonfinite_in_row = int(state["nonfinite_in_row"])
+
+    def save_shards(self, directory: Path) -> FileFacts:
+        return save_state(self, directory)
+
+    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+        load_state(self, directory, counters)
+
+    def state_num_bytes(self) -> int:
+        return self.state_shapes().num_bytes

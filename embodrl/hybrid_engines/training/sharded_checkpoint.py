@@ -1,0 +1,217 @@
+"""A training state on disk in shards: every process writes what it holds, and any number of processes reads it.
+
+``torch.distributed.checkpoint`` with its safetensors storage: a directory a section, one file a process and bucket,
+whose header tells where in the whole its tensors belong. Nothing is pickled on disk, nothing is gathered, and each
+process needs extra memory for its share of one bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.training.engine_state import check_fit
+from embodrl.hybrid_engines.training.sharding import held
+
+if TYPE_CHECKING:
+    from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+
+SECTIONS = ("policy", "optimizer", "reference")
+BUCKET_BYTES = 1 << 30
+"""Of whole tensors that are written or read at a time."""
+
+FileFacts = dict[str, dict[str, Any]]
+"""By path inside the checkpoint: ``num_bytes`` and ``sha256``."""
+
+
+def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
+    """Yield names in order, about ``bucket_bytes`` at a time."""
+    bucket, filled = list[str](), 0
+    for name, size in sizes.items():
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(name)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the bytes of tensors, by name; of what is cut up those of the whole."""
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+
+def save_state(engine: PolicyTrainEngine, directory: Path) -> FileFacts:
+    """Write what this process holds of an engine's state; a collective call of all that share it.
+
+    Args:
+        engine: after or before any update.
+        directory: a new one, on a file system that all processes see.
+
+    Returns:
+        the files that this process wrote, all of them synced; the checksums are those of the memory.
+
+    Raises:
+        OSError: a process could not write; all of them raise.
+        CheckpointError: it failed otherwise.
+    """
+    facts: FileFacts = {}
+    for section, sizes in engine.inventory().items():
+        groups = list(buckets(sizes, BUCKET_BYTES))
+        file_numbers = {name: number for number, names in enumerate(groups, 1) for name in names}
+        files = _HashedFiles()
+        for names in groups:
+            writer = HuggingFaceStorageWriter(str(directory / section), file_numbers, save_distributed=True)
+            writer.fs = files
+            parts = _apart(engine.parts(section, names))
+            _collective(save, parts, storage_writer=writer, no_dist=not engine.is_shared)
+        facts |= {f"{section}/{name}": fact for name, fact in files.facts.items()}
+    return facts
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which no two share memory, which the safetensors library refuses; copies only where needed."""
+    seen, found = set[int](), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        pointer = held(tensor).untyped_storage().data_ptr()
+        found[name] = tensor.detach().clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return found
+
+
+def load_state(engine: PolicyTrainEngine, directory: Path, counters: Mapping[str, Any]) -> None:
+    """Read what this process holds of a state that ``save_state`` wrote, perhaps with other numbers of processes.
+
+    A collective call of all that share it. Weights are read in place.
+
+    Args:
+        engine: of the same policy.
+        directory: whole and intact.
+        counters: of the engine that wrote it.
+
+    Raises:
+        CheckpointError: it is of another policy, or can't be read.
+    """
+    index = read_index(directory)
+    check_fit(index, engine.state_shapes())
+    engine.begin_load()
+    for section, saved in index.items():
+        reader = _Reader(str(directory / section))
+        for names in buckets(num_bytes_of(saved), BUCKET_BYTES):
+            targets = engine.room(section, {name: saved[name] for name in names})
+            _read(targets, reader, alone=not engine.is_shared)
+            engine.put_parts(section, targets)
+    engine.set_counters(counters)
+
+
+def read_index(directory: Path) -> dict[str, dict[str, Tensor]]:
+    """Return shapes and dtypes of all tensors of a state on disk, by section, as tensors without contents."""
+    return {
+        section: {
+            name: torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+            for name, found in _Reader(str(directory / section)).read_metadata().state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        for section in SECTIONS
+        if (directory / section).is_dir()
+    }
+
+
+def read_whole(directory: Path, section: str, targets: Mapping[str, Tensor]) -> None:
+    """Read tensors of a section in place, in one piece, without other processes.
+
+    Raises:
+        CheckpointError: one is missing, or can't be read.
+    """
+    _read(targets, _Reader(str(directory / section)), alone=True)
+
+
+def _read(targets: Mapping[str, Tensor], reader: _Reader, alone: bool) -> None:
+    try:
+        _collective(load, dict(targets), storage_reader=reader, no_dist=alone)
+    except OSError as error:
+        raise CheckpointError(
+            f"{reader.path} can't be read: {error}", "all processes must see the directory"
+        ) from error
+
+
+def _collective(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call a function of DCP, which tells all processes of the failure of one.
+
+    Raises:
+        OSError: the first in any process.
+        CheckpointError: something else failed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Said of no_dist, too, which is the intent.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            function(*args, **kwargs)
+    except CheckpointException as error:
+        causes = [failure[0] for failure in error.failures.values()]
+        cause = next((found for found in causes if isinstance(found, OSError)), None)
+        if cause is not None:
+            raise OSError(cause.errno, cause.strerror or str(cause)) from error
+        rank, first = next(iter(error.failures.items()))
+        raise CheckpointError(f"process {rank}: {first[0]!r}", "see its log") from error
+
+
+class _Reader(HuggingFaceStorageReader):
+    """Reads the headers of all files once."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata()
+        return self._metadata
+
+
+class _HashedFiles(FileSystem):
+    """Keeps size and SHA-256 of what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts: FileFacts = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            hashed = _HashedStream(stream)
+            yield cast(io.IOBase, hashed)
+        self.facts[Path(path).name] = {"num_bytes": hashed.num_bytes, "sha256": hashed.digest.hexdigest()}
+
+
+class _HashedStream:
+    """A stream that is written to."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.digest, self.num_bytes = hashlib.sha256(), 0
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.num_bytes += len(data)
+        written = self._stream.write(data)
+        self._stream.flush()  # DCP syncs the file before it closes the stream
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

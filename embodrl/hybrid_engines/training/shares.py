@@ -1,0 +1,163 @@
+"""Training in one of several processes that take a share of the rows each.
+
+Every process calls the same methods with the same arguments. Losses are divided by the counts of the whole minibatch,
+so that gradients and metrics are sums over the shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from embodrl.algorithms.losses import LossOutput
+from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.training.objective import is_largest
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine, RowsT
+from embodrl.hybrid_engines.training.precision import autocast
+from embodrl.hybrid_engines.training.sharding import DP, held
+from embodrl.models.base import VLAPolicy
+
+CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class SharedTrainEngine(PolicyTrainEngine):
+    """AdamW on what this process holds of the weights, by gradients of its share of the rows.
+
+    Args:
+        policy: cut up already, on the device.
+        config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
+        total_iterations: length of the run, for the learning-rate schedule.
+        mesh: with the dimension DP: the processes of different shares.
+        keep_reference: keep the weights as they are now; a process keeps its part of what trains.
+        may_be_stale: see ``PolicyTrainEngine``.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: ActorConfig,
+        total_iterations: int,
+        mesh: DeviceMesh,
+        keep_reference: bool = False,
+        may_be_stale: bool = False,
+    ) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group(DP)
+        self.num_shares, self.share = mesh[DP].size(), mesh.get_local_rank(DP)
+        super().__init__(policy, config, total_iterations, policy.device, may_be_stale)
+        self.reference = [held(p).detach().clone() for p in self.policy_parameters] if keep_reference else None
+
+    def _kept_of_reference(self) -> list[Tensor]:
+        return self.reference or []
+
+    def _before_backward(self, last: bool) -> None:
+        """Prepare for the gradients of a micro-batch, of a minibatch's last one if ``last``."""
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _rows(self, num_rows: int) -> list[tuple[Tensor, bool]]:
+        """Return the micro-batches of this process, and whether they count: all processes get as many.
+
+        Gathering weights is a collective call, so that a process without rows runs the first one for nothing.
+        """
+        shares = [r.split(self.config.micro_batch_size) for r in torch.arange(num_rows).tensor_split(self.num_shares)]
+        mine = [(rows, True) for rows in shares[self.share] if len(rows)]
+        return mine + [(torch.zeros(1, dtype=torch.int64), False)] * (len(shares[0]) - len(mine))
+
+    def forward_backward(
+        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        total = torch.zeros((), device=self.device)
+        metrics: dict[str, Tensor] = {}
+        parts = self._rows(len(minibatch))
+        for index, (rows, counts) in enumerate(parts):
+            self._before_backward(last=index == len(parts) - 1)
+            with autocast(self.precision, self.device):
+                output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
+            loss = output.loss if counts else output.loss * 0.0
+            loss.backward()
+            total += loss.detach()
+            for name, value in output.metrics.items():
+                if is_largest(name):
+                    metrics[name] = torch.maximum(metrics.get(name, value), value)
+                else:
+                    metrics[name] = metrics.get(name, 0.0) + (value if counts else value * 0.0)
+        return self._sum_over_shares(total, metrics)
+
+    def _sum_over_shares(self, loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return loss and metrics of the whole minibatch, the same in all processes."""
+        largest = [name for name in metrics if is_largest(name)]
+        summed = [name for name in metrics if not is_largest(name)]
+        values = torch.stack([loss, *(metrics[name].detach() for name in summed)]).double()
+        dist.all_reduce(values, group=self.group)
+        if largest:
+            tops = torch.stack([metrics[name].detach().double() for name in largest])
+            dist.all_reduce(tops, dist.ReduceOp.MAX, group=self.group)
+            values = torch.cat([values, tops])
+        names = [*summed, *largest]
+        return values[0].float(), dict(zip(names, values[1:].float(), strict=True))
+
+    def _num_copies(self, parameter: nn.Parameter) -> int:
+        """Return how many processes hold the same part of a parameter."""
+        raise NotImplementedError
+
+    def _clip_leaves(self) -> float:
+        """Scale the gradients of the leaves to ``optim.clip_grad``; return their L2 norm over all processes before."""
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for parameter, leaf in self.leaves.items():
+            if leaf.grad is not None:
+                total = leaf.grad.detach().float().square().sum(dtype=torch.float64)
+                square += total.to(self.device) / self._num_copies(parameter)
+        dist.all_reduce(square)
+        norm = math.sqrt(float(square)) if torch.isfinite(square) else float(square)
+        factor = self.config.optim.clip_grad / (norm + CLIP_EPS)
+        if factor < 1.0:
+            for leaf in self.leaves.values():
+                if leaf.grad is not None:
+                    leaf.grad.mul_(factor)
+        return norm
+
+    # -- log-probs ----------------------------------------------------------------------------------------------------
+
+    def _evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
+        found = result.new_zeros(len(chosen), *result.shape[1:], device=self.device)
+        for rows, counts in self._rows(len(chosen)):
+            outputs = compute(chosen[rows])
+            if counts:
+                found[rows.to(self.device)] = outputs.to(self.device)
+        dist.all_reduce(found, group=self.group)
+        result[chosen] = found.to(result.device)
+
+    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        with self._weights_of_reference():
+            return self._logprobs(self.evaluate, batch, algorithm)
+
+    @contextlib.contextmanager
+    def _weights_of_reference(self) -> Iterator[None]:
+        """Put the weights of the reference in the place of the policy's."""
+        if self.reference is None:
+            raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
+        self.onload()
+        self._swap(self.reference)
+        try:
+            yield
+        finally:
+            self._swap(self.reference)
+
+    @torch.no_grad()
+    def _swap(self, others: list[Tensor]) -> None:
+        for parameter, other in zip(self.policy_parameters, others, strict=True):
+            mine = held(parameter)
+            kept = mine.clone()
+            mine.copy_(other)
+            other.copy_(kept)

@@ -1,0 +1,292 @@
+"""`embodrl doctor`: can this machine train, and if not, what is missing and how to get it.
+
+The checks import neither torch nor a simulator into this process; what needs them runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from embodrl.errors import MissingDependencyError
+from embodrl.preflight import libero, vulkan
+from embodrl.preflight.extras import check_extras
+from embodrl.preflight.findings import Finding, as_json, can_train, show
+from embodrl.preflight.isolated import check_all_pins
+from embodrl.preflight.libraries import missing_libraries
+from embodrl.preflight.presets import Machine, preset_lacks
+from embodrl.preflight.simulators import CAMERA, check_others, draw_frame, preflight, troubles
+
+GIB = 1 << 30
+SUPPORTED_PYTHONS = ((3, 11), (3, 12))
+MIN_MEMORY_GIB = 4.0
+MIN_SHARED_MEMORY_MIB = 256.0
+MIN_DISK_GIB = 2.0
+
+SIMULATOR_HINT = "pip install 'embodrl[maniskill]' (in a clone: make setup)"
+MANISKILL_EXAMPLE: dict[str, Any] = {"tasks": ["PushCube-v1"], "cameras": [{**CAMERA, "name": "base_camera"}]}
+INSTALLER = "in a clone: scripts/install_system_packages.sh"
+MESA = "apt install mesa-vulkan-drivers, on Debian 12 with -t bookworm-backports"
+FRAME_HINT = f"make its packages anew: {SIMULATOR_HINT}; or try another Vulkan driver: {MESA}"
+VULKAN_REMEDIES = {
+    vulkan.NO_LOADER: f"install the Vulkan loader: apt install libvulkan1 ({INSTALLER})",
+    vulkan.NO_DEVICE: f"install a Vulkan driver: {MESA} ({INSTALLER})",
+    vulkan.NO_FEATURE: f"install a newer Mesa: {MESA} ({INSTALLER})",
+}
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def check_python(found: tuple[int, int] = sys.version_info[:2]) -> Finding:
+    """Python 3.11 or 3.12."""
+    text = f"{found[0]}.{found[1]} ({sys.executable})"
+    if found in SUPPORTED_PYTHONS:
+        return Finding("Python", "ok", text)
+    return Finding("Python", "error", text, "make the virtual environment with Python 3.11 or 3.12")
+
+
+def check_cpu() -> Finding:
+    """Cores that this process may use."""
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    text = f"{usable} of {present} cores usable"
+    if usable < 2:
+        return Finding("CPU", "warning", text, "simulation and training share one core; two or more are faster")
+    return Finding("CPU", "ok", text)
+
+
+def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that this process may use: the machine's, or a container's limit if that is less."""
+    total = psutil.virtual_memory().total
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        path = cgroup / name
+        if path.is_file():
+            text = path.read_text().strip()
+            if text.isdigit():
+                total = min(total, int(text))
+    return total
+
+
+def check_memory() -> Finding:
+    """Memory for two simulators, the policy and its optimizer."""
+    limit, available = memory_limit_bytes() / GIB, psutil.virtual_memory().available / GIB
+    text = f"{limit:.1f} GiB, {min(limit, available):.1f} GiB available"
+    if limit < MIN_MEMORY_GIB:
+        return Finding("memory", "warning", text, "lower env.num_processes and env.train.total_num_envs")
+    return Finding("memory", "ok", text)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm"), min_mib: float = MIN_SHARED_MEMORY_MIB) -> Finding:
+    """Room for Ray and NCCL; the memory that simulators share with the run is not there."""
+    if not path.is_dir():
+        hint = "mount it: mount -t tmpfs tmpfs /dev/shm"
+        return Finding("shared memory", "warning", f"{path} is missing, which Ray and NCCL use", hint)
+    free_mib = shutil.disk_usage(path).free / (1 << 20)
+    text = f"{free_mib:.0f} MiB free in {path}"
+    if free_mib < min_mib:
+        hint = "give the container more (docker run --shm-size=1g), or remount: mount -o remount,size=1g /dev/shm"
+        return Finding("shared memory", "warning", f"{text}, which Ray and NCCL use", hint)
+    return Finding("shared memory", "ok", text)
+
+
+def check_disk(path: Path, min_gib: float = MIN_DISK_GIB) -> Finding:
+    """Room for checkpoints and videos where runs are written."""
+    existing = path.resolve()
+    while not existing.exists():
+        existing = existing.parent
+    free_gib = shutil.disk_usage(existing).free / GIB
+    text = f"{free_gib:.1f} GiB free in {existing}"
+    if free_gib < min_gib:
+        return Finding("disk", "warning", text, "free some, or set runner.output_dir to another disk")
+    return Finding("disk", "ok", text)
+
+
+def check_torch() -> Finding:
+    """Which torch, told from its metadata."""
+    found = installed_version("torch")
+    if found is None:
+        return Finding("torch", "error", "not installed", "pip install torch (in a clone: make setup)")
+    return Finding("torch", "ok", f"{found} ({'CPU build' if '+cpu' in found else 'CUDA build'})")
+
+
+def check_torchvision(torch: str | None, torchvision: str | None) -> Finding:
+    """A torchvision built for CUDA beside a CPU torch breaks every import of transformers."""
+    if torchvision is None:
+        return Finding("torchvision", "ok", "not installed (embodrl does not need it)")
+    text = f"{torchvision} beside torch {torch}"
+    if torch is not None and "+cpu" in torch and "+cpu" not in torchvision:
+        return Finding("torchvision", "error", f"{text}: `import transformers` fails", "pip uninstall torchvision")
+    return Finding("torchvision", "ok", text)
+
+
+def check_simulator() -> Finding:
+    """ManiSkill and SAPIEN, without importing them."""
+    missing = [
+        name for name in ("mani_skill", "sapien", "fast_simplification") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        return Finding("ManiSkill", "error", f"not installed: {', '.join(missing)}", SIMULATOR_HINT)
+    return Finding(
+        "ManiSkill", "ok", f"mani_skill {installed_version('mani_skill')}, sapien {installed_version('sapien')}"
+    )
+
+
+def check_libraries() -> Finding:
+    """Shared libraries of the system that ManiSkill's dependencies open."""
+    missing = missing_libraries()
+    if missing:
+        packages = " ".join(missing.values())
+        hint = f"apt install {packages} ({INSTALLER})"
+        return Finding("system libraries", "error", f"missing: {', '.join(missing)}", hint)
+    return Finding("system libraries", "ok", "all there")
+
+
+def check_vulkan(report: vulkan.VulkanReport) -> Finding:
+    """A Vulkan device with what SAPIEN's renderer needs."""
+    if not report.usable:
+        return Finding("Vulkan", "error", report.detail, VULKAN_REMEDIES[report.status])
+    devices = [f"{d.name}: {d.driver}, Vulkan {d.api_version}" for d in report.devices if d.partially_bound]
+    return Finding("Vulkan", "ok", "; ".join(devices))
+
+
+def check_maniskill(can_draw: bool) -> Finding:
+    """One environment and one frame, for real, where the packages are there and something can draw."""
+    packages = check_simulator()
+    if packages.status == "error" or not can_draw:
+        return packages
+    frame = draw_frame("ManiSkill", "maniskill", MANISKILL_EXAMPLE, hint=FRAME_HINT)
+    return replace(frame, detail=f"{packages.detail}: {frame.detail}")
+
+
+def list_gpus() -> list[tuple[str, int]]:
+    """Return name and memory in bytes of the NVIDIA GPUs that the driver reports; empty without a driver."""
+    pynvml: Any = importlib.import_module("pynvml")  # it has no types
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        gpus: list[tuple[str, int]] = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            gpus.append((str(pynvml.nvmlDeviceGetName(handle)), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)))
+        return gpus
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> Finding:
+    """GPUs, and whether torch can use them."""
+    if not gpus:
+        return Finding("GPU", "ok", "none; the policy runs on the CPU")
+    text = "; ".join(f"{name}, {size / GIB:.1f} GiB" for name, size in gpus)
+    if torch is not None and "+cpu" in torch:
+        return Finding("GPU", "warning", text, "torch is a CPU build: EMBODRL_TORCH=cuda make setup")
+    return Finding("GPU", "ok", text)
+
+
+def preflight_rendering(python: str | None = None) -> None:
+    """Refuse before anything is started where no camera can be rendered. Takes about 0.1 s.
+
+    Args:
+        python: interpreter of the simulator processes, which may bring libraries of its own; None for this one.
+
+    Raises:
+        MissingDependencyError: ManiSkill, the Vulkan loader or a sufficient driver is missing; names the package.
+    """
+    checks: list[Callable[[], Finding]] = [lambda: check_vulkan(vulkan.probe_in_subprocess())]
+    if python is None:
+        checks = [check_simulator, check_libraries, *checks]
+    else:
+        preflight("maniskill", python)
+    for check in checks:
+        finding = check()
+        if finding.status == "error":
+            raise MissingDependencyError(f"{finding.name}: {finding.detail}", finding.hint)
+
+
+def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
+    """Run every check; a frame is drawn only where the driver could do it."""
+    torch, libraries, driver = installed_version("torch"), check_libraries(), vulkan.probe_in_subprocess()
+    findings = [
+        check_python(),
+        check_cpu(),
+        check_memory(),
+        check_shared_memory(),
+        check_disk(output_dir),
+        check_torch(),
+        check_torchvision(torch, installed_version("torchvision")),
+        check_gpu(gpus, torch),
+        check_maniskill(driver.usable and libraries.status == "ok"),
+        libraries,
+        check_vulkan(driver),
+        *check_others(),
+    ]
+    if libero.wanted():
+        findings.append(libero.check_libero())
+    return findings + check_all_pins() + check_extras()
+
+
+def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
+    """Return what the presets need to know."""
+    simulator_checks = ("ManiSkill", "system libraries", "Vulkan")
+    lacking = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
+    usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
+    return Machine(
+        simulators={"maniskill": "; ".join(lacking), **troubles(findings), "libero": libero_trouble(findings)},
+        memory_bytes=memory_limit_bytes(),
+        gpu_bytes=tuple(size for _, size in usable_gpus),
+        has_wandb=installed_version("wandb") is not None,
+    )
+
+
+def libero_trouble(findings: list[Finding]) -> str:
+    """Return what LIBERO lacks; "" if it runs."""
+    checked = [f for f in findings if f.name == "LIBERO"]
+    if not checked:
+        return f"LIBERO: not installed ({libero.INSTALL})"
+    return "; ".join(f"LIBERO: {f.detail}" for f in checked if f.status != "ok")
+
+
+def run_doctor(
+    json_output: bool = False,
+    output_dir: Path = Path("outputs"),
+    console: Console | None = None,
+    further: Callable[[], Finding] | None = None,
+) -> int:
+    """Examine the machine and show what was found.
+
+    Args:
+        json_output: one JSON object in place of tables.
+        output_dir: where runs will be written.
+        console: where to write; standard output by default.
+        further: one check more, such as of the simulator of a configuration.
+
+    Returns:
+        0 if training can run, 1 otherwise.
+    """
+    console = console or Console()
+    gpus = list_gpus() if importlib.util.find_spec("pynvml") else []
+    findings = examine(output_dir, gpus) + ([further()] if further else [])
+    presets = preset_lacks(summarize(findings, gpus))
+    if json_output:
+        console.out(as_json(findings, presets), highlight=False)
+    else:
+        show(findings, presets, console)
+    return 0 if can_train(findings) else 1

@@ -1,0 +1,104 @@
+"""Optional packages: which are there, in a version that fits, and importable."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from embodrl.preflight.findings import Finding
+
+IMPORT_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What an extra of the package brings.
+
+    Attributes:
+        name: of the extra, as in ``pip install 'embodrl[NAME]'``.
+        modules: that it has to make importable.
+        distribution: whose version is compared with what the extra asks for.
+        purpose: what nobody else needs it for.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    distribution: str
+    purpose: str
+
+
+EXTRAS = (
+    Extra("datasets", ("pyarrow.parquet", "imageio_ffmpeg", "PIL.Image"), "pyarrow", "LeRobot data sets"),
+    Extra("libero-demos", ("h5py",), "h5py", "`embodrl convert libero`"),
+    Extra("ray", ("ray",), "ray", "cluster.launcher=ray"),
+    Extra("vllm", ("vllm",), "vllm", "rollout=vllm"),
+    Extra("megatron", ("megatron.core",), "megatron-core", "actor=megatron"),
+    Extra("lora", ("peft",), "peft", "adapters in PEFT's layout"),
+    Extra("wandb", ("wandb",), "wandb", "W&B"),
+)
+
+
+def check_extras(extras: tuple[Extra, ...] = EXTRAS, timeout_s: float = IMPORT_TIMEOUT_S) -> list[Finding]:
+    """Look at every extra; what is there is imported for real, in processes of their own, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda extra: check_extra(extra, timeout_s), extras))
+
+
+def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> Finding:
+    """Look at one extra; that it is absent is no trouble, as nobody has to have it."""
+    name, hint = f"extra {extra.name}", f"pip install 'embodrl[{extra.name}]'"
+    absent = [module for module in extra.modules if not _is_there(module)]
+    if len(absent) == len(extra.modules):
+        return Finding(name, "ok", f"not installed; for {extra.purpose} only", hint)
+    if absent:
+        return Finding(name, "warning", f"only a part is installed, without {', '.join(absent)}", hint)
+    wanted = _unmet(extra)
+    if wanted:
+        return Finding(name, "warning", wanted, hint)
+    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *extra.modules], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(name, "warning", f"not imported within {timeout_s:g} s", hint)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"]
+        return Finding(name, "warning", f"can't be imported: {lines[-1]}", hint)
+    return Finding(name, "ok", f"{extra.distribution} {_version(extra.distribution) or 'of unknown version'}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _unmet(extra: Extra) -> str:
+    """Return which version the extra asks for, where another one is installed; "" where that is not known."""
+    try:
+        from packaging.requirements import Requirement
+
+        asked = [Requirement(text) for text in requires("embodrl") or ()]
+    except (ImportError, PackageNotFoundError):
+        return ""
+    found = _version(extra.distribution)
+    for requirement in asked:
+        mine = requirement.marker is not None and requirement.marker.evaluate({"extra": extra.name})
+        if not mine or requirement.name != extra.distribution or found is None:
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            return f"{extra.distribution} {found} is installed, {requirement.specifier} is needed"
+    return ""

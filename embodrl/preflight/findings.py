@@ -1,0 +1,67 @@
+"""What a check of the machine found, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Status = Literal["ok", "warning", "error"]
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check.
+
+    Attributes:
+        name: what was looked at.
+        status: ``error`` means that training can't run.
+        detail: what was found.
+        hint: what to do about it; empty if nothing need be done.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    hint: str = ""
+
+
+def can_train(findings: list[Finding]) -> bool:
+    """Return whether none of them is an error."""
+    return all(finding.status != "error" for finding in findings)
+
+
+def as_json(findings: list[Finding], presets: dict[str, str]) -> str:
+    """Return the findings as a JSON object; ``presets`` maps a preset to "" or to what it lacks."""
+    report = {
+        "can_train": can_train(findings),
+        "findings": [asdict(finding) for finding in findings],
+        "presets": presets,
+    }
+    return json.dumps(report, indent=2)
+
+
+def show(findings: list[Finding], presets: dict[str, str], console: Console) -> None:
+    """Write the findings as a table, then the presets."""
+    table = Table(title="embodrl doctor", show_lines=False)
+    for column in ("", "check", "found", "hint"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        style = STYLES[finding.status]
+        # Text is not looked through for markup, which an extra in brackets would be.
+        table.add_row(Text(finding.status, style), *map(Text, (finding.name, finding.detail, finding.hint)))
+    console.print(table)
+    if presets:
+        table = Table(title="presets on this machine")
+        for column in ("preset", "runs"):
+            table.add_column(column, overflow="fold")
+        for preset, lack in presets.items():
+            table.add_row(Text(preset), Text(f"no: {lack}", "yellow") if lack else Text("yes", "green"))
+        console.print(table)
+    verdict = "[green]training can run[/]" if can_train(findings) else "[bold red]training can't run: see the errors[/]"
+    console.print(verdict)

@@ -1,0 +1,176 @@
+"""`embodrl plan train`: what a run would be made of, worked out without starting any of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from embodrl.config.rules.cluster import lacks_of_this_machine, native_is_one_process, place_all
+from embodrl.config.schema import Config
+from embodrl.preflight.plan_memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks_of, plan_memory
+from embodrl.scheduler.placement import GIB, Placement, solve
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The arithmetic of an iteration.
+
+    Attributes:
+        environments: over all simulators.
+        environments_per_simulator: of one simulator process.
+        simulators_per_rollout: simulator processes that one rollout process drives.
+        environments_per_stage: decided at once by one rollout process.
+        pipeline_stages: groups of environments of a rollout process.
+        chunks_per_environment: of an iteration.
+        chunks: of an iteration, over all environments.
+        environment_steps: of an iteration, at most.
+        global_batch: chunks an optimizer step, over all actor processes.
+        batch_per_actor: of it, for one actor process.
+        micro_batch: chunks a forward and backward pass.
+        gradient_accumulation: passes an optimizer step, of one actor process.
+        optimizer_steps: of an iteration.
+    """
+
+    environments: int
+    environments_per_simulator: int
+    simulators_per_rollout: int
+    environments_per_stage: int
+    pipeline_stages: int
+    chunks_per_environment: int
+    chunks: int
+    environment_steps: int
+    global_batch: int
+    batch_per_actor: int
+    micro_batch: int
+    gradient_accumulation: int
+    optimizer_steps: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on paper.
+
+    Attributes:
+        placement: every process.
+        batches: the arithmetic.
+        memory: what is needed and what there is.
+        obstacles: why `embodrl train` would refuse it on this machine today.
+        warnings: what is odd about the placement.
+    """
+
+    placement: Placement
+    batches: Batches
+    memory: MemoryPlan
+    obstacles: list[str]
+    warnings: list[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every memory is large enough, as far as is known."""
+        return all(memory.fits for memory in self.memory.memories)
+
+    def as_json(self, config: Config) -> dict[str, Any]:
+        """Return plain values."""
+        hardware = config.cluster.hardware
+        return {
+            "cluster": hardware.name or "this machine",
+            "num_nodes": config.cluster.num_nodes,
+            "described": hardware.name is not None,
+            "mode": self.placement.mode,
+            "processes": [asdict(place) for place in self.placement.processes],
+            "processes_per_device": per_device(self.placement),
+            "simulators_per_cpu": per_cpu(self.placement),
+            "batches": asdict(self.batches),
+            "memory": as_plain(self.memory),
+            "memory_not_estimated": self.memory.not_estimated,
+            "memory_estimated_by": ESTIMATED_BY,
+            "fits": self.fits,
+            "hints": self.memory.hints,
+            "obstacles": self.obstacles,
+            "warnings": self.warnings,
+        }
+
+
+def make_plan(config: Config) -> Plan:
+    """Work out a run of a valid configuration; starts nothing and imports no simulator.
+
+    Raises:
+        EmbodrlError: the placement can't be had, or the model's files can't be read.
+    """
+    placement = solve(config)
+    findings = [*lacks_of_this_machine(config), *native_is_one_process(config, place_all(config))]
+    obstacles = [f"{finding.key}: {finding.message}" for finding in findings]
+    return Plan(placement, batches(config, placement), plan_memory(config, placement), obstacles, warnings(placement))
+
+
+def batches(config: Config, placement: Placement) -> Batches:
+    """Return the arithmetic of an iteration."""
+    train, actor, chunk = config.env.train, config.actor, config.model.num_action_chunks
+    rollouts, actors = len(placement.of("rollout")), len(placement.of("actor"))
+    simulators, chunks = len(placement.of("env")), chunks_of(config)
+    stages = config.rollout.pipeline_stages
+    share = actor.global_batch_size // max(1, actors // actor.tensor_parallel_size)
+    return Batches(
+        environments=train.total_num_envs,
+        environments_per_simulator=train.total_num_envs // simulators,
+        simulators_per_rollout=simulators // rollouts,
+        environments_per_stage=train.total_num_envs // (rollouts * stages),
+        pipeline_stages=stages,
+        chunks_per_environment=chunks // train.total_num_envs,
+        chunks=chunks,
+        environment_steps=chunks * chunk,
+        global_batch=actor.global_batch_size,
+        batch_per_actor=share,
+        micro_batch=actor.micro_batch_size,
+        gradient_accumulation=-(-share // actor.micro_batch_size),
+        optimizer_steps=-(-chunks // actor.global_batch_size) * config.algorithm.update_epoch,
+    )
+
+
+def per_device(placement: Placement) -> dict[str, dict[str, int]]:
+    """Return ``NODE:GPU`` -> component -> number of processes."""
+    found: dict[str, dict[str, int]] = {
+        f"{node}:{gpu}": {} for node, machine in enumerate(placement.machines) for gpu in range(len(machine.gpus))
+    }
+    for place in placement.processes:
+        for device in place.devices:
+            parts = found.setdefault(f"{place.node}:{device}", {})
+            parts[place.component] = parts.get(place.component, 0) + 1
+    return found
+
+
+def per_cpu(placement: Placement) -> dict[str, int]:
+    """Return ``NODE:CPU`` -> number of simulators bound to it."""
+    bound = Counter(f"{p.node}:{p.cpus[0]}" for p in placement.of("env") if len(p.cpus) == 1)
+    return dict(sorted(bound.items(), key=lambda item: tuple(map(int, item[0].split(":")))))
+
+
+def warnings(placement: Placement) -> list[str]:
+    """Return what is odd: idle GPUs, simulators that share a core or feed a GPU of another NUMA node."""
+    lines: list[str] = []
+    for node, machine in enumerate(placement.machines):
+        policies = {d for p in (*placement.of("actor"), *placement.of("rollout")) if p.node == node for d in p.devices}
+        idle = len(machine.gpus) - len(policies)
+        if idle and placement.of("actor")[0].devices:
+            lines.append(f"node {node}: {idle} of {len(machine.gpus)} GPUs have neither actor nor rollout")
+        here = [p for p in placement.of("env") if p.node == node]
+        cores, quota = sum(machine.num_cores.values()), machine.cpu_quota
+        if len(here) > cores:
+            lines.append(f"node {node}: {len(here)} simulators share {cores} cores")
+        if quota is not None and quota < cores:
+            lines.append(f"node {node}: of {cores} cores the container may use {quota:g}")
+        far = sum(
+            1
+            for p in here
+            if p.numa_node is not None
+            and {machine.gpus[d].numa_node for d in p.devices if d < len(machine.gpus)} - {p.numa_node, None}
+        )
+        if far:
+            lines.append(f"node {node}: {far} simulators feed a GPU of another NUMA node")
+    return lines
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes in GiB."""
+    return f"{num_bytes / GIB:.2f}"

@@ -1,0 +1,402 @@
+"""Memory of a run by place and component, before anything is started. ``embodrl plan`` explains each figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from embodrl.config.rules.actor import has_own_process
+from embodrl.config.rules.cluster import gpus_per_node
+from embodrl.config.rules.rollout_processes import has_rollout_processes, main_component
+from embodrl.config.schema import Config
+from embodrl.hybrid_engines.training.sharding import blocks_of
+from embodrl.models.base import VLAPolicy
+from embodrl.models.memory import TrainingMemory, estimate, token_counts
+from embodrl.models.registry import build_policy
+from embodrl.models.rollout_memory import kv_cache_bytes, recorded_bytes
+from embodrl.preflight.doctor import memory_limit_bytes
+from embodrl.scheduler.placement import GIB, Placement, ProcessPlace
+
+MIB = 1 << 20
+HOST = -1
+"""The device number of main memory."""
+# Proportional set size of a ManiSkill process with PhysX and rendering on the CPU after some steps of PushCube-v1 at
+# 64 x 64 pixels: 601 MiB with 1 environment, 619 with 8, 671 with 16, 703 with 32; 656 with 16 at 224 x 224.
+SIMULATOR_BYTES = 600 * MIB
+SIMULATOR_BYTES_PER_ENV = 5 * MIB
+PYTHON_BYTES = 420 * MIB
+"""Of the main process with torch and transformers loaded, beside its tensors."""
+PHASES = ("training", "handover", "rollouts")
+"""In a handover new weights go from those that train to those that act."""
+# What allocator, kernels and libraries take of a device on top of what is counted.
+HEADROOM = 0.9
+
+ESTIMATED_BY = {
+    "weights": "counted: parameters and buffers, and a copy in the type of autocast; of fsdp the part of a process and"
+    " what is gathered at a time",
+    "gradients": "counted: one for every trained parameter, in its type; of fsdp whole while micro-batches add up",
+    "optimizer": "counted: AdamW's two moments of every trained parameter",
+    "reference": "counted: a copy of the trained parameters where algorithm.kl.coef is above 0",
+    "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
+    "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's, unless vLLM copies"
+    " them",
+    "kept policy": "counted: parameters and buffers of a main process that neither trains nor acts, for checkpoints,"
+    " publishing and export; and, ahead of training, the trained parameters that rollout processes act with",
+    "KV cache": "counted: 2 x layers x rows decided at once x key-value heads x positions x head width x bytes",
+    "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration; once"
+    " over the rollouts, once in a main process that joins them, and once in each training process",
+    "simulator": "measured once with ManiSkill on a CPU: 600 MiB a process and 5 MiB an environment; other simulators"
+    " and GPU memory of rendering are not counted",
+    "offloaded": "counted: what leaves the GPUs between phases, in pinned main memory that PyTorch keeps, without its"
+    " rounding of every tensor up to a power of two",
+    "program": "measured once: Python with torch and transformers, 420 MiB a process of actor or rollout",
+}
+
+
+@dataclass(frozen=True)
+class MemoryOf:
+    """What is needed of one memory.
+
+    Attributes:
+        node: machine.
+        device: GPU of it, or HOST.
+        needed: bytes by component.
+        available: bytes; 0 if not known.
+        away: components that are not here in a phase, one of PHASES.
+    """
+
+    node: int
+    device: int
+    needed: dict[str, int]
+    available: int
+    away: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+
+    def in_phase(self, phase: str) -> int:
+        """Return the bytes needed in a phase."""
+        away = self.away.get(phase, frozenset[str]())
+        return sum(num_bytes for component, num_bytes in self.needed.items() if component not in away)
+
+    @property
+    def total(self) -> int:
+        """Bytes needed at a time."""
+        return max(self.in_phase(phase) for phase in PHASES)
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return f"node {self.node} {'main memory' if self.device == HOST else f'GPU {self.device}'}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has room, with a tenth to spare; True where it is not known how much there is."""
+        return not self.available or self.total <= HEADROOM * self.available
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All memories that anything is placed in.
+
+    Attributes:
+        memories: by node and device.
+        not_estimated: why there are no figures of the model; "" if there are.
+        hints: what to change where a memory does not fit.
+    """
+
+    memories: list[MemoryOf]
+    not_estimated: str = ""
+    hints: list[str] = field(default_factory=list[str])
+
+
+@dataclass(frozen=True)
+class ModelFigures:
+    """Bytes of the model, and of what it leaves behind.
+
+    Attributes:
+        training: weights, gradients, optimizer and activations of one process.
+        trained: of the trained parameters.
+        plain: of the weights without copies.
+        kv_cache: of one rollout process.
+        recorded: of one chunk of one environment.
+        gathered: of the weights that a process of fsdp has whole at a time, beside its part, and one of megatron
+            always.
+    """
+
+    training: TrainingMemory
+    trained: int
+    plain: int
+    kv_cache: int
+    recorded: int
+    gathered: int = 0
+
+
+def chunks_of(config: Config) -> int:
+    """Return the chunks of an iteration, over all environments."""
+    train = config.env.train
+    steps = train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+    return train.total_num_envs * steps * config.algorithm.rollout_epoch
+
+
+def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigures:
+    """Return the figures of a model from its shapes.
+
+    Args:
+        config: the run.
+        on_gpu: computes in bf16 where ``actor.precision`` is auto; on a CPU float32 is assumed.
+        num_rollouts: processes that share the environments.
+
+    Raises:
+        CheckpointError: see the family's builder.
+    """
+    param_dtype = torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
+    low = config.actor.precision == "bf16" or (config.actor.precision == "auto" and on_gpu)
+    compute_dtype = torch.bfloat16 if low else param_dtype
+    model = config.model.model_copy(update={"warm_start": None})  # it has the size of the section
+    policy, _ = build_policy(model, device="meta", dtype=param_dtype, seed=0)
+    cameras = config.env.cameras
+    training = estimate(
+        policy,
+        token_counts(policy, len(cameras)),
+        config.actor.micro_batch_size,
+        compute_dtype,
+        config.actor.gradient_checkpointing,
+    )
+    plain = sum(t.numel() * t.element_size() for t in (*policy.parameters(), *policy.buffers()))
+    rows = -(-config.env.train.total_num_envs // (num_rollouts * config.rollout.pipeline_stages))
+    itemsize = compute_dtype.itemsize if on_gpu else torch.float32.itemsize
+    height, width = cameras[0].height, cameras[0].width
+    recorded = recorded_bytes(policy, len(cameras), height, width)
+    cache = kv_cache_bytes(policy, rows, len(cameras), itemsize)
+    backend = config.actor.training_backend
+    gathered = gathered_bytes(policy) if backend == "fsdp" else uncut_bytes(policy) if backend == "megatron" else 0
+    return ModelFigures(training, training.gradients, plain, cache, recorded, gathered)
+
+
+def gathered_bytes(policy: VLAPolicy) -> int:
+    """Return the bytes of what belongs to no block, and of two blocks: one computes while the next is gathered."""
+    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks_of(policy)]
+    total = sum(p.numel() * p.element_size() for p in policy.parameters())
+    return total - sum(sizes) + 2 * max(sizes, default=0)
+
+
+def uncut_bytes(policy: VLAPolicy) -> int:
+    """Return the bytes of what tensor parallelism leaves whole: all but the language model."""
+    cut = sum(p.numel() * p.element_size() for p in policy.parts()["language"].parameters())
+    return sum(p.numel() * p.element_size() for p in policy.parameters()) - cut
+
+
+def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
+    """Estimate every memory that the placement uses; every component has its line in ``ESTIMATED_BY``.
+
+    Raises:
+        CheckpointError: the model's files can't be read.
+    """
+    needed: dict[tuple[int, int], dict[str, int]] = {}
+
+    def add(where: tuple[int, int], component: str, num_bytes: int) -> None:
+        assert component in ESTIMATED_BY, component
+        found = needed.setdefault(where, {})
+        found[component] = found.get(component, 0) + num_bytes
+
+    actors, rollouts = placement.of("actor"), placement.of("rollout")
+    path = config.model.model_path
+    unknown = path is not None and not Path(path).expanduser().is_dir()
+    figures = None
+    if not unknown:
+        figures = model_figures(config, bool(actors[0].devices), len(rollouts))
+        _add_model(config, actors, rollouts, figures, add)
+    for place in (*actors, *rollouts):
+        if place.component == "actor" or not _shared(config, actors, place):
+            add((place.node, HOST), "program", PYTHON_BYTES)
+    if main_component(config) is None:
+        add((0, HOST), "program", PYTHON_BYTES)
+        add((0, HOST), "kept policy", 0 if figures is None else figures.plain)
+    if has_rollout_processes(config) and config.runner.max_staleness and figures is not None:
+        add((0, HOST), "kept policy", figures.trained)
+    simulators = placement.of("env")
+    if config.env.env_type == "maniskill":
+        share = -(-config.env.train.total_num_envs // len(simulators))
+        for place in simulators:
+            add((place.node, HOST), "simulator", SIMULATOR_BYTES + share * SIMULATOR_BYTES_PER_ENV)
+    away = _away(config)
+    memories = [
+        MemoryOf(node, device, parts, _available(config, placement, node, device), away[device != HOST])
+        for (node, device), parts in sorted(needed.items())
+    ]
+    reason = f"model.model_path '{path}' is not a local directory: its size is not known" if unknown else ""
+    hints = [line for memory in memories if not memory.fits for line in remedies_of(config, memory, figures)]
+    return MemoryPlan(memories, reason, list(dict.fromkeys(hints)))
+
+
+def _add_model(
+    config: Config,
+    actors: tuple[ProcessPlace, ...],
+    rollouts: tuple[ProcessPlace, ...],
+    figures: ModelFigures,
+    add: object,
+) -> None:
+    assert callable(add)
+    for place in actors:
+        parts = _of_actor(config, figures, len(actors))
+        for where in _memories(place):
+            for component, num_bytes in parts.items():
+                add(where, component, num_bytes // len(_memories(place)))
+    if config.actor.enable_offload:
+        for place in (place for place in actors if place.devices):
+            parts = _of_actor(config, figures, len(actors))
+            freed = {"activations"} if config.actor.training_backend == "megatron" else {"activations", "gradients"}
+            moved = sum(parts[component] for component in _training_only(config) - freed)
+            add((place.node, HOST), "offloaded", moved)
+    whole = figures.recorded * chunks_of(config)
+    if has_rollout_processes(config):  # the main process joins their parts
+        add((0, HOST), "trajectory buffer", whole)
+    for place in actors if has_own_process(config) else ():  # each gets all of it
+        add((place.node, HOST), "trajectory buffer", whole)
+    for place in rollouts:
+        own = config.rollout.backend == "vllm" or not _shared(config, actors, place)
+        weights = figures.plain if own else 0
+        for where in _memories(place):
+            add(where, "rollout weights", weights // len(_memories(place)))
+            add(where, "KV cache", figures.kv_cache // len(_memories(place)))
+        if place.devices and _rollout_leaves(config):
+            add((place.node, HOST), "offloaded", weights)
+        add((place.node, HOST), "trajectory buffer", whole // len(rollouts))
+
+
+def _training_only(config: Config) -> frozenset[str]:
+    """Return the components of an actor that nobody acts with."""
+    weights = {"weights"} if _apart(config) else set[str]()
+    return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
+
+
+def _rollout_leaves(config: Config) -> bool:
+    """Tell whether the rollout has weights of its own and ``rollout.enable_offload`` takes them away."""
+    return config.rollout.enable_offload and (config.rollout.backend == "vllm" or _apart(config))
+
+
+def _apart(config: Config) -> bool:
+    """Tell whether what trains and what acts are different processes, each with its weights."""
+    return has_own_process(config) or has_rollout_processes(config)
+
+
+def _away(config: Config) -> dict[bool, dict[str, frozenset[str]]]:
+    """Return what is not there in a phase, for main memory (False) and GPUs (True).
+
+    What leaves a CPU for main memory is there still.
+    """
+    nothing = frozenset[str]()
+    ends = config.env.enable_offload and config.env.offload_level == "process"
+    acts = frozenset({"rollout weights", "KV cache"}) if _rollout_leaves(config) else nothing
+    trains = _training_only(config) if config.actor.enable_offload else nothing
+    simulators = frozenset({"simulator"}) if ends else nothing
+    done = frozenset({"gradients", "activations", "KV cache"}) if acts else nothing
+    return {
+        False: {"training": simulators, "handover": simulators},
+        True: {"training": acts, "handover": done, "rollouts": trains},
+    }
+
+
+def _of_actor(config: Config, figures: ModelFigures, num_actors: int) -> dict[str, int]:
+    """Return the bytes of one actor process by component."""
+    training, actor = figures.training, config.actor
+    reference = figures.trained if config.algorithm.kl.coef > 0 else 0
+    if actor.training_backend == "native":
+        return {
+            "weights": training.weights,
+            "gradients": training.gradients,
+            "optimizer": training.optimizer,
+            "reference": reference,
+            "activations": training.activations,
+        }
+    if actor.training_backend == "megatron":
+        return _of_megatron(config, figures, num_actors, reference)
+    cut, layers = num_actors, actor.tensor_parallel_size
+    share = actor.global_batch_size // max(1, num_actors // layers)
+    # While gradients of several micro-batches add up, they are whole.
+    adds_up = share > actor.micro_batch_size and not actor.fsdp.reduce_every_micro_batch
+    return {
+        "weights": training.weights // cut + figures.gathered // layers,
+        "gradients": training.gradients // (layers if adds_up else cut),
+        "optimizer": training.optimizer // cut,
+        "reference": reference // cut,
+        "activations": training.activations,
+    }
+
+
+def _of_megatron(config: Config, figures: ModelFigures, num_actors: int, reference: int) -> dict[str, int]:
+    training, layers = figures.training, config.actor.tensor_parallel_size
+    # The part of all weights that a process has; of what trains, about the same.
+    part = figures.gathered / figures.plain + (1 - figures.gathered / figures.plain) / layers
+    shares = num_actors // layers if gpus_per_node(config.cluster) else 1
+    return {
+        "weights": int(training.weights * part),
+        "gradients": int(training.gradients * part),
+        "optimizer": int(training.optimizer * part) // max(1, shares),
+        "reference": int(reference * part),
+        "activations": training.activations,
+    }
+
+
+def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
+    return [(place.node, device) for device in place.devices] or [(place.node, HOST)]
+
+
+def _shared(config: Config, actors: tuple[ProcessPlace, ...], rollout: ProcessPlace) -> bool:
+    """Tell whether a rollout acts with the weights of an actor process: same machine and devices, same rank."""
+    return not _apart(config) and any(
+        (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in actors
+    )
+
+
+def _available(config: Config, placement: Placement, node: int, device: int) -> int:
+    if device != HOST:
+        gpus = placement.machines[node].gpus
+        return gpus[device].memory_bytes if device < len(gpus) else 0
+    hardware = config.cluster.hardware
+    return memory_limit_bytes() if hardware.name is None else int(hardware.memory_gib * GIB)
+
+
+def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) -> list[str]:
+    """Return what would make a memory that is too small do, the largest component first."""
+    actor, train = config.actor, config.env.train
+    room = HEADROOM * memory.available
+    lines: list[str] = []
+    for component, _ in sorted(memory.needed.items(), key=lambda item: -item[1]):
+        if component in ("weights", "gradients", "optimizer", "reference"):
+            if actor.param_dtype == "fp32":
+                lines.append("actor.param_dtype=bf16 halves weights, gradients and optimizer")
+            if config.model.trainable != "lora":
+                lines.append("model.trainable=lora leaves little to gradients and optimizer")
+        elif component == "activations" and figures is not None:
+            rest = room - (memory.total - memory.needed[component])
+            rows = int(rest / max(1, memory.needed[component] / actor.micro_batch_size))
+            if rows >= 1:
+                lines.append(f"actor.micro_batch_size of at most {rows}")
+            if not actor.gradient_checkpointing:
+                lines.append("actor.gradient_checkpointing=true keeps one input a block")
+        elif component == "rollout weights" and not config.rollout.enable_offload and not config.runner.max_staleness:
+            lines.append("rollout.enable_offload=true keeps them in main memory while the policy trains")
+        elif component == "KV cache":
+            lines.append("a larger rollout.pipeline_stages decides fewer rows at once")
+        elif component in ("simulator", "trajectory buffer"):
+            lines.append(f"fewer env.train.total_num_envs than {train.total_num_envs}, or env.num_processes")
+            if component == "simulator" and not config.env.enable_offload and not config.runner.max_staleness:
+                lines.append("env.enable_offload=true ends the simulators while the policy trains")
+    return list(dict.fromkeys(lines))
+
+
+def as_plain(plan: MemoryPlan) -> list[Mapping[str, object]]:
+    """Return the memories as plain values, for JSON."""
+    return [
+        {
+            "node": memory.node,
+            "device": None if memory.device == HOST else memory.device,
+            "needed_bytes": {**memory.needed, "total": memory.total},
+            "phase_bytes": {phase: memory.in_phase(phase) for phase in PHASES},
+            "available_bytes": memory.available or None,
+            "fits": memory.fits if memory.available else None,
+        }
+        for memory in plan.memories
+    ]

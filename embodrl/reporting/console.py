@@ -1,0 +1,276 @@
+"""What a person at the terminal sees of a run: a live panel, or one line per iteration where there is no terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from embodrl.reporting.intervals import eval_interval
+from embodrl.reporting.sinks import MetricValue
+
+logger = logging.getLogger(__name__)
+
+BAR_WIDTH = 24
+# Without a terminal, a phase that takes longer than this prints how far it is.
+PLAIN_INTERVAL_S = 10.0
+SPARKS = "▁▂▃▄▅▆▇█"
+PHASES = (
+    ("env", "time/env_s", "cyan"),
+    ("policy", "time/policy_s", "magenta"),
+    ("train", "time/train_s", "green"),
+    ("eval", "time/eval_s", "yellow"),
+)
+LOSSES = (
+    ("policy loss", "train/policy_loss"),
+    ("value loss", "train/value_loss"),
+    ("entropy", "train/entropy"),
+    ("kl", "train/approx_kl"),
+    ("clipped", "train/clip_fraction"),
+    ("grad norm", "train/grad_norm"),
+    ("lr", "train/lr"),
+)
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """Return the last values, each in 0..1, as a row of block characters."""
+    return "".join(SPARKS[min(7, max(0, round(value * 7)))] for value in values[-width:])
+
+
+class Screen(RichConsole):
+    """A terminal or pipe whose reader may go away: that costs the screen, not the run."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nothing from now on."""
+        self.quiet = True
+        logger.warning("stdout was closed; logging continues in the log file and metrics.jsonl")
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+class Console:
+    """Shows a run.
+
+    Args:
+        mode: auto is rich on a terminal and plain elsewhere.
+        total_iterations: length of the run.
+        name: of the run.
+        stream: replaces the terminal (tests).
+    """
+
+    def __init__(
+        self,
+        mode: Literal["auto", "rich", "plain", "off"],
+        total_iterations: int,
+        name: str = "",
+        stream: RichConsole | None = None,
+    ) -> None:
+        self._out = stream or Screen()
+        self.mode = mode if mode != "auto" else ("rich" if self._out.is_terminal else "plain")
+        self.total_iterations = total_iterations
+        self.name = name
+        self._row: dict[str, MetricValue] = {}
+        self._train: list[float] = []
+        self._eval_interval = ""
+        self._eval: list[float] = []
+        self._speed: deque[float] = deque(maxlen=10)
+        self._messages: deque[str] = deque(maxlen=6)
+        self._phase = "starting"
+        self._chunks_done, self._chunks = 0, 0
+        self._start_s = self._phase_start_s = self._printed_s = time.monotonic()
+        self._earlier_s = 0.0
+        self._last_steps = 0.0
+        self._live: Live | None = None
+
+    def start(self) -> None:
+        """Open the panel."""
+        if self.mode == "rich" and self._live is None:
+            # Rendered by a thread of its own, so that the clock ticks while the main thread works.
+            self._live = Live(
+                get_renderable=self._render, console=self._out, refresh_per_second=4, redirect_stderr=True
+            )
+            self._live.start()
+
+    def restore(self, rows: list[dict[str, MetricValue]]) -> None:
+        """Take the rows of a resumed run, without showing each."""
+        for row in rows:
+            self._absorb(row)
+        self._earlier_s = self._number("time/elapsed_s")
+
+    def update(self, row: Mapping[str, MetricValue]) -> None:
+        """Show the metrics of an iteration."""
+        self._absorb(row)
+        logger.info("%s", self._line())
+        self._print(self._line())
+        self._refresh()
+
+    def phase(self, text: str, chunks: int = 0) -> None:
+        """Show what the run does now; without a terminal, only once it takes longer than ``PLAIN_INTERVAL_S``.
+
+        Args:
+            text: name of the phase.
+            chunks: calls of ``advance`` until its end, at most; 0 if unknown.
+        """
+        self._phase, self._chunks_done, self._chunks = text, 0, chunks
+        self._phase_start_s = time.monotonic()
+        self._refresh()
+
+    def advance(self) -> None:
+        """Count a step of the present phase."""
+        self._chunks_done += 1
+        if self.mode == "plain" and time.monotonic() - max(self._printed_s, self._phase_start_s) >= PLAIN_INTERVAL_S:
+            done = self._number("iteration")
+            self._print(f"iter {done:.0f}/{self.total_iterations} done, now {self._phase_text()}")
+
+    def message(self, text: str) -> None:
+        """Show something worth keeping, e.g. a warning or the path of a checkpoint."""
+        logger.info("%s", text)
+        self._messages.append(text)
+        self._print(text)
+        self._refresh()
+
+    def _print(self, text: str) -> None:
+        if self.mode == "plain":
+            self._printed_s = time.monotonic()
+            self._out.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        """Leave the panel as it is and give the terminal back; may be called twice."""
+        if self._live is not None:
+            self._refresh()
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Console:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _absorb(self, row: Mapping[str, MetricValue]) -> None:
+        self._row = dict(row)
+        for name, history in (("rollout/success_rate", self._train), ("eval/success_rate", self._eval)):
+            value = row.get(name)
+            if isinstance(value, int | float):
+                history.append(float(value))
+        if found := eval_interval(row):
+            self._eval_interval = f" [{100 * found[0]:.0f}, {100 * found[1]:.0f}]"
+        seconds, steps = self._number("time/total_s"), self._number("env_steps")
+        if seconds and steps > self._last_steps:
+            self._speed.append(seconds)
+        self._last_steps = max(self._last_steps, steps)
+
+    def _number(self, name: str) -> float:
+        value = self._row.get(name)
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    def _started(self, style: str, factor: int) -> str:
+        """Return the success rate per started episode, where episodes were cut off by the end of the rollout."""
+        value = self._row.get("rollout/success_rate_started")
+        if not isinstance(value, int | float) or not self._number("rollout/cut_episodes"):
+            return ""
+        return f" ({format(factor * value, style)} of started episodes)"
+
+    def _phase_text(self) -> str:
+        seconds = _duration(time.monotonic() - self._phase_start_s)
+        # An evaluation ends before its last possible chunk when its episodes do.
+        share = f" {min(self._chunks_done, self._chunks)}/{self._chunks} chunks" if self._chunks else ""
+        return f"{self._phase}{share}, {seconds}"
+
+    def _eta_s(self) -> float | None:
+        left = self.total_iterations - self._number("iteration")
+        return left * sum(self._speed) / len(self._speed) if self._speed else None
+
+    def _steps_per_s(self) -> str:
+        value = self._row.get("time/env_steps_per_s")
+        return f"{value:.0f} env-steps/s" if isinstance(value, int | float) else ""
+
+    def _line(self) -> str:
+        width = len(str(self.total_iterations))
+        parts = [f"iter {self._number('iteration'):{width}.0f}/{self.total_iterations}"]
+        parts.append(f"env_steps {self._number('env_steps'):.0f}")
+        if isinstance(self._row.get("rollout/success_rate"), int | float):
+            parts.append(f"success {self._number('rollout/success_rate'):.3f}{self._started('.3f', 1)}")
+        if isinstance(self._row.get("eval/success_rate"), int | float):
+            found = eval_interval(self._row)
+            interval = f" [{found[0]:.2f}, {found[1]:.2f}]" if found else ""
+            parts.append(f"eval {self._number('eval/success_rate'):.3f}{interval}")
+        for label, name in LOSSES[:4]:
+            if isinstance(self._row.get(name), int | float):
+                parts.append(f"{label} {self._number(name):.4g}")
+        if speed := self._steps_per_s():
+            parts.append(speed)
+        for label, name, _ in PHASES:
+            if self._row.get(name) is not None:
+                parts.append(f"{label} {self._number(name):.1f}s")
+        eta = self._eta_s()
+        if eta is not None:
+            parts.append(f"eta {_duration(eta)}")
+        return "  ".join(parts)
+
+    def _refresh(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
+
+    def _render(self) -> RenderableType:
+        done = self._number("iteration")
+        head = Table.grid(padding=(0, 2))
+        head.add_row("iteration", f"{_bar(done / self.total_iterations)} {done:.0f}/{self.total_iterations}")
+        progress = [f"{self._number('env_steps'):,.0f}", self._steps_per_s(), f"{_duration(self._elapsed())} elapsed"]
+        eta = self._eta_s()
+        progress.append(f"ETA {_duration(eta)}" if eta is not None else "")
+        head.add_row("env-steps", "   ".join(part for part in progress if part))
+        head.add_row("now", Text(self._phase_text(), style="italic"))
+
+        success = Table.grid(padding=(0, 2))
+        for label, history, style in (("success", self._train, "yellow"), ("eval", self._eval, "bold yellow")):
+            if history:
+                more = self._started(".1f", 100) if label == "success" else self._eval_interval
+                success.add_row(label, Text(sparkline(history), style=style), f"{100 * history[-1]:.1f} %{more}")
+
+        split = Table.grid(padding=(0, 2))
+        total = self._number("time/total_s") or sum(self._number(name) for _, name, _ in PHASES)
+        for label, name, style in PHASES:
+            if total and self._row.get(name) is not None:
+                seconds = self._number(name)
+                bar = Text(_bar(seconds / total), style=style)
+                split.add_row(label, bar, f"{100 * seconds / total:.0f} %", f"{seconds:.1f} s")
+
+        losses = Table.grid(padding=(0, 3))
+        cells = [f"{label} {self._number(name):.4g}" for label, name in LOSSES if name in self._row]
+        for start in range(0, len(cells), 4):
+            losses.add_row(*cells[start : start + 4])
+        parts: list[RenderableType] = [head, Text(), success, Text(), split, Text(), losses]
+        if self._messages:
+            parts += [Text(), *(Text(message, style="dim") for message in list(self._messages))]
+        return Panel(Group(*parts), title=Text(f"embodrl {self.name}".strip()), title_align="left", padding=(1, 2))
+
+    def _elapsed(self) -> float:
+        return self._earlier_s + time.monotonic() - self._start_s
+
+
+def _bar(part: float) -> str:
+    filled = round(BAR_WIDTH * min(1.0, max(0.0, part)))
+    return "█" * filled + "░" * (BAR_WIDTH - filled)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

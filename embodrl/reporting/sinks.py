@@ -1,0 +1,265 @@
+"""Where metrics go: metrics.jsonl always, trackers as configured.
+
+Everything that depends on the clock has a name under ``time/``; all else is the same in two runs with one seed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from embodrl.config.schema import LoggerConfig
+from embodrl.errors import MissingDependencyError, OutputError
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+MetricValue = float | int | str | None
+
+
+class Tracker(Protocol):
+    """A place that metrics are copied to; whatever it raises costs the tracker, not the run."""
+
+    def log(self, metrics: Mapping[str, MetricValue], iteration: int) -> None:
+        """Record the numbers of an iteration."""
+        ...
+
+    def close(self) -> None:
+        """Finish writing."""
+        ...
+
+
+class TensorBoardTracker:
+    """Scalars in TensorBoard's event files.
+
+    Args:
+        directory: of the event files.
+        resume_iteration: later iterations of an earlier process are hidden; None for a new run.
+    """
+
+    def __init__(self, directory: Path, resume_iteration: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if resume_iteration is None else resume_iteration + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge)
+
+    def log(self, metrics: Mapping[str, MetricValue], iteration: int) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, int | float) and name != "iteration":
+                self._writer.add_scalar(name, value, iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases; the run's id is kept in ``wandb_id.txt``, so that a resumed run goes on in the same place.
+
+    Raises:
+        MissingDependencyError: the package is not installed.
+    """
+
+    def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingDependencyError("wandb is not installed", "pip install 'embodrl[wandb]'") from error
+
+        id_file = run_dir / "wandb_id.txt"
+        run_id = id_file.read_text().strip() if id_file.is_file() else os.urandom(4).hex()
+        id_file.write_text(f"{run_id}\n")
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=run_dir.name,
+            id=run_id,
+            resume="allow",
+            dir=str(run_dir),
+            mode="offline" if config.wandb_mode == "offline" else "online",
+            config=dict(run_config),
+            settings=wandb.Settings(init_timeout=60, silent=True, console="off"),
+        )
+
+    def log(self, metrics: Mapping[str, MetricValue], iteration: int) -> None:
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MetricsLogger:
+    """Writes one JSON object an iteration, and copies it to the trackers.
+
+    It adds ``time/elapsed_s``, the sum of ``time/total_s`` over the iterations so far, resumed ones included.
+
+    Args:
+        run_dir: gets metrics.jsonl, tensorboard/ and wandb/.
+        config: which trackers.
+        resume_iteration: None for a new run; otherwise what was logged after that iteration is dropped, so that the
+            file ends up as that of an uninterrupted run (-1 drops everything).
+        run_config: shown by trackers.
+        trackers: replaces the configured ones (tests).
+        file_name: of the metrics in ``run_dir``.
+
+    Raises:
+        OutputError: the file can't be written, or a new run would append to the metrics of an old one.
+        MissingDependencyError: a tracker's package is not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LoggerConfig,
+        resume_iteration: int | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        trackers: Mapping[str, Tracker] | None = None,
+        file_name: str = METRICS_FILE,
+    ) -> None:
+        self.path = Path(run_dir) / file_name
+        self._elapsed_s = 0.0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_iteration is None:
+                self._refuse_old_metrics()
+            else:
+                self._elapsed_s = truncate_metrics(self.path, resume_iteration)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"{self.path} can't be written: {error}", "set runner.output_dir to a directory of yours"
+            ) from error
+        if trackers is None:
+            trackers = self._build_trackers(config, resume_iteration, run_config or {})
+        self._trackers = dict(trackers)
+
+    def _refuse_old_metrics(self) -> None:
+        if self.path.is_file() and self.path.stat().st_size:
+            raise OutputError(
+                f"{self.path} holds the metrics of an earlier run",
+                f"run `embodrl resume {self.path.parent}` or choose another runner.output_dir",
+            )
+
+    def _build_trackers(
+        self, config: LoggerConfig, resume_iteration: int | None, run_config: Mapping[str, Any]
+    ) -> dict[str, Tracker]:
+        run_dir = self.path.parent
+        builders: dict[str, Callable[[], Tracker]] = {}
+        if config.tensorboard:
+            builders["TensorBoard"] = lambda: TensorBoardTracker(run_dir / "tensorboard", resume_iteration)
+        if config.wandb_mode != "off":
+            builders["Weights & Biases"] = lambda: WandbTracker(run_dir, config, run_config)
+        trackers: dict[str, Tracker] = {}
+        for name, build in builders.items():
+            try:
+                trackers[name] = build()
+            except MissingDependencyError:
+                raise
+            except Exception as error:  # noqa: BLE001  a tracker raises what it likes, and must not cost a run
+                logger.warning("%s is off for this run, it could not be started: %s", name, error)
+        return trackers
+
+    def log(self, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
+        """Append the metrics of an iteration, synced to disk, and copy them to the trackers.
+
+        Args:
+            metrics: with ``iteration``; a number that is not finite is written as null.
+
+        Returns:
+            the metrics as written.
+
+        Raises:
+            OutputError: metrics.jsonl can't be written.
+        """
+        row = {name: _finite(value) for name, value in metrics.items()}
+        self._elapsed_s += float(row.get("time/total_s") or 0.0)
+        row["time/elapsed_s"] = round(self._elapsed_s, 3)
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OutputError(
+                f"{self.path} can't be written: {error}", "free some room, then `embodrl resume` the run"
+            ) from error
+        for name in list(self._trackers):
+            self._guard(name, lambda tracker: tracker.log(row, int(metrics["iteration"] or 0)))
+        return row
+
+    def _guard(self, name: str, call: Callable[[Tracker], None]) -> None:
+        try:
+            call(self._trackers[name])
+        except Exception as error:  # noqa: BLE001  a tracker raises what it likes, and must not cost a run
+            logger.warning("%s is off for the rest of this run: %s; metrics.jsonl goes on", name, error)
+            del self._trackers[name]
+
+    def close(self) -> None:
+        """Close the file and the trackers; may be called twice."""
+        for name in list(self._trackers):
+            self._guard(name, lambda tracker: tracker.close())
+        self._trackers = {}
+        try:
+            self._file.close()
+        except OSError as error:  # ``log`` has synced every row, or has raised: nothing more is lost
+            logger.error("%s could not be closed: %s", self.path, error)
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl; a last line cut off by a crash is left out.
+
+    Raises:
+        OutputError: a line before the last one is no JSON object.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise OutputError(f"{path}:{number} is no JSON object", "remove the line")
+    return rows
+
+
+def truncate_metrics(path: Path, last_iteration: int) -> float:
+    """Cut a metrics.jsonl off behind an iteration; return ``time/elapsed_s`` of the last row kept, or 0."""
+    if not path.is_file():
+        return 0.0
+    keep, elapsed_s = 0, 0.0
+    with path.open("r+b") as file:
+        for line in file:
+            row = _parse(line)
+            if row is None or int(row["iteration"]) > last_iteration:
+                break
+            keep += len(line)
+            elapsed_s = float(row.get("time/elapsed_s") or 0.0)
+        file.truncate(keep)
+        os.fsync(file.fileno())
+    return elapsed_s
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "iteration" in row else None
+
+
+def _finite(value: MetricValue) -> MetricValue:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

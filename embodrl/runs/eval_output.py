@@ -1,0 +1,158 @@
+"""What `embodrl eval` writes: eval.json, eval.html, and videos."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from embodrl import __version__
+from embodrl.config.schema import Config
+from embodrl.errors import OutputError
+from embodrl.reporting.eval_grid import Tile, write_grid
+from embodrl.reporting.eval_report import eval_page
+from embodrl.reporting.intervals import CONFIDENCE, wilson_interval
+from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
+from embodrl.workers.env import check_videos
+from embodrl.workers.evaluator import EpisodeRecord, EvalResult
+
+JSON_FILE, HTML_FILE, GRID_FILE, VIDEO_DIR = "eval.json", "eval.html", "grid.mp4", "videos"
+# More tasks than these are not told one by one on the console.
+MAX_LINES = 20
+
+
+class EvalOutput:
+    """The directory of an evaluation.
+
+    Args:
+        config: the run.
+        directory: new or empty; None is a new directory with the time in its name.
+
+    Attributes:
+        directory: where everything goes.
+        video_dir: where simulators put their videos; None without.
+
+    Raises:
+        OutputError: the directory holds something or can't be written.
+        MissingDependencyError: there are to be videos, and what writes them is not installed.
+    """
+
+    def __init__(self, config: Config, directory: Path | None) -> None:
+        self.config = config
+        check_videos(config, here=True)
+        self.directory = directory or self._new_directory()
+        if self.directory.is_dir() and any(self.directory.iterdir()):
+            raise OutputError(f"{self.directory} holds something already", "name a new directory with --output")
+        check_json_file(self.directory / JSON_FILE)
+        self.video_dir = self.directory / VIDEO_DIR if config.env.video.enabled else None
+
+    def _new_directory(self) -> Path:
+        parent = self.config.runner.output_dir
+        stamp = f"eval-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = (Path("outputs") if parent == "auto" else Path(parent)) / stamp
+        for number in range(2, 1000):
+            if not path.exists():
+                break
+            path = path.with_name(f"{stamp}-{number}")
+        return path
+
+    def content(self, result: EvalResult) -> dict[str, Any]:
+        """Return what eval.json has."""
+        by_task: dict[str, list[EpisodeRecord]] = {}
+        for record in result.records:
+            by_task.setdefault(record.task, []).append(record)
+        solved = sum(result.successes)
+        figures: dict[str, Any] = {
+            "success_rate": result.success_rate,
+            "interval": wilson_interval(solved, result.episodes),
+            "confidence": CONFIDENCE,
+            "successes": solved,
+            "episodes": result.episodes,
+            "lost_episodes": result.lost_episodes,
+            "per_task": result.per_task,
+            "mean_return": result.mean_return,
+            "mean_length": result.mean_length,
+        }
+        if not result.episodes:
+            figures |= dict.fromkeys(("success_rate", "mean_return", "mean_length"))  # JSON has no NaN
+        return figures | {
+            "seed": self.config.env.eval.seed,
+            "tasks": {task: _task(records) for task, records in by_task.items()},
+            "settings": self._settings(result),
+            "per_episode": [vars(record) for record in result.records],
+        }
+
+    def _settings(self, result: EvalResult) -> dict[str, Any]:
+        env, model = self.config.env, self.config.model
+        seeds = f"{env.eval.seed} to {env.eval.seed + env.eval.num_episodes - 1}"
+        return {
+            "environment": env.env_type,
+            "tasks": list(env.tasks),
+            "model": model.model_type,
+            "weights": model.warm_start or model.model_path or "random",
+            "actions": "the most probable ones",
+            "actions a chunk": model.num_action_chunks,
+            "step limit": env.max_episode_steps,
+            "reset seeds": seeds,
+            "interval": f"Wilson score, {CONFIDENCE:.0%}",
+            "seconds in simulators and policy": round(result.env_s + result.policy_s, 1),
+            "embodrl": __version__,
+            "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+
+    def write(self, result: EvalResult) -> list[str]:
+        """Write all files; return lines for the console.
+
+        Raises:
+            OutputError: a file can't be written.
+        """
+        content = self.content(result)
+        write_json_file(self.directory / JSON_FILE, content)
+        videos = sorted(self.video_dir.glob("[!.]*.mp4")) if self.video_dir is not None else []
+        grid = self._grid(result, videos)
+        title = f"{self.config.env.env_type}, {self.config.model.model_type}: evaluation"
+        page = eval_page(content, title, self.directory, grid, videos)
+        write_text_file(self.directory / HTML_FILE, page)
+        lines = [_line("success rate", content)] if result.episodes else ["no episode was played to its end"]
+        if 1 < len(content["tasks"]) <= MAX_LINES:
+            lines += [f"  {_line(task, row)}" for task, row in content["tasks"].items()]
+        if self.video_dir is not None:
+            wanted = sum(record.number < self.config.env.video.num_episodes for record in result.records)
+            lines += [f"videos: {len(videos)} of {wanted} could be written"] * (len(videos) < wanted)
+        return [*lines, f"report: {self.directory / HTML_FILE}"]
+
+    def _grid(self, result: EvalResult, videos: list[Path]) -> Path | None:
+        """Write the grid of the videos, which are called ``episode_<number>_<outcome>.mp4``."""
+        records = {record.number: record for record in result.records}
+        filmed = [(records.get(int(path.stem.split("_")[1])), path) for path in videos]
+        tiles = [
+            Tile(path, f"{record.number}  {record.task}: {record.instruction}", record.success)
+            for record, path in filmed
+            if record is not None
+        ]
+        if not tiles:
+            return None
+        try:
+            write_grid(tiles, self.directory / GRID_FILE)
+        except OSError as error:
+            raise OutputError(f"the grid of videos can't be written: {error}", "free disk space") from error
+        return self.directory / GRID_FILE
+
+
+def _task(records: list[EpisodeRecord]) -> dict[str, Any]:
+    solved = sum(record.success for record in records)
+    return {
+        "success_rate": solved / len(records),
+        "interval": wilson_interval(solved, len(records)),
+        "successes": solved,
+        "episodes": len(records),
+        "instruction": records[0].instruction,
+    }
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    low, high = row["interval"]
+    return (
+        f"{name} {row['success_rate']:.1%} of {row['episodes']} episodes"
+        f" ({CONFIDENCE:.0%} interval {low:.1%} to {high:.1%})"
+    )

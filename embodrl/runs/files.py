@@ -1,0 +1,134 @@
+"""The files of a run besides its checkpoints and metrics."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from embodrl.config.rules.rollout_processes import has_rollout_processes
+from embodrl.config.schema import Config
+from embodrl.errors import OutputError
+from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
+from embodrl.models.base import VLAPolicy
+from embodrl.reporting.intervals import interval_text
+from embodrl.storage.checkpoint import CheckpointManager
+from embodrl.storage.json_file import write_text_file
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+LOG_FILE = "logs/embodrl.log"
+POLICY_DIR = "policy"
+BEST_POLICY_DIR = "policy_best"
+REPORT_FILE = "report.html"
+# Asked for before the policy is built and its size known.
+LEAST_FREE_BYTES = 64 * 2**20
+
+
+def run_directory(config: Config) -> Path:
+    """Return the directory of a new run."""
+    runner = config.runner
+    if runner.output_dir != "auto":
+        return Path(runner.output_dir)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = runner.name
+    if name == "auto":
+        algorithm = config.algorithm.adv_type.replace(":", "-")
+        name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
+    return Path("outputs") / name
+
+
+def has_results(run_dir: Path) -> bool:
+    """Tell whether a run has written what it ends with."""
+    return (run_dir / POLICY_DIR).is_dir() and (run_dir / REPORT_FILE).is_file()
+
+
+def num_bytes_on_disk(config: Config, policy: VLAPolicy, state_num_bytes: int) -> int:
+    """Return what a run writes: its checkpoints, the best, one more while it is written, and weights sent by disk."""
+    total = (config.runner.keep_last_n + 1 + config.runner.keep_best) * state_num_bytes
+    if has_rollout_processes(config) and config.rollout.weight_sync == "disk":
+        weights = sum(t.numel() * t.element_size() for t in policy.state_dict().values())
+        total += (VERSIONS_KEPT + 1) * weights
+    return total
+
+
+def export_policy(policy: VLAPolicy, directory: Path) -> None:
+    """Write the policy in its public layout, atomically.
+
+    Raises:
+        OutputError: the directory can't be written; what was there before is unchanged.
+    """
+    try:
+        policy.save_pretrained(directory)
+    except OutputError as error:
+        raise OutputError(error.message, "free disk space, then `embodrl resume` the run") from error
+
+
+def write_config(run_dir: Path, config_yaml: str) -> None:
+    """Keep the resolved configuration of a run.
+
+    Raises:
+        OutputError: the directory can't be written.
+    """
+    write_text_file(run_dir / CONFIG_FILE, config_yaml, "set runner.output_dir to a writable directory")
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """Say what the user can do with a run that an error has ended."""
+    checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
+    if checkpoint is None:
+        return "start it again: there is no checkpoint"
+    return f"`embodrl resume {run_dir}` goes on from {checkpoint.path}"
+
+
+def what_is_left(run_dir: Path, iteration: int) -> str:
+    """Say where a run goes on whose last save, after ``iteration``, failed."""
+    checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
+    where = "start over: there is no checkpoint" if checkpoint is None else f"go on from {checkpoint.path}"
+    return (
+        f"iteration {iteration}, the last, could not be saved;"
+        f" once there is room, `embodrl resume {run_dir}` would {where}"
+    )
+
+
+def eval_command(config: Config, run_dir: Path, policy_dir: str = POLICY_DIR) -> str:
+    """Return the command that evaluates a run's exported policy."""
+    key = "model_path" if config.model.model_path is not None else "warm_start"
+    config_path, policy = shlex.quote(str(run_dir / CONFIG_FILE)), shlex.quote(str(run_dir / policy_dir))
+    return f"embodrl eval --config {config_path} model.{key}={policy}"
+
+
+def summary_lines(config: Config, run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what a finished run ends with on the console: success before and after, and the next command."""
+    evaluated = [row for row in rows if isinstance(row.get("eval/success_rate"), float)]
+    lines: list[str] = []
+    if evaluated:
+        first, last = evaluated[0], evaluated[-1]
+        start = f"{100 * first['eval/success_rate']:.1f} -> " if first is not last else ""
+        lines.append(f"done: evaluation success {start}{100 * last['eval/success_rate']:.1f} %{interval_text(last)}")
+        best = max(evaluated[1:], key=lambda row: row["eval/success_rate"], default=last)
+        if best["eval/success_rate"] > last["eval/success_rate"] and (run_dir / BEST_POLICY_DIR).is_dir():
+            rate = f"{100 * best['eval/success_rate']:.1f} % after iteration {best['iteration']}"
+            lines.append(f"best evaluation: {rate}, exported to {run_dir / BEST_POLICY_DIR}")
+    else:
+        lines.append("done")
+    return [*lines, f"next: {eval_command(config, run_dir)}"]
+
+
+def without_lost_warm_start(config: Config) -> Config:
+    """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
+    model = config.model
+    if model.model_path is not None or model.warm_start in (None, "builtin"):
+        return config
+    if (Path(model.warm_start).expanduser() / "config.json").is_file():
+        return config
+    logger.warning(
+        "the warm start %s is gone: weights come from the checkpoint, vocabulary and action statistics are the"
+        " tiny size's own",
+        model.warm_start,
+    )
+    return config.model_copy(update={"model": model.model_copy(update={"warm_start": None})})

@@ -1,0 +1,303 @@
+"""`embodrl sft`: imitation of demonstrations, by the same train engines, checkpoints and sinks as `embodrl train`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodrl.config import LoadedConfig, load_run
+from embodrl.config.schema import Config, SftConfig
+from embodrl.data.batch import Batch
+from embodrl.data.imitation import FrameBatches, check_demos, load_configured_demos
+from embodrl.data.rng import capture_rng, restore_rng
+from embodrl.errors import CheckpointError, OutputError, UsageError
+from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.models.base import VLAPolicy
+from embodrl.reporting.log import RunLog
+from embodrl.reporting.progress import Progress
+from embodrl.reporting.sinks import MetricsLogger
+from embodrl.runs.files import (
+    CONFIG_FILE,
+    LEAST_FREE_BYTES,
+    LOG_FILE,
+    POLICY_DIR,
+    export_policy,
+    without_lost_warm_start,
+    write_config,
+)
+from embodrl.runs.lock import run_lock
+from embodrl.runs.stop import StopSignal
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
+from embodrl.workers.actor import make_train_engine, saves_shards
+from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.launch import make_launcher
+from embodrl.workers.policy import build_policy, configure_torch, num_threads
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "sft_metrics.jsonl"
+MAX_CLIPPED_ACTIONS = 0.02
+"""Share of the actions outside [-1, 1] above which a warning is printed."""
+
+
+def learning_rate(settings: SftConfig, step: int) -> float:
+    """Return the learning rate of a step: linear warm-up, then a cosine to 0."""
+    if step < settings.lr_warmup_steps:
+        return settings.lr * (step + 1) / settings.lr_warmup_steps
+    part = (step - settings.lr_warmup_steps) / max(settings.max_steps - settings.lr_warmup_steps, 1)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(part, 1.0)))
+
+
+def engine_config(config: Config, device: torch.device) -> Config:
+    """Return the configuration that train engines are built with: ``sft``'s rates and batch sizes, no reference.
+
+    Args:
+        config: the run.
+        device: that trains; on a CPU every core gets one micro-batch.
+    """
+    settings = config.sft
+    cores = num_threads(config) if device.type == "cpu" and config.actor.training_backend == "native" else 1
+    micro = settings.micro_batch_size or math.ceil(settings.batch_size / cores)
+    optim = config.actor.optim.model_copy(update={"lr": settings.lr, "weight_decay": settings.weight_decay})
+    actor = config.actor.model_copy(
+        update={"optim": optim, "micro_batch_size": micro, "global_batch_size": settings.batch_size}
+    )
+    kl = config.algorithm.kl.model_copy(update={"coef": 0.0})
+    return config.model_copy(
+        update={
+            "actor": actor,
+            "algorithm": config.algorithm.model_copy(update={"kl": kl}),
+            "runner": config.runner.model_copy(update={"max_iterations": settings.max_steps, "max_staleness": 0}),
+        }
+    )
+
+
+def sft(loaded: LoadedConfig) -> int:
+    """Train the policy on demonstrations and export it; returns the exit code.
+
+    SIGINT and SIGTERM end it after the current step: a checkpoint and the policy so far are saved.
+
+    Raises:
+        OutputError: the output directory can't be written or holds an earlier run, before anything has started.
+        EmbodrlError: there are no demonstrations, or the loss is not finite.
+    """
+    loaded = loaded.with_absolute_paths()
+    config = loaded.config
+    directory = Path(config.sft.output_dir)
+    if config.actor.training_backend == "megatron":
+        raise UsageError(
+            "`embodrl sft` does not support actor=megatron", "use actor=native or actor=fsdp", code="sft-megatron"
+        )
+    for name in (POLICY_DIR, METRICS_FILE):
+        if (directory / name).exists():
+            raise OutputError(
+                f"{directory / name} already exists",
+                f"`embodrl resume {directory}` continues it; otherwise choose another sft.output_dir",
+                code="sft-output-exists",
+            )
+    try:
+        preflight(directory, LEAST_FREE_BYTES)
+    except OutputError as error:
+        raise OutputError(error.message, "set sft.output_dir to a writable directory with free space") from error
+    with run_lock(directory), RunLog(directory / LOG_FILE):
+        return _run(config, directory, loaded.to_yaml(), None)
+
+
+def is_sft_run(directory: Path) -> bool:
+    """Return whether a run directory was written by `embodrl sft`."""
+    return (directory / METRICS_FILE).is_file()
+
+
+def resume(directory: Path, overrides: list[str]) -> int:
+    """Continue fine-tuning from the last intact checkpoint; returns the exit code.
+
+    Raises:
+        CheckpointError: there is no intact checkpoint.
+    """
+    loaded = load_run(directory / CONFIG_FILE, overrides, resuming=True).with_absolute_paths()
+    config = loaded.config
+    with run_lock(directory), RunLog(directory / LOG_FILE):
+        checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
+        if checkpoint is None:
+            raise CheckpointError(
+                f"{directory} has no intact checkpoint: {'; '.join(problems) or 'none was written'}",
+                "start again in another sft.output_dir; sft.save_interval sets how often checkpoints are written",
+                code="sft-no-checkpoint",
+            )
+        done = int(checkpoint.state["step"])
+        if done >= config.sft.max_steps and (directory / POLICY_DIR).is_dir():
+            progress = f"{done}/{config.sft.max_steps}"
+            logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", progress)
+            return 0
+        return _run(config, directory, loaded.to_yaml(), checkpoint)
+
+
+def _run(config: Config, directory: Path, config_yaml: str, checkpoint: Checkpoint | None) -> int:
+    """Build everything in order, train, and export the policy."""
+    settings = config.sft
+    configure_torch(config, "actor")
+    if settings.eval_interval:
+        check_simulator(config)
+    with (
+        ExitStack() as closing,
+        StopSignal() as stop,
+        Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
+    ):
+        progress.message(f"run: {directory}, log: {directory / LOG_FILE}")
+        demos = load_configured_demos(config)
+        check_demos(demos, config)
+        outside = float((np.abs(demos.actions) > 1).mean())
+        if outside > MAX_CLIPPED_ACTIONS:
+            progress.message(
+                f"{outside:.0%} of the actions are outside [-1, 1] and are clipped, unless the policy has action"
+                " statistics"
+            )
+        progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
+        weights_from = config if checkpoint is None else without_lost_warm_start(config)
+        policy = build_policy(weights_from)
+        training = engine_config(weights_from, policy.device)
+        launcher = make_launcher(training)
+        if launcher is not None:
+            closing.callback(launcher.close)
+        engine = make_train_engine(training, policy, directory / "logs", launcher)
+        closing.callback(engine.close)
+        batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
+        done = None if checkpoint is None else int(checkpoint.state["step"])
+        metrics = closing.enter_context(
+            MetricsLogger(directory, config.runner.logger, done, config.model_dump(), file_name=METRICS_FILE)
+        )
+        trainer = Trainer(config, directory, policy, engine, batches, metrics, progress, stop)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+            progress.message(f"resuming from {checkpoint.path}")
+        write_config(directory, config_yaml)
+        stop.graceful = True
+        trainer.run()
+        engine.fetch()
+        export_policy(policy, directory / POLICY_DIR)
+        if trainer.step < settings.max_steps:
+            progress.message(
+                f"stopped by a signal after {trainer.step} of {settings.max_steps} steps;"
+                f" resume with: embodrl resume {directory}"
+            )
+        progress.message(f"saved {directory / POLICY_DIR}")
+    return 0 if trainer.step == settings.max_steps else stop.exit_code
+
+
+class Trainer:
+    """The imitation loop: a batch of frames, one optimizer step, logs, checkpoints, evaluations.
+
+    Args:
+        config: the run.
+        directory: of the run.
+        policy: of this process; has the engine's weights after ``engine.fetch``.
+        engine: trains.
+        batches: what is imitated.
+        metrics: sinks.
+        progress: shown to the user.
+        stop: true once a signal has asked the run to end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        policy: VLAPolicy,
+        engine: TrainEngine,
+        batches: FrameBatches,
+        metrics: MetricsLogger,
+        progress: Progress,
+        stop: StopSignal,
+    ) -> None:
+        self.config, self.policy, self.engine, self.batches = config, policy, engine, batches
+        self.metrics, self.progress, self.stop = metrics, progress, stop
+        self.checkpoints = CheckpointManager(directory, config.runner.keep_last_n)
+        self.step = 0
+        self._saved_step = -1
+
+    def run(self) -> None:
+        """Train until the last step or a signal, and save a checkpoint."""
+        settings = self.config.sft
+        start = last_logged = time.monotonic()
+        while self.step < settings.max_steps and not self.stop:
+            self.engine.check()
+            observation, actions, inside = self.batches.next()
+            # Inputs are prepared here, not by the engine: noise and times of flow policies come from one stream.
+            inputs = self.policy.sft_inputs(observation, actions) | {"action_mask": inside}
+            batch = Batch({name: tensor.cpu() for name, tensor in inputs.items()})
+            row = self.engine.imitate(batch, learning_rate(settings, self.step), settings.label_smoothing_bins)
+            self.step += 1
+            if self._is_due(settings.log_interval) or self.stop:
+                now = time.monotonic()
+                times = {"time_s": now - start, "time/total_s": now - last_logged}
+                self.metrics.log({"iteration": self.step, "step": self.step, **row, **times})
+                last_logged = now
+            self.progress.update(self.step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
+            if settings.save_interval and self.step % settings.save_interval == 0:
+                self.save()
+            if settings.eval_interval and self.step % settings.eval_interval == 0 and not self.stop:
+                self._evaluate()
+        if self._saved_step != self.step:
+            self.save()
+
+    def _is_due(self, interval: int) -> bool:
+        return self.step % interval == 0 or self.step == self.config.sft.max_steps
+
+    def _evaluate(self) -> None:
+        self.engine.fetch()
+        if self.config.actor.enable_offload:
+            self.engine.offload()
+        acting = make_rollout_engine(self.config, self.policy, num_threads(self.config))
+        with make_pool(self.config, self.config.env.eval.total_num_envs) as pool:
+            try:
+                result = Evaluator(self.config, pool, acting, should_stop=lambda: bool(self.stop)).run()
+            except InterruptedError:
+                return
+        self.metrics.log({"iteration": self.step, "step": self.step, **result.metrics()})
+        self.progress.message(f"step {self.step}: success rate {result.success_rate:.1%}")
+
+    def save(self) -> None:
+        """Write a checkpoint; a full disk costs a logged error, not the run."""
+        sharded = saves_shards(self.config)
+        saved = EngineState({}, self.engine.counters()) if sharded else self.engine.state_dict()
+        data_rng, order = self.batches.state()
+        state: dict[str, Any] = {
+            "kind": "sft",
+            "step": self.step,
+            "engine": saved.state,
+            "sharded": sharded,
+            "rng": capture_rng(),
+            "data_rng": data_rng,
+        }
+        try:
+            write_shards = self.engine.save_shards if sharded else None
+            self.checkpoints.save(self.step, saved.tensors | {"data": {"order": order}}, state, None, write_shards)
+        except OutputError as error:
+            logger.error("%s", error)
+            return
+        self._saved_step = self.step
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue where a checkpoint was made.
+
+        Raises:
+            CheckpointError: it was made with other settings or demonstrations.
+        """
+        state = checkpoint.state
+        if state["sharded"]:
+            self.engine.load_shards(checkpoint.path, state["engine"])
+        else:
+            tensors = {name: checkpoint.tensors(name) for name in ("policy", "optimizer")}
+            self.engine.load_state_dict(EngineState(tensors, state["engine"]))
+        self.batches.load_state(state["data_rng"], checkpoint.tensors("data")["order"])
+        restore_rng(state["rng"])
+        self.step = self._saved_step = int(state["step"])

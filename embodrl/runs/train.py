@@ -1,0 +1,501 @@
+"""The training loop: roll out, estimate advantages, update, and now and then evaluate and save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from embodrl.config import LoadedConfig, load_run
+from embodrl.config.rules.rollout_processes import has_rollout_processes, main_component
+from embodrl.config.schema import Config
+from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
+from embodrl.errors import (
+    CheckpointError,
+    ConfigError,
+    ConfigProblem,
+    EnvError,
+    OutputError,
+    PipelineError,
+    RolloutEngineError,
+    WeightSyncError,
+    WorkerError,
+)
+from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.models.base import VLAPolicy
+from embodrl.pipelines.context import Context
+from embodrl.pipelines.select import build_graph
+from embodrl.reporting.console import Console
+from embodrl.reporting.health import HealthMonitor
+from embodrl.reporting.log import RunLog
+from embodrl.reporting.report import write_report
+from embodrl.reporting.sinks import METRICS_FILE, MetricsLogger, read_metrics
+from embodrl.runs.files import (
+    BEST_POLICY_DIR,
+    CONFIG_FILE,
+    LEAST_FREE_BYTES,
+    LOG_FILE,
+    POLICY_DIR,
+    export_policy,
+    has_results,
+    how_to_go_on,
+    num_bytes_on_disk,
+    run_directory,
+    summary_lines,
+    what_is_left,
+    without_lost_warm_start,
+    write_config,
+)
+from embodrl.runs.lock import run_lock
+from embodrl.runs.provenance import add_provenance
+from embodrl.runs.stop import StopSignal
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
+from embodrl.workers.actor import GroupTrainEngine, make_train_engine, saves_shards
+from embodrl.workers.env import check_simulator, check_videos
+from embodrl.workers.launch import make_launcher, make_rollouts
+from embodrl.workers.offload import PhaseOffload
+from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
+from embodrl.workers.publish import WeightPublisher
+from embodrl.workers.reward import RewardWorker
+from embodrl.workers.rollout import RolloutState
+from embodrl.workers.rollouts import Rollouts
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+# What others read from every row: null before the first rollout and update.
+ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
+    ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
+)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run leaves behind.
+
+    Attributes:
+        run_dir: configuration, metrics, checkpoints, videos, report.html and, if finished, ``policy/``.
+        exit_code: 0 finished, 1 the last iteration could not be saved, 128 + N stopped by signal N.
+        policy: as trained so far, on its device; None where ``resume`` found nothing left to do.
+    """
+
+    run_dir: Path
+    exit_code: int
+    policy: VLAPolicy | None
+
+    @property
+    def metrics(self) -> list[Row]:
+        """One dictionary per iteration, as in metrics.jsonl."""
+        return read_metrics(self.run_dir / METRICS_FILE)
+
+    @property
+    def videos(self) -> list[Path]:
+        """Videos of evaluation episodes, oldest first."""
+        return sorted(self.run_dir.glob("videos/*/[!.]*.mp4"))
+
+
+class Runner:
+    """Owns the parts of a run and walks through its iterations.
+
+    Args:
+        config: the run.
+        run_dir: where everything goes.
+        rollouts: started.
+        policy: on its device.
+        engine: trains, and gives its weights to ``policy``, at the latest when it is asked to (``fetch``).
+        metrics: where they go.
+        console: what the user sees.
+        stop: tells that the user wants to leave.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        rollouts: Rollouts,
+        policy: VLAPolicy,
+        engine: TrainEngine,
+        metrics: MetricsLogger,
+        console: Console,
+        stop: StopSignal,
+    ) -> None:
+        self.config, self.run_dir, self.rollouts, self.policy = config, run_dir, rollouts, policy
+        self.metrics, self.console, self.stop = metrics, console, stop
+        self.graph = build_graph(config)
+        runner = config.runner
+        self.needs_reference = config.algorithm.kl.coef > 0
+        self.engine = engine
+        self.rewards = RewardWorker(config, tuple(rollouts.tasks))
+        if isinstance(engine, GroupTrainEngine) and engine.sends:
+            rollouts.sending = engine.group
+        rollouts.prepare(policy, self._should_stop, self.rewards.needs_frames)
+        self.rollout = rollouts.source
+        self.phases = PhaseOffload(config, rollouts, engine)
+        self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
+        self.publisher: WeightPublisher | None = None
+        self.shuffle = torch.Generator().manual_seed(runner.seed)
+        self.iteration = 0
+        self.env_steps = 0
+        # The metrics of an iteration that lacks its evaluation, and is not logged yet.
+        self.pending: Row | None = dict(ROW_0) if runner.eval_at_start else None
+        self.saved = False
+        rows = read_metrics(metrics.path)
+        self.health = HealthMonitor(rows)
+        self.best = max((row.get("eval/success_rate") or 0.0 for row in rows if row["iteration"]), default=-1.0)
+
+    def _should_stop(self) -> bool:
+        """Tell whether the user wants to leave; raise at once if a process of the engine has gone meanwhile."""
+        self.engine.check()
+        self.console.advance()
+        return bool(self.stop)
+
+    @property
+    def finished(self) -> bool:
+        """All iterations are done and logged."""
+        return self.iteration >= self.config.runner.max_iterations and self.pending is None
+
+    def run(self) -> int:
+        """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved."""
+        self.stop.graceful = True
+        if self.config.rollout.publish_weights:
+            self.publisher = WeightPublisher(self.run_dir, self.policy, self.engine.version)
+        self._publish()
+        try:
+            if self.pending is not None:
+                self._complete()
+            while not (self.finished or self.stop):
+                self._iterate()
+                self._complete()
+        except InterruptedError:
+            pass
+        if not self.saved:
+            self._save()
+        self.phases.finish()
+        if self.finished:  # its policy is exported
+            self.engine.fetch()
+        if not self.saved:
+            return 1
+        return 0 if self.finished else self.stop.exit_code
+
+    def _iterate(self) -> None:
+        """Walk the pipeline once; the metrics are pending.
+
+        Raises:
+            InterruptedError: a signal came during the rollout; the run is as it was before.
+            EmbodrlError: a node failed.
+        """
+        start = time.perf_counter()
+        context = Context(self.config, self.iteration, self.phases.engine, self.rollout, self.rewards, self.shuffle)
+        self.phases.begin_acting()
+        try:
+            metrics = self.graph.run(context, on_node=lambda node: self._show_phase(node.name, node.role))
+        except InterruptedError:
+            self.rollout.undo()
+            raise
+        steps = metrics.pop("env_steps", None)
+        if steps is None:
+            raise PipelineError(
+                f"no node of the pipeline '{self.graph.name}' reports how many steps were simulated",
+                "return (batch, {'env_steps': STEPS}) from the node that gathers experience",
+            )
+        env_steps = int(steps)
+        self.iteration += 1
+        self.env_steps += env_steps
+        self._publish()
+        metrics |= self.phases.end_training()
+        self.saved = False
+        faults = self.rollouts.faults
+        seconds = time.perf_counter() - start
+        self.pending = {
+            "iteration": self.iteration,
+            "env_steps": self.env_steps,
+            **metrics,
+            "env/restarts": faults.restarts,
+            "env/quarantined": faults.quarantined,
+            "rollout/restarts": faults.rollout_restarts,
+            "time/total_s": seconds,
+            "time/env_steps_per_s": env_steps / seconds,
+        }
+
+    def _show_phase(self, name: str, role: str) -> None:
+        """Tell the console how many chunks a phase has, where this process is the one that steps through them."""
+        config, chunks = self.config, 0
+        local = not has_rollout_processes(config) and config.rollout.workflow is None
+        if role == "rollout" and local and config.runner.max_staleness == 0:
+            steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+            chunks = config.algorithm.rollout_epoch * steps
+        elif role == "evaluation" and local:
+            waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs)
+            chunks = waves * -(-config.env.max_episode_steps // config.model.num_action_chunks)
+        self.console.phase(name, chunks)
+
+    def _publish(self) -> None:
+        if self.publisher is not None:
+            self.publisher.publish(self.engine.weights(), self.engine.version)
+
+    def _complete(self) -> None:
+        """Evaluate and save, where it is time for it, and log what is pending.
+
+        Raises:
+            InterruptedError: a signal came during the evaluation; the metrics are still pending.
+        """
+        runner = self.config.runner
+        assert self.pending is not None
+        row, clock = dict(self.pending), time.perf_counter()
+        last = self.iteration == runner.max_iterations
+        due = runner.eval_at_start if self.iteration == 0 else last or self._divides(runner.eval_interval)
+        if due:
+            row |= self._evaluate(last)
+        row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
+        self.pending, self.saved = None, False
+        written = self.metrics.log(row)
+        self.console.update(written)
+        for warning in self.health.check(written):
+            logger.warning("%s", warning)
+        if runner.keep_best and self.iteration:
+            self._keep_best(written.get("eval/success_rate"))
+        if last or (self.iteration and self._divides(runner.save_interval)):
+            self.console.phase("saving")
+            self.rollout.forget_history()
+            self._save()
+            self.phases.end_training()
+
+    def _divides(self, interval: int) -> bool:
+        return bool(interval) and self.iteration % interval == 0
+
+    def _evaluate(self, last: bool) -> Row:
+        self._show_phase("evaluation", "evaluation")
+        self.phases.begin_acting()
+        video = self.config.env.video
+        wanted = video.enabled and (last or video.every_eval)
+        video_dir = self.run_dir / "videos" / f"iteration_{self.iteration:04d}" if wanted else None
+        return self.rollouts.evaluate(video_dir).metrics()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _keep_best(self, success_rate: float | str | None) -> None:
+        """Export the policy if no evaluation was better; a full disk costs a warning, not the run."""
+        if not isinstance(success_rate, float) or success_rate <= self.best:
+            return
+        self.best = success_rate
+        self.checkpoints.keep_best(self.iteration)
+        self.phases.finish()
+        self.engine.fetch()
+        try:
+            export_policy(self.policy, self.run_dir / BEST_POLICY_DIR)
+            logger.info("best evaluation so far: exported to %s", self.run_dir / BEST_POLICY_DIR)
+        except OutputError as error:
+            logger.error("%s", error)
+        self.phases.end_training()
+
+    def _save(self) -> None:
+        """Write a checkpoint; a disk that is full costs a warning, not the run."""
+        sharded = saves_shards(self.config)
+        saved = EngineState({}, self.engine.counters()) if sharded else self.engine.state_dict()
+        rollouts = self.rollout.state()
+        state = {
+            "iteration": self.iteration,
+            "env_steps": self.env_steps,
+            "pending": self.pending,
+            "engine": saved.state,
+            "sharded": sharded,
+            "rng": capture_rng(),
+            "shuffle": generator_state(self.shuffle),
+            "rollout": {"state": rollouts.state, "tensors": sorted(rollouts.tensors), "blobs": sorted(rollouts.blobs)},
+            "faults": vars(self.rollouts.faults),
+            "rewards": bool(self.rewards.state()),
+        }
+        try:
+            tensors = saved.tensors | rollouts.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
+            write_shards = self.engine.save_shards if sharded else None
+            path = self.checkpoints.save(self.iteration, tensors, state, rollouts.blobs, write_shards)
+        except OutputError as error:
+            logger.error("%s", error)
+            return
+        self.saved = True
+        self.console.message(f"saved {path}")
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on where a checkpoint was made.
+
+        Raises:
+            CheckpointError: it was made with other settings.
+        """
+        state = checkpoint.state
+        if state.get("sharded"):
+            self.engine.load_shards(checkpoint.path, state["engine"])
+        else:
+            names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
+            self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
+        self.rollout.update_weights(self.engine.weights(), self.engine.version)
+        rollouts = state["rollout"]
+        try:
+            self.rollout.load_state(
+                RolloutState(
+                    rollouts["state"],
+                    {name: checkpoint.tensors(name) for name in rollouts["tensors"]},
+                    {name: checkpoint.blob(name) for name in rollouts["blobs"]},
+                ),
+                self.engine.version,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint, code=error.code) from error
+        if state.get("rewards"):
+            self.rewards.load_state(checkpoint.tensors("rewards"))
+        restore_rng(state["rng"])
+        restore_generator(self.shuffle, state["shuffle"])
+        vars(self.rollouts.faults).update(state["faults"])
+        self.iteration, self.env_steps = state["iteration"], state["env_steps"]
+        self.pending, self.saved = state["pending"], True
+
+
+def train(loaded: LoadedConfig) -> int:
+    """`embodrl train`: as ``run_training``; returns the exit code."""
+    return run_training(loaded).exit_code
+
+
+def run_training(loaded: LoadedConfig) -> TrainResult:
+    """Train in a new run directory.
+
+    Raises:
+        EmbodrlError: something the run needs is missing (before anything has started), or the run failed.
+    """
+    loaded = loaded.with_absolute_paths()
+    config = loaded.config
+    run_dir = run_directory(config)
+    _check_machine(config)
+    with run_lock(run_dir):
+        path = run_dir / METRICS_FILE
+        if (path.is_file() and path.stat().st_size) or any(run_dir.glob("checkpoints/step_*")):
+            raise OutputError(
+                f"{run_dir} holds an earlier run",
+                f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
+                code="run-exists",
+            )
+        preflight(run_dir, LEAST_FREE_BYTES)
+        with RunLog(run_dir / LOG_FILE):
+            return _execute(config, run_dir, loaded.to_yaml(), None, logged_until=None)
+
+
+def resume(directory: Path, overrides: list[str]) -> int:
+    """`embodrl resume`: continue a run from its last good checkpoint, or from the start if it has none.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        CheckpointError: this is no run, or all its checkpoints are damaged.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{directory} is not the directory of a run: it has no {CONFIG_FILE}", "look in outputs/")
+    loaded = load_run(path, overrides, resuming=True).with_absolute_paths()
+    _check_machine(loaded.config)
+    with run_lock(directory):
+        preflight(directory, LEAST_FREE_BYTES)
+        with RunLog(directory / LOG_FILE):
+            return _resume(loaded, directory).exit_code
+
+
+def _resume(loaded: LoadedConfig, directory: Path) -> TrainResult:
+    config = loaded.config
+    checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
+    if checkpoint is None:
+        if problems:
+            raise CheckpointError(
+                f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
+                "start a new run; remove the checkpoints to start this one over",
+            )
+        logger.warning("%s has no checkpoint: it starts over", directory)
+        return _execute(config, directory, loaded.to_yaml(), None, logged_until=-1)
+    done, pending = checkpoint.state["iteration"], checkpoint.state["pending"]
+    if done > config.runner.max_iterations:
+        message = f"is {config.runner.max_iterations}, and the run has done {done}"
+        raise ConfigError([ConfigProblem("runner.max_iterations", message, hint="raise it")])
+    if done == config.runner.max_iterations and pending is None and has_results(directory):
+        with Console(config.runner.logger.console, done, directory.name) as console:
+            console.restore(read_metrics(directory / METRICS_FILE))
+            console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
+        return TrainResult(directory, 0, None)
+    logged_until = done if pending is None else done - 1
+    return _execute(config, directory, loaded.to_yaml(), checkpoint, logged_until)
+
+
+def _execute(
+    config: Config, run_dir: Path, config_yaml: str, checkpoint: Checkpoint | None, logged_until: int | None
+) -> TrainResult:
+    """Bring up the parts of a run, walk through it, and write the report.
+
+    Args:
+        config: the run.
+        run_dir: its directory.
+        config_yaml: the same, as it is kept there.
+        checkpoint: where to go on.
+        logged_until: last iteration whose metrics are kept; None for a new run.
+    """
+    component = main_component(config)
+    device = configure_torch(config, component)
+    if component is None:  # it keeps a policy for checkpoints, publishing and export alone
+        device = torch.device("cpu")
+    logger.info("device %s, %d threads", device, num_threads(config))
+    console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
+    launcher = make_launcher(config)
+    rollouts = make_rollouts(config, run_dir, launcher)
+    metrics: MetricsLogger | None = None
+    engine: TrainEngine | None = None
+    with StopSignal() as stop, console:
+        console.message(f"run: {run_dir}, log: {run_dir / LOG_FILE}")
+        try:
+            console.phase("starting simulators")
+            rollouts.start_async()
+            weights_from = config if checkpoint is None else without_lost_warm_start(config)
+            policy = build_policy(weights_from, device)
+            engine = make_train_engine(weights_from, policy, run_dir / "logs", launcher, rollouts.weight_pipes())
+            metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
+            console.restore(read_metrics(metrics.path))
+            rollouts.wait_started()
+            runner = Runner(config, run_dir, rollouts, policy, engine, metrics, console, stop)
+            preflight(run_dir, num_bytes_on_disk(config, policy, runner.engine.state_num_bytes()))
+            if checkpoint is not None:
+                console.message(f"resuming from {checkpoint.path}")
+                runner.restore(checkpoint)
+            # Only now: settings with which it could not be resumed are not kept.
+            path = run_dir / CONFIG_FILE
+            old_yaml = path.read_text() if path.is_file() and logged_until is not None else None
+            for line in add_provenance(run_dir, config_yaml, old_yaml, runner.iteration):
+                console.message(line)
+            write_config(run_dir, config_yaml)
+            code = runner.run()
+        except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
+            raise type(error)(error.message, f"{error.hint}; then {how_to_go_on(run_dir)}", code=error.code) from error
+        finally:
+            with ExitStack() as closing:  # in the other order, and all of them, whatever fails
+                for part in (metrics, launcher, engine, rollouts):
+                    if part is not None:
+                        closing.callback(part.close)
+        if runner.finished:
+            export_policy(policy, run_dir / POLICY_DIR)
+        if not runner.saved:
+            logger.error("%s", what_is_left(run_dir, runner.iteration))
+        if rows := read_metrics(run_dir / METRICS_FILE):
+            console.message(f"report: {write_report(run_dir)}")
+            if runner.finished:
+                console.phase("finished")
+                for line in summary_lines(config, run_dir, rows):
+                    console.message(line)
+        if not runner.finished and runner.saved:
+            console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
+    return TrainResult(run_dir, code, policy)
+
+
+def _check_machine(config: Config) -> None:
+    """Refuse what can't work before anything is started."""
+    resolve_device(config)
+    check_simulator(config)
+    check_videos(config)
+    check_memory(config)

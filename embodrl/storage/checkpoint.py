@@ -1,0 +1,360 @@
+"""Checkpoints that are either complete or absent.
+
+``DIR/checkpoints/step_<n>/`` holds one safetensors file per group of tensors, ``state.json``, one ``.bin`` file per
+blob, and ``manifest.json`` with the size and SHA-256 of each. A sharded training state has one directory per section,
+which holds what each process has written. A checkpoint is written into a hidden directory beside its
+final place, every file and directory is synced, and one rename makes it visible. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from embodrl.errors import CheckpointError, OutputError
+from embodrl.storage.atomic import (
+    format_size,
+    output_error,
+    output_errors,
+    publish_directory,
+    remove,
+    sync_directory,
+    write_file,
+)
+from embodrl.storage.files import safetensors_bytes
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+STATE = "state.json"
+BEST = "best"
+_STAGING = ".staging_"
+_REPLACED = ".replaced_"
+ELSEWHERE = "set runner.output_dir to a writable directory on another disk"
+_STEP_NAME = re.compile(r"step_(\d+)")
+_PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk.
+
+    Attributes:
+        step: iterations done when it was made.
+        path: its directory.
+        state: what was saved as JSON.
+    """
+
+    step: int
+    path: Path
+    state: dict[str, Any]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return a group of tensors, on the CPU.
+
+        Raises:
+            CheckpointError: the checkpoint has no such group.
+        """
+        return load_file(self._part(f"{name}.safetensors"))
+
+    def blob(self, name: str) -> bytes:
+        """Return a blob.
+
+        Raises:
+            CheckpointError: the checkpoint has no such blob.
+        """
+        return self._part(f"{name}.bin").read_bytes()
+
+    def num_blobs(self, prefix: str) -> int:
+        """Return how many blobs have a name that begins so."""
+        return len(list(self.path.glob(f"{prefix}*.bin")))
+
+    def _part(self, file_name: str) -> Path:
+        path = self.path / file_name
+        if not path.is_file():
+            raise CheckpointError(
+                f"{self.path} has no {file_name}", "resume with the version of embodrl that wrote the checkpoint"
+            )
+        return path
+
+
+class CheckpointManager:
+    """Writes, finds and removes the checkpoints of a run.
+
+    Args:
+        directory: of the run; checkpoints go to ``directory/checkpoints``.
+        keep_last_n: checkpoints kept.
+    """
+
+    def __init__(self, directory: Path, keep_last_n: int) -> None:
+        self.root = Path(directory) / "checkpoints"
+        self.keep_last_n = keep_last_n
+        self._known_bad: set[str] = set()
+        link = self.root / BEST
+        self._best = link.readlink().name if link.is_symlink() else None
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of ``step``, which may be saved later, beyond ``keep_last_n``: ``checkpoints/best`` links
+        to it. The one kept before is released; without a checkpoint of that step there is no link.
+        """
+        self._best = f"step_{step}"
+        self._link_best()
+
+    def _link_best(self) -> None:
+        if self._best is None:
+            return
+        link, partial = self.root / BEST, self.root / f".{BEST}.partial"
+        try:
+            if (self.root / self._best).is_dir():
+                partial.unlink(missing_ok=True)
+                partial.symlink_to(self._best)
+                partial.replace(link)
+            else:
+                link.unlink(missing_ok=True)
+        except OSError as error:  # a file system without links: the checkpoint is kept all the same
+            logger.warning("%s could not be linked to %s: %s", link, self._best, error)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        blobs: Mapping[str, bytes] | None = None,
+        write_shards: Callable[[Path], Mapping[str, dict[str, Any]]] | None = None,
+    ) -> Path:
+        """Write a checkpoint, verify it, and then remove those that are too old.
+
+        Args:
+            step: iterations done.
+            tensors: groups of tensors by name.
+            state: what can be written as JSON.
+            blobs: opaque bytes by name.
+            write_shards: writes and syncs further files into directories of the given one, perhaps by other processes,
+                and returns their sizes and checksums as ``TrainEngine.save_shards`` does.
+
+        Returns:
+            the directory of the checkpoint.
+
+        Raises:
+            OutputError: the disk is full, read-only or failing; earlier checkpoints are untouched and nothing
+                half-written is left, so that a run may continue.
+        """
+        final = self.root / f"step_{step}"
+        staging = self.root / f"{_STAGING}step_{step}"
+        parts = _parts(tensors, state, blobs or {})
+        try:
+            self._make_root()
+            remove(staging)
+            staging.mkdir()
+            files = {name: _write_file(staging / name, chunks()) for name, chunks in parts.items()}
+            if write_shards is not None:
+                files |= write_shards(staging)
+                for directory in _subdirectories(staging):
+                    sync_directory(directory)
+            _write_file(staging / MANIFEST, iter([_manifest(step, files)]))
+            sync_directory(staging)
+            publish_directory(staging, final, self.root / f"{_REPLACED}{final.name}", _problem)
+        except OSError as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            what = f"checkpoint {final} could not be written"
+            elsewhere = f"lower runner.keep_last_n, or {ELSEWHERE}" if error.errno == errno.ENOSPC else ELSEWHERE
+            raise output_error(what, self.root, error, elsewhere) from error
+        self._known_bad.discard(final.name)
+        self._link_best()
+        self._prune(final)
+        return final
+
+    def _make_root(self) -> None:
+        if not self.root.is_dir():
+            self.root.mkdir(parents=True)
+            sync_directory(self.root.parent)
+
+    def _prune(self, written: Path) -> None:
+        """Remove all but the newest checkpoints, the best, and the one just written, of whatever step that is."""
+        others = [path for path in self.steps() if path != written]
+        good = [path for path in others if path.name not in self._known_bad]
+        bad = [path for path in others if path.name in self._known_bad]
+        old = [path for path in good[self.keep_last_n - 1 :] if path.name != self._best]
+        for path in (*bad, *old):
+            try:
+                # Renamed first: a half-removed checkpoint under its own name would be reported as damaged.
+                doomed = path.with_name(f"{_STAGING}{path.name}")
+                remove(doomed)
+                path.rename(doomed)
+                remove(doomed)
+            except OSError as error:
+                logger.warning("old checkpoint %s could not be removed: %s", path, error)
+
+    def latest_good(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint whose checksums hold, and what is wrong with newer ones.
+
+        Removes what an interrupted save has left.
+
+        Raises:
+            OutputError: leftovers of an interrupted save can't be removed.
+        """
+        with output_errors(f"leftovers in {self.root} could not be removed", self.root, ELSEWHERE):
+            self._clean()
+        problems: list[str] = []
+        for path in self.steps():
+            problem = _problem(path)
+            if not problem:
+                return _open(path), problems
+            problems.append(f"{path}: {problem}")
+            self._known_bad.add(path.name)
+            logger.warning("checkpoint %s is not used: %s", path, problem)
+        return None, problems
+
+    def _clean(self) -> None:
+        if not self.root.is_dir():
+            return
+        for path in sorted(self.root.iterdir()):
+            original = self.root / path.name.removeprefix(_REPLACED)
+            if path.name.startswith(_REPLACED) and _problem(original):
+                remove(original)
+                path.rename(original)  # killed before the new one was in place and verified
+            elif path.name.startswith((_STAGING, _REPLACED)):
+                remove(path)
+
+    def steps(self) -> list[Path]:
+        """Return the visible checkpoints, the newest first."""
+        if not self.root.is_dir():
+            return []
+        found = {int(match[1]): path for path in self.root.iterdir() if (match := _STEP_NAME.fullmatch(path.name))}
+        return [found[step] for step in sorted(found, reverse=True)]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open ``RUN/checkpoints/step_N``; changes nothing on disk.
+
+    Raises:
+        CheckpointError: its checksums do not hold.
+    """
+    if problem := _problem(path):
+        raise CheckpointError(f"checkpoint {path} is damaged: {problem}", "use another one", code="checkpoint-damaged")
+    return _open(path)
+
+
+def newest_checkpoint(run_dir: Path) -> Checkpoint:
+    """Open the newest intact checkpoint of a run; changes nothing on disk, so that the run may still be training.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    problems: list[str] = []
+    for path in CheckpointManager(run_dir, 1).steps():
+        if problem := _problem(path):
+            problems.append(f"{path}: {problem}")
+        else:
+            return _open(path)
+    why = "; ".join(problems) or "none has been written yet"
+    hint = f"`embodrl resume {run_dir}` continues the run"
+    raise CheckpointError(f"{run_dir} has no intact checkpoint: {why}", hint, code="checkpoint-missing")
+
+
+def preflight(directory: Path, bytes_needed: int) -> None:
+    """Check before the first step that a run's directory can be written and has enough free space.
+
+    Args:
+        directory: of the run; created if missing.
+        bytes_needed: what the run will write at least.
+
+    Raises:
+        OutputError: it can't be written, or has too little free space.
+    """
+    probe = Path(directory) / ".write_probe"
+    with output_errors(f"output directory {directory} can't be written", Path(directory), ELSEWHERE):
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        probe.unlink(missing_ok=True)  # of a run that was killed here
+        _write_file(probe, iter([b"embodrl"]))
+        probe.unlink()
+        free = shutil.disk_usage(directory).free
+    if free < bytes_needed:
+        raise OutputError(
+            f"output directory {directory} has {format_size(free)} free;"
+            f" checkpoints need about {format_size(bytes_needed)}",
+            f"free disk space, lower runner.keep_last_n, or {ELSEWHERE}",
+        )
+
+
+def _parts(
+    tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], blobs: Mapping[str, bytes]
+) -> dict[str, Callable[[], Iterator[bytes | memoryview]]]:
+    """Return what each file consists of, as functions, so that only one tensor at a time is copied off the device."""
+    for name in (*tensors, *blobs):
+        assert _PART_NAME.fullmatch(name) and f"{name}.json" not in (STATE, MANIFEST), name
+    # Encoded here, so that a state that is no JSON fails before anything is written.
+    encoded_state = json.dumps(state).encode()
+    parts: dict[str, Callable[[], Iterator[bytes | memoryview]]] = {STATE: lambda: iter([encoded_state])}
+    for name, group in tensors.items():
+        parts[f"{name}.safetensors"] = lambda group=group: safetensors_bytes(group)
+    for name, blob in blobs.items():
+        parts[f"{name}.bin"] = lambda blob=blob: iter([blob])
+    return parts
+
+
+def _manifest(step: int, files: Mapping[str, dict[str, Any]]) -> bytes:
+    content = {"format": FORMAT, "step": step, "files": files}
+    return json.dumps(content | {"checksum": _content_hash(content)}, indent=1).encode()
+
+
+def _content_hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _problem(path: Path) -> str:
+    """Return what is wrong with a checkpoint, or "" if its checksums hold."""
+    try:
+        content: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+        if content.pop("checksum") != _content_hash(content):
+            return f"{MANIFEST} is damaged"
+        if content["format"] != FORMAT or f"step_{content['step']}" != path.name:
+            return f"{MANIFEST} is of format {content['format']} and step {content['step']}"
+        for name, facts in content["files"].items():
+            size = (path / name).stat().st_size
+            if size != facts["num_bytes"]:
+                return f"{name} has {size} bytes instead of {facts['num_bytes']}"
+            with (path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
+                    return f"the checksum of {name} does not match"
+        # The reader of a directory of shards reads every file in it.
+        found = {str(file.relative_to(path)) for directory in _subdirectories(path) for file in directory.iterdir()}
+        if unknown := found - content["files"].keys():
+            return f"{min(unknown)} is not in {MANIFEST}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it can't be read: {error}"
+    return ""
+
+
+def _subdirectories(path: Path) -> list[Path]:
+    return [entry for entry in path.iterdir() if entry.is_dir()]
+
+
+def _open(path: Path) -> Checkpoint:
+    return Checkpoint(int(path.name.removeprefix("step_")), path, json.loads((path / STATE).read_bytes()))
+
+
+def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:
+    """Write and sync a file; return its size and SHA-256."""
+    digest = hashlib.sha256()
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        for chunk in chunks:
+            digest.update(chunk)
+            yield chunk
+
+    return {"num_bytes": write_file(path, hashed()), "sha256": digest.hexdigest()}

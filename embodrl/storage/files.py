@@ -1,0 +1,74 @@
+"""Safetensors files, written piece by piece."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodrl.storage.atomic import write_file
+
+SAFETENSORS_DTYPE = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.bool: "BOOL",
+}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write and sync a new safetensors file. Unlike the library's, it follows the umask and may share memory.
+
+    Raises:
+        OSError: it exists, or can't be written.
+    """
+    write_file(path, safetensors_bytes(tensors, metadata))
+
+
+def safetensors_bytes(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file piece by piece (https://huggingface.co/docs/safetensors/index#format).
+
+    First the header, then each tensor that is not empty. The library writes the file itself, without a hash, and
+    refuses tensors that share memory.
+    """
+    # Wide types first, so that every tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        dtype = SAFETENSORS_DTYPE[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    yield struct.pack("<Q", len(encoded)) + encoded
+    for name in names:
+        if tensors[name].numel():
+            yield raw_bytes(tensors[name])
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor, on the CPU and contiguous; a copy only where it is not so already."""
+    flat = tensor.detach().to("cpu").contiguous()
+    if not flat.numel():
+        return memoryview(b"")
+    # Not Tensor.numpy(): after that the storage could never be resized to 0 when the engine is offloaded.
+    memory: Any = (ctypes.c_uint8 * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
+    memory.tensor = flat  # keeps the memory alive as long as the view
+    return memoryview(memory).cast("B")

@@ -1,0 +1,61 @@
+"""Results as one file, JSON or other text, that is complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from embodrl.errors import OutputError
+from embodrl.storage.atomic import atomic_file, output_errors
+
+ELSEWHERE = "choose a file in a writable directory with free space"
+
+
+def check_json_file(path: Path) -> None:
+    """Check before the work that its results can be written; creates the directory if it is missing.
+
+    Raises:
+        OutputError: they can't be.
+    """
+    if path.is_dir():
+        raise OutputError(f"{path} is a directory", f"name a file, such as {path / 'result.json'}")
+    with output_errors(f"{path} can't be written", path, ELSEWHERE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_special(path):
+            os.close(os.open(path, os.O_WRONLY))
+            return
+        probe = path.with_name(f".{path.name}.probe")
+        probe.write_bytes(b"")
+        probe.unlink()
+
+
+def write_json_file(path: Path, content: Any) -> None:
+    """Write results atomically; an earlier file stays until the new one is complete.
+
+    Raises:
+        OutputError: it can't be written; nothing half-written is left.
+    """
+    write_text_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_text_file(path: Path, text: str, elsewhere: str = ELSEWHERE) -> None:
+    """Write text; as ``write_json_file``.
+
+    Args:
+        path: of the file.
+        text: its content.
+        elsewhere: how to choose another place, for the hint of the error.
+    """
+    if _is_special(path):
+        with output_errors(f"{path} can't be written", path, elsewhere):
+            path.write_text(text, encoding="utf-8")
+        return
+    with atomic_file(path, elsewhere) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def _is_special(path: Path) -> bool:
+    """A terminal, a pipe or /dev/null, which a rename would replace with a file."""
+    return path.exists() and not path.is_file()

@@ -1,0 +1,272 @@
+"""Measuring a policy: deterministic actions on fixed seeds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.config.schema import Config
+from embodrl.envs.pool.faults import forget_refused
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.errors import EnvTimeout, EnvWorkerDied
+from embodrl.hybrid_engines.base import RolloutEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+"""An episode that a fault of the simulator has ended is played again, up to so many times in all."""
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """One episode that was played to its end.
+
+    Attributes:
+        number: i, whose seed is ``env.eval.seed + i``.
+        seed: of its reset.
+        task: name.
+        instruction: in words.
+        success: the task was solved at some time.
+        episode_return: sum of rewards.
+        length: environment steps.
+    """
+
+    number: int
+    seed: int
+    task: str
+    instruction: str
+    success: bool
+    episode_return: float
+    length: int
+
+
+@dataclass
+class EvalResult:
+    """What an evaluation measured.
+
+    Attributes:
+        success_rate: part of the episodes in which the task was solved at some time; NaN without an episode.
+        episodes: how many were played to their end; all figures are of these.
+        per_task: success rate of each task of which an episode was played to its end.
+        mean_return: mean sum of rewards.
+        mean_length: mean number of environment steps.
+        env_s, policy_s: seconds spent waiting for simulation and for the policy.
+        records: the episodes, in the order of their seeds.
+        lost_episodes: how many a fault of the simulator ended, each time that they were played.
+    """
+
+    success_rate: float
+    episodes: int
+    per_task: dict[str, float]
+    mean_return: float
+    mean_length: float
+    env_s: float = 0.0
+    policy_s: float = 0.0
+    records: list[EpisodeRecord] = field(default_factory=list)
+    lost_episodes: int = 0
+
+    @property
+    def successes(self) -> list[bool]:
+        """One an episode, in the order of their seeds."""
+        return [record.success for record in self.records]
+
+    def metrics(self) -> dict[str, float]:
+        """Return what goes into metrics.jsonl."""
+        result = {
+            "eval/success_rate": self.success_rate,
+            "eval/return": self.mean_return,
+            "eval/episode_length": self.mean_length,
+            "eval/episodes": float(self.episodes),
+            "eval/lost_episodes": float(self.lost_episodes),
+            "time/eval_s": self.env_s + self.policy_s,
+        }
+        if len(self.per_task) > 1:
+            result |= {f"eval/{task}/success_rate": rate for task, rate in self.per_task.items()}
+        return result
+
+
+@dataclass
+class Played:
+    """What became of some episodes.
+
+    Attributes:
+        outcome: ``float64[n,3]``: success, return and length; NaN where a fault ended the episode.
+        instructions: of each.
+        env_s, policy_s: seconds spent waiting for simulation and for the policy.
+    """
+
+    outcome: NDArray[np.float64]
+    instructions: list[str]
+    env_s: float = 0.0
+    policy_s: float = 0.0
+
+
+class Evaluator:
+    """Plays ``env.eval.num_episodes`` episodes; episode i always has seed ``env.eval.seed + i`` and task ``i mod n``.
+
+    Args:
+        config: the run.
+        pool: any started pool; its environments are built anew before and after, so that neither evaluation nor what
+            follows depends on what went before.
+        engine: the policy.
+        progress: called with the episodes done, now and then.
+        should_stop: asked before every chunk; if it answers True, ``run`` raises InterruptedError.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: RolloutEngine,
+        progress: Callable[[int, str], None] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.engine = engine
+        self.progress = progress
+        self.should_stop = should_stop
+
+    def run(self, video_dir: Path | None = None) -> EvalResult:
+        """Play all episodes; write videos of the first ones into ``video_dir``.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True; the state of the pool is that of new environments.
+        """
+        episodes = np.arange(self.config.env.eval.num_episodes)
+        return evaluation_result(self.config, self.pool.spec.tasks, self.play(episodes, video_dir))
+
+    def play(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> Played:
+        """Play the episodes ``int64[n]``; as ``run``.
+
+        Raises:
+            InterruptedError: as ``run``.
+        """
+        spec = self.pool.spec
+        self._played = played = Played(np.full((len(episodes), 3), np.nan), [""] * len(episodes))
+        self.pool.call("rebuild", restart=True)
+        self.pool.call("mark", restart=True)
+        self.pool.call("set_auto_reset", {"value": False}, restart=True)
+        left = np.arange(len(episodes))
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt and len(left):
+                logger.warning("%d episodes were ended by a fault of the simulator and are played again", len(left))
+            for start in range(0, len(left), spec.num_envs):
+                places = left[start : start + spec.num_envs]
+                if attempt:
+                    forget_refused(self.pool.managers)
+                try:
+                    self._play(places, episodes[places], video_dir)
+                except InterruptedError:
+                    self.pool.call("rewind", restart=True)
+                    raise
+                if self.progress is not None:
+                    done = int(np.count_nonzero(~np.isnan(played.outcome[:, 0])))
+                    self.progress(done, f"success {_mean(played.outcome[:, 0]):.0%}")
+            left = np.flatnonzero(np.isnan(played.outcome[:, 0]))
+        self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
+        self.pool.call("rebuild", restart=True)
+        self.engine.offload()
+        return played
+
+    def _play(self, places: NDArray[np.int64], wave: NDArray[np.int64], video_dir: Path | None) -> None:
+        """Play episodes ``wave int64[n]``, the results of which go to ``places``, in the first n environments."""
+        spec, played = self.pool.spec, self._played
+        num_tasks = len(spec.tasks)
+        chunk = self.config.model.num_action_chunks
+        rows = np.arange(len(wave))
+        clock = time.perf_counter()
+        # A last wave may be short; every environment is reset, since a pool wants to know the state of all.
+        padded = np.pad(wave, (0, spec.num_envs - len(wave)), mode="edge")
+        observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
+        for row in rows:
+            played.instructions[places[row]] = observation.instruction[row]
+        if video_dir is not None:
+            self._film(wave, video_dir)
+        active = np.zeros(spec.num_envs, np.bool_)
+        active[rows] = True
+        while active.any():
+            if self.should_stop():
+                raise InterruptedError
+            clock = self._lap("env", clock)
+            chosen = np.flatnonzero(active)
+            actions = np.zeros((spec.num_envs, chunk, spec.action_dim), np.float32)
+            actions[chosen] = self.engine.act_greedily(observation.select(chosen)).actions
+            clock = self._lap("policy", clock)
+            step = self.pool.step(actions, active)
+            observation = step.observation
+            for row in np.flatnonzero(active & step.done & step.valid.any(axis=1)):
+                found = step.success[row], step.episode_return[row], step.episode_length[row]
+                played.outcome[places[row]] = found
+            active = active & ~step.done
+        self._lap("env", clock)
+
+    def _film(self, wave: np.ndarray, video_dir: Path) -> None:
+        size = self.pool.spec.num_envs // len(self.pool.managers)
+        for row, episode in enumerate(wave):
+            if episode < self.config.env.video.num_episodes:
+                path = video_dir.resolve() / f"episode_{episode:03d}"
+                with suppress(EnvWorkerDied, EnvTimeout):  # the next step finds it, and counts its episodes as lost
+                    self.pool.call_one(row // size, "start_video", {"row": row % size, "path": str(path)})
+
+    def _lap(self, name: str, clock: float) -> float:
+        now = time.perf_counter()
+        setattr(self._played, f"{name}_s", getattr(self._played, f"{name}_s") + now - clock)
+        return now
+
+
+def evaluation_result(config: Config, tasks: Sequence[str], played: Played) -> EvalResult:
+    """Return the figures of all episodes of an evaluation.
+
+    Args:
+        config: the run.
+        tasks: names; episode i has the one with number ``i mod n``.
+        played: in the order of the episodes.
+    """
+    outcome, task_of = played.outcome, np.arange(len(played.outcome)) % len(tasks)
+    numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
+    if num_lost := len(outcome) - len(numbers):
+        logger.warning(
+            "%d of %d episodes were ended by faults in %d attempts each, and are not counted: what is left may be the"
+            " easier ones",
+            num_lost,
+            len(outcome),
+            MAX_ATTEMPTS,
+        )
+    outcome, task_of = outcome[numbers], task_of[numbers]
+    records = [
+        EpisodeRecord(
+            number=int(number),
+            seed=config.env.eval.seed + int(number),
+            task=tasks[int(task)],
+            instruction=played.instructions[number],
+            success=bool(row[0]),
+            episode_return=float(row[1]),
+            length=int(row[2]),
+        )
+        for number, task, row in zip(numbers, task_of, outcome, strict=True)
+    ]
+    return EvalResult(
+        success_rate=_mean(outcome[:, 0]),
+        episodes=len(outcome),
+        per_task={name: _mean(outcome[task_of == i, 0]) for i, name in enumerate(tasks) if i in task_of},
+        mean_return=_mean(outcome[:, 1]),
+        mean_length=_mean(outcome[:, 2]),
+        env_s=played.env_s,
+        policy_s=played.policy_s,
+        records=records,
+        lost_episodes=num_lost,
+    )
+
+
+def _mean(values: np.ndarray) -> float:
+    """Return the mean of what is not NaN; NaN if nothing is left."""
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else float("nan")
