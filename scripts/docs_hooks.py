@@ -31,15 +31,28 @@ NOT_SHOWN = {"__pycache__"}
 
 API_MARK = "<!-- api -->"
 SECTIONS = {
-    "Running": ("load_config", "train", "resume", "evaluate", "collect", "sft", "export", "serve", "load_policy"),
-    "Configuration": ("Config", "LoadedConfig"),
-    "Models": ("VLAPolicy", "FlowPolicy", "LoadReport", "PolicyOutput", "EvalOutput", "SamplingParams"),
-    "Environments": ("VectorEnv", "Simulator", "SimulatorVectorEnv", "SimStep", "Observation", "EnvStep", "EnvSpec"),
-    "Data": ("TrajectoryBatch", "Batch"),
-    "Pipelines": ("Pipeline", "Context"),
-    "Algorithms": ("Advantages", "LossCounts", "LossOutput"),
-    "Extension": ("register_model", "register_env"),
-    "Errors": ("EmbodrlError",),
+    "Running": (
+        *("load_config", "train", "evaluate", "collect", "sft", "load_policy", "follow_weights", "serve"),
+        *("TrainResult", "EvaluationResult", "EpisodeRecord", "CollectResult", "SftResult"),
+    ),
+    "Configuration": ("LoadedConfig", "Config", "ModelConfig"),
+    "Extension": ("register_env", "register_model", "register_advantage", "register_loss", "register_pipeline"),
+    "Environments": (
+        *("Simulator", "SimStep", "SimulatorVectorEnv", "VectorEnv", "EpisodeRules"),
+        *("EnvSpec", "CameraSpec", "Observation", "EnvStep"),
+    ),
+    "Models": (
+        *("VLAPolicy", "PolicyOutput", "EvalOutput", "SamplingParams", "LoadReport", "ValueHead"),
+        *("sampling", "checkpoint"),
+    ),
+    "Data": ("TrajectoryBatch", "to_verl", "from_verl", "to_areal", "from_areal", "to_areal_list", "from_areal_list"),
+    "Algorithms": ("Advantages", "split_episodes", "episode_returns", "LossCounts", "LossOutput", "Episode"),
+    "Pipelines": ("Pipeline", "PipelineContext"),
+    "Workflows": (
+        *("RolloutWorkflow", "EpisodeTask", "Trajectory", "EpisodeEngine", "Environment", "Tool", "ToolResult"),
+        *("AsyncTaskRunner", "TaskResult"),
+    ),
+    "Errors": ("EmbodrlError", "ConfigError", "ConfigProblem"),
 }
 """Headings of the API page; a public name that is in none of them comes under "Other"."""
 
@@ -65,26 +78,59 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def api_directives(init: Path) -> str:
-    """Return the mkdocstrings directives of the names in ``__all__`` of a package, by section."""
-    names = [name for name in public_names(init) if name != "__version__"]
+    """Return the mkdocstrings directives of the public names of a package, by section."""
+    names = public_names(init)
     listed = {name for section in SECTIONS.values() for name in section}
     sections = {**SECTIONS, "Other": tuple(name for name in names if name not in listed)}
     lines: list[str] = []
     for title, members in sections.items():
         found = [name for name in members if name in names]
         if found:
-            lines += [f"## {title}", "", *(f"::: embodrl.{name}\n" for name in found)]
+            lines += [f"## {title}", "", *(_directive(name, names[name]) for name in found)]
     return "\n".join(lines)
 
 
-def public_names(init: Path) -> list[str]:
-    """Return ``__all__`` of a module without importing it; empty if it has none."""
-    for node in ast.parse(init.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-                return list(ast.literal_eval(node.value))
-    return []
+def public_names(init: Path) -> dict[str, str]:
+    """Return what a package offers, without importing it: names, and where their docstrings are.
+
+    The names are those that ``if TYPE_CHECKING:`` binds: ``from x import y as y``, and ``name = CLASS.method``, also of
+    an object.
+    """
+    tree = ast.parse(init.read_text(encoding="utf-8"))
+    names: dict[str, str] = {}
+    origins: dict[str, tuple[str, str]] = {}
+    for node in tree.body:
+        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            continue
+        for statement in node.body:
+            if isinstance(statement, ast.ImportFrom) and statement.module:
+                for alias in statement.names:
+                    origins[alias.asname or alias.name] = (statement.module, alias.name)
+                    if alias.asname:
+                        names[alias.asname] = f"{init.parent.name}.{alias.asname}"
+            elif isinstance(statement, ast.Assign) and isinstance(value := statement.value, ast.Attribute):
+                (target,) = statement.targets
+                if isinstance(target, ast.Name) and isinstance(value.value, ast.Name):
+                    names[target.id] = f"{_class_of(*origins[value.value.id])}.{value.attr}"
+    return names
+
+
+def _class_of(module: str, name: str) -> str:
+    """Return the path of a class, or of the class of an object that its module makes as ``NAME = Class(...)``."""
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.Assign([ast.Name(target)], ast.Call(ast.Name(made_by))) if target == name:
+                return f"{module}.{made_by}"
+            case _:
+                pass
+    return f"{module}.{name}"
+
+
+def _directive(name: str, path: str) -> str:
+    """Return the directive of a name; the heading is the public name, wherever the docstring is."""
+    options = "" if path.endswith(f".{name}") else f"    options:\n      heading: {name}\n      toc_label: {name}\n"
+    return f"::: {path}\n{options}"
 
 
 def _root_page(source: str) -> str:

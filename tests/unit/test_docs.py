@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,15 @@ def anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#{1,6} (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     plain = [re.sub(r"[`*_]|\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles]
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in plain}
+
+
+def load_hooks() -> Any:
+    """Import scripts/docs_hooks.py."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "scripts" / "docs_hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return hooks
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -95,12 +105,38 @@ def test_the_tutorial_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_api_page_lists_the_public_names(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "scripts" / "docs_hooks.py")
-    assert spec is not None and spec.loader is not None
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    init = tmp_path / "__init__.py"
-    init.write_text('__version__ = "1"\n__all__ = ["other", "train", "load_config", "__version__"]\n')
+    hooks = load_hooks()
+    package = tmp_path / "embodrl"
+    package.mkdir()
+    init = package / "__init__.py"
+    init.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from embodrl.models.registry import SupportedModel\n"
+        "    from embodrl.registry import LOSSES\n"
+        "    from x import other as other\n"
+        "    from x import train as train\n"
+        "    from y import load_config as load_config\n"
+        "    register_model = SupportedModel.register\n"
+        "    register_loss = LOSSES.register_function\n"
+    )
     text = hooks.api_directives(init)
-    assert re.findall(r"^::: embodrl\.(\w+)$", text, re.MULTILINE) == ["load_config", "train", "other"]
-    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == ["Running", "Other"]
+    assert re.findall(r"^::: embodrl\.(\S+)$", text, re.MULTILINE) == [
+        "load_config",
+        "train",
+        "models.registry.SupportedModel.register",
+        "registry.FunctionRegistry.register_function",
+        "other",
+    ]
+    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == ["Running", "Extension", "Other"]
+    assert re.findall(r"heading: (\w+)", text) == ["register_model", "register_loss"]
+
+
+def test_the_api_page_has_a_section_for_every_public_name() -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    import embodrl
+
+    hooks = load_hooks()
+    listed = {name for section in hooks.SECTIONS.values() for name in section}
+    assert set(hooks.public_names(ROOT / "embodrl" / "__init__.py")) | {"__version__"} == set(embodrl.__all__)
+    assert set(embodrl.__all__) - {"__version__"} <= listed
