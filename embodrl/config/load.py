@@ -153,19 +153,32 @@ def remove_special(tree: Node) -> list[ConfigProblem]:
             full = f"{key}.{name}" if key else name
             if "." in name or not name:  # from a mapping on the command line; files are checked when read
                 hint = "write sections as nested mappings: {runner: {seed: 3}}"
-                problems.append(ConfigProblem(full, "is a dotted or empty key", str(child.origin), hint=hint))
+                problems.append(
+                    ConfigProblem(
+                        full, "is a dotted or empty key", str(child.origin), hint=hint, code="config-dotted-key"
+                    )
+                )
                 del node.children[name]
             elif SPECIAL_KEY.fullmatch(name):
                 hint = "remove it; models, environments and algorithms are chosen by their registered names"
                 message = (
                     "names an object to build; embodrl never builds objects or calls functions from a configuration"
                 )
-                problems.append(ConfigProblem(full, message, str(child.origin), hint=hint))
+                problems.append(ConfigProblem(full, message, str(child.origin), hint=hint, code="config-special-key"))
                 del node.children[name]
             elif child.value == "???":
                 hint = f"give it, e.g. {full}=VALUE on the command line"
                 message = "is missing: its value is '???'"
-                problems.append(ConfigProblem(full, message, str(child.origin), allowed_values(full)[0], hint=hint))
+                problems.append(
+                    ConfigProblem(
+                        full,
+                        message,
+                        str(child.origin),
+                        allowed_values(full)[0],
+                        hint=hint,
+                        code="config-missing-value",
+                    )
+                )
                 del node.children[name]
     return problems
 
@@ -185,7 +198,9 @@ def resolve_references(tree: Node) -> list[ConfigProblem]:
                 hint += "; resolvers such as oc.env are not run" if ":" in wrong else ""
                 message = f"the reference '${{{wrong}}}' {error.args[1]}"
                 near = "" if wrong in known else nearest(wrong, known)
-                problems.append(ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint))
+                problems.append(
+                    ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint, code="config-reference")
+                )
     for problem in problems:
         prune(tree, problem.key)
     return problems
@@ -232,7 +247,11 @@ def import_extensions(tree: Node) -> list[ConfigProblem]:
         wrong = import_extension(item.value) if isinstance(item.value, str) else None
         if wrong is not None:
             message, hint = wrong
-            problems.append(ConfigProblem("extensions", message, str(item.origin), "package.module", hint=hint))
+            problems.append(
+                ConfigProblem(
+                    "extensions", message, str(item.origin), "package.module", hint=hint, code="extension-import"
+                )
+            )
     return problems
 
 
@@ -252,5 +271,5 @@ def import_extension(name: str) -> tuple[str, str] | None:
     try:
         importlib.import_module(name)
     except Exception as error:  # noqa: BLE001  (a user's module may raise anything; it is reported)
-        return f"importing '{name}' failed: {type(error).__name__}: {error}", "mend the module"
+        return f"importing '{name}' failed: {type(error).__name__}: {error}", "fix the module"
     return None

@@ -416,7 +416,9 @@ def _resume(loaded: LoadedConfig, directory: Path) -> TrainResult:
     done, pending = checkpoint.state["iteration"], checkpoint.state["pending"]
     if done > config.runner.max_iterations:
         message = f"is {config.runner.max_iterations}, and the run has done {done}"
-        raise ConfigError([ConfigProblem("runner.max_iterations", message, hint="raise it")])
+        raise ConfigError(
+            [ConfigProblem("runner.max_iterations", message, hint="raise it", code="iterations-already-done")]
+        )
     if done == config.runner.max_iterations and pending is None and has_results(directory):
         with Console(config.runner.logger.console, done, directory.name) as console:
             console.restore(read_metrics(directory / METRICS_FILE))

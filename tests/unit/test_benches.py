@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import asynchrony
 import pytest
+import task_runner as tasks
+import weight_sync
 
-from embodrl.bench import asynchrony, e2e, tasks, transport, weight_sync
+from embodrl.bench import e2e, transport
 
 
 def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import sys
 
 import numpy as np
 import pytest
+import rollout_backends
 import torch
 from tiny_families import build, observation
 
-from embodrl.bench import rollout_backends
 from embodrl.config import load_config
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.errors import ConfigError, EmbodrlError, MissingDependencyError

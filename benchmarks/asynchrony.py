@@ -7,18 +7,19 @@ without any training. The ideal of (a) and (b) is the busier of the two sides, a
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import slow_env
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.decoupled import set_proximal
-from embodrl.bench import slow_env
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.config.schema import Config
@@ -46,7 +47,7 @@ MANISKILL = ("env=maniskill", "model=openvla", "env.video.enabled=false")
 SLOW = (
     "env=toy",
     "model=openvla_oft",
-    "extensions=[embodrl.bench.slow_env]",
+    "extensions=[slow_env]",
     "env.num_processes=4",
     "env.pin_cpus=false",
     "env.train.total_num_envs=16",
@@ -237,3 +238,10 @@ def main(json_path: Path | None = None) -> int:
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
+
+
+if __name__ == "__main__":
+    # Imported by name, since processes that are started must find the classes of this file.
+    import asynchrony
+
+    sys.exit(asynchrony.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))
