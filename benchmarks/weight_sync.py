@@ -1,6 +1,6 @@
 """Weights from a trainer to a rollout, by every kind of sync and for growing models, beside memcpy of as many bytes.
 
-Sender and receiver are processes of this machine (``shared``: this one). A sync is timed from the call of the sender
+Sender and receiver are processes of this machine. A sync is timed from the call of the sender
 until the receiver's policy holds the last tensor, checksums as each kind has them by default; for each size memcpy
 comes first and then every kind, in one run. memcpy is from and to memory that has been touched, on one core. Disk is
 whatever holds the directory for temporary files, and its files are synced.
@@ -29,7 +29,6 @@ from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, Co
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver, DiskSender
 from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
-from embodrl.hybrid_engines.weight_sync.shared import SharedReceiver, SharedSender
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
@@ -138,17 +137,6 @@ def _processes(kind: str, size_mb: float, directory: Path, sending: WorkerGroup,
     return seconds[1:]
 
 
-def _shared(size_mb: float) -> list[float]:
-    weights = make_weights(size_mb)
-    sender = SharedSender([SharedReceiver(Holder(weights))])
-    seconds: list[float] = []
-    for version in range(1, ROUNDS + 2):
-        clock = time.monotonic()
-        sender.send(weights.items(), version)
-        seconds.append(time.monotonic() - clock)
-    return seconds[1:]
-
-
 def _memcpy(size_mb: float) -> list[float]:
     source, holder = make_weights(size_mb, 1.0), Holder(make_weights(size_mb))
     seconds: list[float] = []
@@ -159,15 +147,14 @@ def _memcpy(size_mb: float) -> list[float]:
     return seconds[1:]
 
 
-def _figures(size_mb: float, seconds: list[float], copy_s: float, moved: bool = True) -> dict[str, Any]:
-    """Return the figures of a kind; ``moved`` is False where sender and receiver hold the same memory."""
+def _figures(size_mb: float, seconds: list[float], copy_s: float) -> dict[str, Any]:
     median = float(np.median(seconds))
     return {
         "size_mb": size_mb,
         "median_ms": round(median * 1e3, 3),
         "largest_ms": round(max(seconds) * 1e3, 3),
-        "gb_per_s": round(size_mb / 1e3 / median, 3) if moved else None,
-        "of_memcpy": round(copy_s / median, 3) if moved else None,
+        "gb_per_s": round(size_mb / 1e3 / median, 3),
+        "of_memcpy": round(copy_s / median, 3),
     }
 
 
@@ -189,12 +176,8 @@ def run(sizes_mb: Iterable[float] = SIZES_MB) -> dict[str, Any]:
                 copy_s = float(np.median(copies))
                 rows.append({"kind": "memcpy", **_figures(size_mb, copies, copy_s)})
                 for kind in KINDS:
-                    seconds = (
-                        _shared(size_mb)
-                        if kind == "shared"
-                        else _processes(kind, size_mb, Path(directory), sending, receiving)
-                    )
-                    rows.append({"kind": kind, **_figures(size_mb, seconds, copy_s, moved=kind != "shared")})
+                    seconds = _processes(kind, size_mb, Path(directory), sending, receiving)
+                    rows.append({"kind": kind, **_figures(size_mb, seconds, copy_s)})
     finally:
         launcher.close()
         torch.set_num_threads(threads)
@@ -208,8 +191,7 @@ def main(json_path: Path | None = None, sizes_mb: Iterable[float] = SIZES_MB) ->
     title = f"weight sync, median of {result['rounds']}, {hardware['cores']} cores of {hardware['cpu']}"
     table = Table("MB", "kind", "ms", "GB/s", "of memcpy", title=title)
     for row in result["rows"]:
-        moved = row["gb_per_s"] is not None
-        rates = (f"{row['gb_per_s']:.2f}", f"{row['of_memcpy']:.2f}") if moved else ("nothing moves", "")
+        rates = (f"{row['gb_per_s']:.2f}", f"{row['of_memcpy']:.2f}")
         table.add_row(f"{row['size_mb']:g}", row["kind"], f"{row['median_ms']:.2f}", *rates)
     Console().print(table)
     if json_path is not None:

@@ -274,8 +274,8 @@ class WeightSyncError(EmbodrlError):
     """Weights did not reach a rollout; it keeps the version that it had."""
 
 
-class TornSyncError(WeightSyncError):
-    """A sync began and did not come to its end, or a part of it is missing."""
+class IncompleteSyncError(WeightSyncError):
+    """A weight sync began and did not complete, or a part of it is missing."""
 
 
 class WeightChecksumError(WeightSyncError):

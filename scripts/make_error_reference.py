@@ -62,7 +62,7 @@ CURES = {
     "channel-closed": "the sender has ended; look at its log",
     "channel-timeout": "the other side is slow or has stopped; look at its log",
     "weight-sync": "look at the log of the rollout process; the previous weights stay in use",
-    "torn-sync": "the sender ended during a transfer; the next version repairs it",
+    "incomplete-sync": "the sender ended during a transfer; the next version repairs it",
     "weight-checksum": "check the disk or network; the next version repairs it",
     "weight-version": "restart the receiver, which then begins with a whole version",
     "weight-layout": "start both sides with the same model settings",

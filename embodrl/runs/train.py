@@ -27,6 +27,7 @@ from embodrl.errors import (
     WorkerError,
 )
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.select import build_graph
@@ -60,13 +61,13 @@ from embodrl.workers.env import check_simulator, check_videos
 from embodrl.workers.launch import make_launcher, make_rollouts
 from embodrl.workers.offload import PhaseOffload
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
-from embodrl.workers.publish import WeightPublisher
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout import RolloutState
 from embodrl.workers.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS_DIR = "weights"
 Row = dict[str, Any]
 # What others read from every row: null before the first rollout and update.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
@@ -163,7 +164,7 @@ class Runner:
         """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved."""
         self.stop.graceful = True
         if self.config.rollout.publish_weights:
-            self.publisher = WeightPublisher(self.run_dir, self.policy, self.engine.version)
+            self.publisher = WeightPublisher(self.run_dir / WEIGHTS_DIR, self.policy, self.engine.version)
         self._publish()
         try:
             if self.pending is not None:

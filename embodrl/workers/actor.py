@@ -46,8 +46,8 @@ from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.placement import ProcessPlace, solve
 from embodrl.scheduler.worker import dispatch
-from embodrl.workers.actor_end import SendingWorker
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.weights import SendingWorker
 
 logger = logging.getLogger(__name__)
 

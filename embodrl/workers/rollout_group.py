@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodrl.config.rules.rollout_processes import main_component
 from embodrl.config.schema import Config
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.envs.pool.offload import SimulatorMemory
@@ -33,14 +34,13 @@ from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.placement import Placement
-from embodrl.workers.actor_end import ActorEnd, sends_weights
 from embodrl.workers.async_rollout import AsyncRolloutWorker
 from embodrl.workers.evaluator import EvalResult, Played, evaluation_result
 from embodrl.workers.group_source import GroupSource, RemotePlayer
 from embodrl.workers.policy import resolve_device
 from embodrl.workers.rollout_process import RolloutProcess, channel_names
 from embodrl.workers.rollouts import Rollouts
-from embodrl.workers.weight_link import LocalEnd, WeightLink
+from embodrl.workers.weights import LocalSender, RemoteSender, WeightChannel
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,11 @@ _STOP_PLACES = 16
 _PIPE_PLACES = 4
 _START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
+
+
+def sends_weights(config: Config) -> bool:
+    """Return whether the training processes send their weights to the rollout processes themselves."""
+    return main_component(config) is None and not config.runner.max_staleness
 
 
 class RolloutGroup(Rollouts):
@@ -118,24 +123,23 @@ class RolloutGroup(Rollouts):
     def prepare(self, policy: VLAPolicy, should_stop: Callable[[], bool], keep_frames: bool) -> None:
         self.policy, self.should_stop, self.keep_frames = policy, should_stop, keep_frames
         self.trained = trained_names(policy)
-        kind = choose_weight_sync(self.placement, False, self.config.rollout.weight_sync)
-        assert kind != "shared"
+        kind = choose_weight_sync(self.placement, self.config.rollout.weight_sync)
         pipes = list(self._pipes.values())
         if self.sending is None:
-            end, sender, device = LocalEnd(pipes, self.trained, self.launcher.address), "main process", policy.device
+            sender, where, device = LocalSender(pipes, self.trained, self.launcher.address), "driver", policy.device
         else:
-            end, sender = ActorEnd(self.sending, self._pipes, self.trained), "process of rank 0 that trains"
+            sender, where = RemoteSender(self.sending, self._pipes, self.trained), "training process of rank 0"
             device = resolve_device(self.config)
-        self.link = WeightLink(
+        self.link = WeightChannel(
             kind,
-            end,
+            sender,
             pipes,
             self._answers,
             self.run_dir.resolve() / "weight_sync",
             "cuda" if uses_nccl(self.placement) and device.type == "cuda" else "cpu",
         )
         self._closing.callback(self.link.close)
-        logger.info("%d rollout process(es), weights by %s from the %s", self.size, kind, sender)
+        logger.info("%d rollout process(es), weights by %s from the %s", self.size, kind, where)
         for handle in [self.group.call_on(rank, "prepare", keep_frames) for rank in range(self.size)]:
             handle.result()
         self._keep(policy.state_dict().items())

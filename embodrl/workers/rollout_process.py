@@ -27,7 +27,7 @@ from embodrl.workers.rollout import RolloutState, RolloutWorker
 from embodrl.workers.rollout_source import rollout_worker
 from embodrl.workers.share import Share, share_config
 from embodrl.workers.stage import Shard
-from embodrl.workers.weight_link import WeightInbox, make_receiver
+from embodrl.workers.weights import ReceiverThread, make_receiver
 
 
 def channel_names(rank: int) -> dict[str, str]:
@@ -87,7 +87,7 @@ class RolloutProcess(Worker):
         self.evaluator = Evaluator(mine, self.pool, self.engine, should_stop=self._should_stop)
         self._source: RolloutWorker | None = None
         self._player: Player | None = None
-        self._inbox: WeightInbox | None = None
+        self._inbox: ReceiverThread | None = None
         self._call, self._stopped = -1, False
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class RolloutProcess(Worker):
             self._inbox.close()
         target = _Weights(self)
         layout = layout_of(self.policy)
-        receiver = make_receiver(options["kind"], target, options, self.channels["weights"], self.rank, layout)
-        self._inbox = WeightInbox(receiver, self.channels["answers"], options["generation"])
+        receiver = make_receiver(target, options, self.channels["weights"], self.rank, layout)
+        self._inbox = ReceiverThread(receiver, self.channels["answers"], options["generation"])
 
     def close(self) -> None:
         """End the simulators."""
