@@ -1,4 +1,4 @@
-"""What workers can be sent beside plain values: tensors, batches, records of ``embodrl.types``, and a ``Config``."""
+"""What workers can be sent beside plain values: tensors, batches, records, a ``Deployment``, and a ``Config``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from embodrl import types
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.deployment import Deployment, Gpu, ProcessPlace, Topology
 from embodrl.errors import MessageError
 from embodrl.processes.codec import Codec, Extension, Packer, Unpacker
 from embodrl.storage.files import raw_bytes
@@ -20,7 +21,7 @@ from embodrl.storage.files import raw_bytes
 _BATCHES: dict[str, type[Batch]] = {"Batch": Batch, "TrajectoryBatch": TrajectoryBatch}
 _RECORDS: dict[str, type[Any]] = {
     name: found for name, found in vars(types).items() if isinstance(found, type) and dataclasses.is_dataclass(found)
-}
+} | {found.__name__: found for found in (Deployment, Gpu, ProcessPlace, Topology)}
 
 
 def _describe_tensor(value: Tensor, packer: Packer, where: str) -> Any:

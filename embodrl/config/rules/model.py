@@ -171,7 +171,7 @@ def value_head_has_layers(context: Context) -> Iterator[Finding]:
 
 
 @note("model")
-def keys_without_effect(context: Context) -> Iterator[Finding]:
+def model_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings of the tiny size do nothing with a checkpoint, and the other way round."""
     model = context.config.model
     if model.model_path is not None:

@@ -138,7 +138,7 @@ def decimation_decides(context: Context) -> Iterator[Finding]:
 
 
 @note("env")
-def keys_without_effect(context: Context) -> Iterator[Finding]:
+def env_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that this environment does not read."""
     name = context.config.env.env_type
     if name not in ENVS:

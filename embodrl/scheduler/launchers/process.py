@@ -48,7 +48,7 @@ class _ProcessWorker(Running):
             [sys.executable, "-m", MODULE],
             start,
             CODEC,
-            {"PYTHONPATH": search_path, **environment(context)},
+            {"PYTHONPATH": search_path, **environment(job.place, job.world_size)},
             None if job.log_dir is None else job.log_dir / f"{job.group}_{job.rank}.log",
             [number for channel in shared.values() for number in channel.descriptors],
             WorkerTimeout,

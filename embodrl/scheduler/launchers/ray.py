@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
 from embodrl.processes.child import LOG_TAIL_BYTES
 from embodrl.processes.codec import owned
@@ -25,7 +26,6 @@ from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, fr
 from embodrl.scheduler.launchers.host import Host, context_message, environment
 from embodrl.scheduler.launchers.ray_machines import Machine, Reservation
 from embodrl.scheduler.messages import CODEC
-from embodrl.scheduler.placement import ProcessPlace
 
 RESERVE_TIMEOUT_S = 60.0
 _LOOK_S = 1.0  # between two looks at the machine of an actor that is not up yet
@@ -293,7 +293,7 @@ class RayLauncher(Launcher):
             raise died
         where = self._reservation.strategy(machine)
         actor = self._ray.remote(RayHost).options(num_cpus=1, num_gpus=0, scheduling_strategy=where)
-        variables = environment(context_message(job.group, job.rank, job.world_size, job.place, ""))
+        variables = environment(job.place, job.world_size)
         running = actor.remote(variables)
         if job.rank == 0:  # it is started first; the others meet where it is
             try:
