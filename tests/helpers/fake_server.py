@@ -72,7 +72,8 @@ class FakeLauncher(Launcher):
         variables = self.inherited | environment(job.place, job.world_size)
         self.variables[job.group, job.rank] = variables
         with as_child(variables, context["cpus"]):
-            worker = make_worker(job.worker_class, WorkerContext(**context, channels=job.channels), CODEC.copied(job.kwargs))
+            placed = WorkerContext(**context, channels=job.channels)
+            worker = make_worker(job.worker_class, placed, CODEC.copied(job.kwargs))
         self.workers[job.group, job.rank] = worker
         return InPlace(worker)
 
