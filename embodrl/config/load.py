@@ -82,6 +82,7 @@ def load_config(
     config_file: Path | Mapping[str, Any] | None = None,
     planning: bool = False,
     collecting: bool = False,
+    evaluating: bool = False,
     further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Compose and validate a configuration.
@@ -92,17 +93,22 @@ def load_config(
             which ``{group: name}`` chooses a preset, too.
         planning: nothing will be started, so machines may be described that are not there.
         collecting: for `embodrl collect`, which not all environments and tasks are for.
+        evaluating: for `embodrl eval`: notes about training are left out.
         further_rules: of packages above this one, reported together with its own.
 
     Raises:
         ConfigError: with every problem found.
     """
     composition = compose(overrides, config_file)
-    return finish(composition, planning=planning, collecting=collecting, further_rules=further_rules)
+    return finish(composition, False, planning, collecting, evaluating, further_rules)
 
 
 def load_run(
-    path: Path, overrides: list[str] | None = None, resuming: bool = False, further_rules: Sequence[Rule] = ()
+    path: Path,
+    overrides: list[str] | None = None,
+    resuming: bool = False,
+    evaluating: bool = False,
+    further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
 
@@ -110,12 +116,14 @@ def load_run(
         path: of the file.
         overrides: command-line arguments.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
+        evaluating: notes about training are left out.
         further_rules: see ``load_config``.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose_resolved(path, overrides or []), resuming, further_rules=further_rules)
+    composition = compose_resolved(path, overrides or [])
+    return finish(composition, resuming, evaluating=evaluating, further_rules=further_rules)
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
@@ -128,6 +136,7 @@ def finish(
     resuming: bool = False,
     planning: bool = False,
     collecting: bool = False,
+    evaluating: bool = False,
     further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
@@ -141,7 +150,8 @@ def finish(
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=planning)
-    report = run_rules(Context(config, tree, solution, resuming, collecting), invalid, planning, further_rules)
+    context = Context(config, tree, solution, resuming, collecting, evaluating)
+    report = run_rules(context, invalid, planning, further_rules)
     problems += report.errors
     if problems:
         raise ConfigError(problems)

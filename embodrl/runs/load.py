@@ -16,19 +16,22 @@ def load_config(
     config_file: Path | Mapping[str, Any] | None = None,
     planning: bool = False,
     collecting: bool = False,
+    evaluating: bool = False,
 ) -> LoadedConfig:
     """As ``embodrl.config.load_config``, and check the pipeline; imports no torch.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return config_load.load_config(overrides, config_file, planning, collecting, (PIPELINE_RULE,))
+    return config_load.load_config(overrides, config_file, planning, collecting, evaluating, (PIPELINE_RULE,))
 
 
-def load_run(path: Path, overrides: list[str] | None = None, resuming: bool = False) -> LoadedConfig:
+def load_run(
+    path: Path, overrides: list[str] | None = None, resuming: bool = False, evaluating: bool = False
+) -> LoadedConfig:
     """As ``embodrl.config.load_run``, and check the pipeline.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return config_load.load_run(path, overrides, resuming, (PIPELINE_RULE,))
+    return config_load.load_run(path, overrides, resuming, evaluating, (PIPELINE_RULE,))

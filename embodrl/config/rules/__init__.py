@@ -83,7 +83,8 @@ def run_rules(
 
     rules = [*RULES, *further_rules]
     later = [rule for rule in rules if planning and rule.here]
-    return Report(run(rule for rule in rules if rule not in later), run(NOTES), run(later))
+    notes = [note for note in NOTES if not (context.evaluating and note.is_about_training)]
+    return Report(run(rule for rule in rules if rule not in later), run(notes), run(later))
 
 
 def _overlap(key: str, bad: str) -> bool:
