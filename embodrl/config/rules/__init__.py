@@ -78,8 +78,9 @@ def run_rules(context: Context, invalid: set[str], planning: bool = False) -> Re
         sound = [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
         return [context.problem(finding, rule.code) for rule in sound for finding in rule.check(context)]
 
+    notes = [note for note in NOTES if not (context.evaluating and note.is_about_training)]
     later = [rule for rule in RULES if planning and rule.here]
-    return Report(run(rule for rule in RULES if rule not in later), run(NOTES), run(later))
+    return Report(run(rule for rule in RULES if rule not in later), run(notes), run(later))
 
 
 def _overlap(key: str, bad: str) -> bool:
