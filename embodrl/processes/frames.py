@@ -154,7 +154,7 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         raise PeerGoneError
     kind, number, argument, length, num_bytes = _HEADER.unpack_from(data)
     if not ancillary:
-        value = codec.unpack(data[_HEADER.size :], []) if length else None
+        value = codec.read_from(data[_HEADER.size :], lambda *_: b"") if length else None
         return Frame(Kind(kind), number, argument, value)
     descriptors = array.array("i")
     for _, _, content in ancillary:
@@ -163,7 +163,9 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         view = memoryview(mmap.mmap(descriptors[0], num_bytes))
     finally:
         os.close(descriptors[0])
-    return Frame(Kind(kind), number, argument, codec.unpack_body(view[:length], view[aligned(length) :]))
+    body = view[aligned(length) :]
+    value = codec.read_from(view[:length], lambda start, count: body[start : start + count])
+    return Frame(Kind(kind), number, argument, value)
 
 
 class Connection(Sender):
