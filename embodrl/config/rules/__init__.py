@@ -21,6 +21,7 @@ from embodrl.config.rules import (
     rollout_processes,
     runner,
     simulators,
+    sizes,
 )
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
 from embodrl.errors import ConfigProblem
@@ -47,6 +48,7 @@ __all__ = [
     "run_rules",
     "runner",
     "simulators",
+    "sizes",
 ]
 
 
