@@ -90,5 +90,5 @@ def test_simulator_states_of_earlier_versions_are_read():
 def test_descriptions_and_blobs_can_be_pickled():
     """Ray pickles what it moves between its own processes."""
     value = {"state": b"abc", "none": b"", "array": np.arange(3), "scalar": np.float64(1.5)}
-    back = PLAIN.unpack(*pickle.loads(pickle.dumps(PLAIN.pack(value))))
+    back = PLAIN.unpack(*pickle.loads(pickle.dumps(PLAIN.pack(value))))  # noqa: S301
     assert back["state"] == b"abc" and back["none"] == b"" and back["array"].tolist() == [0, 1, 2]
