@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 
 VIT = "width: 48, num_heads: 2, mlp_dim: 96"
 PICTURE = "image_size: 32, patch_size: 8"

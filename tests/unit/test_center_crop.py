@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from tiny_families import FAMILIES, STATE_DIM, TEXTS, TOKEN_FAMILIES, build, generator
 
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 from embodrl.types import Observation, SamplingParams
 
 SIZE = 16

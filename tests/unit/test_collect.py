@@ -14,7 +14,7 @@ from embodrl.envs.experts import EXPERTS
 from embodrl.envs.pool.pool import FaultCounts
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 from embodrl.reporting.progress import Progress
 from embodrl.runs.collect import Collector
 

@@ -244,11 +244,11 @@ def test_settings_without_effect_are_noted(arguments: list[str], key: str) -> No
 
 
 def test_extension_registers_before_names_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from embodrl.registry import ENVS
+    from embodrl.specs import ENVS
 
     monkeypatch.setattr(ENVS, "_entries", dict(ENVS._entries))
     (tmp_path / "my_extension_a.py").write_text(
-        "from embodrl.registry import ENVS\nENVS.register('mine', 'my.env:Env', tasks=('reach',), action_dim=7)\n"
+        "from embodrl.specs import ENVS\nENVS.add('mine', 'my.env:Env', tasks=('reach',), action_dim=7)\n"
     )
     (tmp_path / "my_extension_b.py").write_text("raise RuntimeError('broken on purpose')\n")
     monkeypatch.syspath_prepend(tmp_path)

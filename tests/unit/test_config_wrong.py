@@ -18,7 +18,8 @@ from config_cases_libero import LIBERO
 from embodrl.config import load_config
 from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
-from embodrl.registry import ADVANTAGES, LOSSES, MODELS
+from embodrl.registry import ADVANTAGES, LOSSES
+from embodrl.specs import MODELS
 
 RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA
 CASES = FORM + RULES
@@ -94,7 +95,7 @@ def _more_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (ADVANTAGES, LOSSES, MODELS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     ADVANTAGES.register("grouped", "nowhere:grouped", needs_values=False, needs_groups=True)
-    MODELS.register("headless", "nowhere:headless", value_head=False)
+    MODELS.add("headless", "nowhere:headless", value_head=False)
 
 
 WITHOUT_CRITIC = (

@@ -16,7 +16,7 @@ from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.registry import build_policy
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 from embodrl.workers import policy as policy_worker
 
 WEIGHTS = "model.safetensors"

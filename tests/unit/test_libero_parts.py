@@ -17,7 +17,7 @@ from embodrl.envs.libero.init_states import parse_init_states, read_init_states
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES, init_state_of
 from embodrl.envs.mujoco.meshes import corner_normals
 from embodrl.errors import ConfigError, EnvError
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 
 def archive(content: object) -> bytes:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from embodrl.cli.list import envs, models
-from embodrl.registry import ENVS, MODELS
+from embodrl.specs import ENVS, MODELS
 
 
 def blocks() -> dict[str, dict[str, str]]:
@@ -50,7 +50,7 @@ def test_the_tiny_size_is_told_as_it_is(name: str) -> None:
 
 def test_a_family_without_facts_is_listed_by_its_description(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
-    MODELS.register("mine", "nowhere:build", "a model of mine")
+    MODELS.add("mine", "nowhere:build", "a model of mine")
     assert blocks()["mine"] == {"": "a model of mine"}
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 from embodrl.types import PolicyOutput, SamplingParams
 
 SAMPLING = SamplingParams(0.7)

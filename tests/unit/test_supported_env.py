@@ -9,7 +9,7 @@ import pytest
 
 from embodrl.envs.registry import SupportedEnv
 from embodrl.errors import EmbodrlError, UnknownNameError
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 NEW_IN_3_11 = {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "assert_never", "assert_type"}
 

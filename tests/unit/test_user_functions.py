@@ -10,7 +10,8 @@ import pytest
 from embodrl.config import load_config
 from embodrl.errors import ConfigError, EmbodrlError
 from embodrl.names import call_named, import_function
-from embodrl.registry import ADVANTAGES, LOSSES, MODELS
+from embodrl.registry import ADVANTAGES, LOSSES
+from embodrl.specs import MODELS
 from embodrl.runs.files import run_directory
 
 ME = "test_user_functions"

@@ -8,7 +8,7 @@ import torch
 from embodrl.config.schema import ModelConfig
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 from embodrl.types import Observation
 
 SIGLIP = {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24}

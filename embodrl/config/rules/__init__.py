@@ -9,8 +9,6 @@ from embodrl.config.rules import (
     cluster,
     data,
     env,
-    families,
-    libero,
     model,
     offload,
     pipeline,
@@ -33,8 +31,6 @@ __all__ = [
     "cluster",
     "data",
     "env",
-    "families",
-    "libero",
     "model",
     "offload",
     "pipeline",
@@ -69,9 +65,14 @@ def run_rules(
         What is forbidden, and what is allowed but without effect or odd.
     """
     context = Context(config, tree, resuming, planning, collecting)
+    sets = [spec.rules for spec in (context.simulator, context.family) if spec is not None]
+    chosen = [rules for spec in sets for rules in spec]
     sound = [
         [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
-        for rules in (RULES, NOTES)
+        for rules in (
+            [*RULES, *(rule for one in chosen for rule in one.rules)],
+            [*NOTES, *(note for one in chosen for note in one.notes)],
+        )
     ]
     errors, notes = (
         [context.problem(finding, rule.code) for rule in rules for finding in rule.check(context)] for rules in sound

@@ -9,6 +9,7 @@ from embodrl.config.placement import PlacementError, Process
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.rules.cluster import KEY, gpus_per_node, place_all
 from embodrl.config.schema import Config
+from embodrl.specs import MODELS
 
 BACKEND = "actor.training_backend"
 
@@ -99,13 +100,14 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
 
 @rule(BACKEND, "model.model_type", "model.trainable")
 def megatron_can_train(context: Context) -> Iterator[Finding]:
-    """The backend megatron has the layers of OpenVLA, without adapters, and its package is an extra."""
+    """The backend megatron has the layers of some families, without adapters, and its package is an extra."""
     model, allowed = context.config.model, "native, fsdp"
     if context.config.actor.training_backend != "megatron":
         return
-    if model.model_type != "openvla":
-        message = f"'megatron' trains openvla, and model.model_type is '{model.model_type}'"
-        yield Finding(BACKEND, message, "set actor=fsdp, or model=openvla", allowed, others=("model.model_type",))
+    if context.family is None or not context.family.tensor_parallel:
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.tensor_parallel)
+        message = f"'megatron' trains {able}, and model.model_type is '{model.model_type}'"
+        yield Finding(BACKEND, message, f"set actor=fsdp, or model={able}", allowed, others=("model.model_type",))
     elif model.trainable == "lora":
         message = "'megatron' has no low-rank adapters, and model.trainable is 'lora'"
         yield Finding(BACKEND, message, "set actor=fsdp, or model.trainable=all", allowed, others=("model.trainable",))
@@ -117,25 +119,6 @@ def megatron_can_train(context: Context) -> Iterator[Finding]:
 def has_megatron() -> bool:
     """Tell whether megatron-core is installed, without importing it."""
     return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
-
-
-@rule(BACKEND, "actor.tensor_parallel_size", "model")
-def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
-    """Heads and MLP units of a model without a checkpoint can be shared out; a checkpoint's are looked at later."""
-    actor, model = context.config.actor, context.config.model
-    if actor.training_backend != "megatron" or model.model_type != "openvla" or model.model_path is not None:
-        return
-    size = actor.tensor_parallel_size
-    for name in ("num_attention_heads", "intermediate_size"):
-        number = getattr(model.architecture, name)
-        if number % size:
-            yield Finding(
-                "actor.tensor_parallel_size",
-                f"is {size}, and model.architecture.{name} = {number}: {number} / {size} leaves {number % size}",
-                f"set it to {divisors(number, size)}",
-                f"a divisor of {number}",
-                others=(f"model.architecture.{name}",),
-            )
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")

@@ -21,6 +21,7 @@ from embodrl.envs.pool.process import WorkerProcess, resident_bytes
 from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_step, spec_from_dict
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.specs import ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
@@ -86,6 +87,8 @@ class EnvManager:
         debug: bool = False,
     ) -> None:
         self.name, self.env_type, self.python = name, env_type, python
+        # Known here, so that the interpreter of a simulator need not have what specs import (pydantic).
+        target = ENVS.entry(env_type).target if env_type in ENVS else env_type
         self.timeouts = timeouts or EnvTimeouts()
         self.first_env = first_env
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -93,7 +96,7 @@ class EnvManager:
         self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
         self.lasting: dict[str, Mapping[str, Any] | None] = {}  # what a simulator built anew is asked again, by EnvPool
         self._config = {
-            "env_type": env_type,
+            "env_type": target if isinstance(target, str) else env_type,
             "kwargs": dict(kwargs or {}),
             "cpu": cpu,
             "numa_node": numa_node,

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from embodrl.envs.pool.channel import Channel, Frame, Kind, PeerGoneError
 from embodrl.envs.pool.codec import decode, encode
 from embodrl.envs.pool.transport import Ring, compute_layout
 from embodrl.errors import EmbodrlError
-from embodrl.registry import ENVS
+from embodrl.names import import_object
+from embodrl.specs import ENVS
 
 logger = logging.getLogger("embodrl.envs")
 
@@ -115,7 +117,9 @@ def build(config: dict[str, Any]) -> VectorEnv:
     bind_to_core(config["cpu"], config["numa_node"])
     for module in config["extensions"]:
         importlib.import_module(module)
-    env: VectorEnv = ENVS.get(config["env_type"])(**config["kwargs"])
+    target: str = config["env_type"]  # module:Class, or a name that an extension has registered
+    make: Callable[..., VectorEnv] = import_object(target) if ":" in target else ENVS.get(target)
+    env = make(**config["kwargs"])
     if config["max_chunk"] is not None:
         env.spec = dataclasses.replace(env.spec, max_chunk=config["max_chunk"])
     return env
