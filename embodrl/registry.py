@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,17 +96,38 @@ class FunctionRegistry(Registry):
         if name in self._entries or ":" not in name:
             return super().entry(name)
         function = import_function(name)
+        return Entry(function, (function.__doc__ or "").partition("\n")[0], self._facts(name, function))
+
+    def register_function(self, name: str, function: Callable[..., Any], description: str = "") -> None:
+        """Add a function under a name of its own, from a module that ``extensions`` names, or from a script.
+
+        Args:
+            name: for the configuration, e.g. ``algorithm.adv_type``.
+            function: called with the arguments that its parameters name.
+            description: one line for ``embodrl list``; by default the first line of its docstring.
+
+        Raises:
+            EmbodrlError: the name is taken, or a parameter without default is unknown.
+        """
+        text = description or (function.__doc__ or "").partition("\n")[0]
+        self.register(name, function, text, **self._facts(name, function))
+
+    def _facts(self, name: str, function: Callable[..., Any]) -> dict[str, Any]:
+        """Return what validation needs to know about a function, from its parameters."""
         names, needed, takes_rest = parameters_of(function)
         unknown = sorted(needed - set(self.arguments))
         if unknown:
+            near = nearest(unknown[0], list(self.arguments))
             raise EmbodrlError(
-                f"{self.kind} '{name}' has a parameter '{unknown[0]}', which nothing is given for",
-                f"name any of {', '.join(self.arguments)}, or give it a default",
+                f"{self.kind} '{name}' has an unknown parameter '{unknown[0]}'",
+                (f"did you mean '{near}'? " if near else "")
+                + f"Available: {', '.join(self.arguments)}; any other parameter needs a default",
+                code="function-parameter-unknown",
             )
         facts: dict[str, Any] = {fact: False for fact in self.arguments.values() if fact}
         facts |= {fact: True for argument, fact in self.arguments.items() if fact and argument in names}
         facts["parameters"] = tuple(self.arguments if takes_rest else names)
-        return Entry(function, (function.__doc__ or "").partition("\n")[0], facts)
+        return facts
 
     def __contains__(self, name: object) -> bool:
         if name in self._entries:

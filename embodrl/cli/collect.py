@@ -18,6 +18,6 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug
         loaded = load_measured(overrides, config, collecting=True)
         from embodrl.runs import collect as worker
 
-        return worker.collect(loaded.config)
+        return worker.collect(loaded.config).exit_code
 
     execute(action, debug)

@@ -25,7 +25,7 @@ def export(
     """
 
     def action() -> None:
-        from embodrl.runs.files import export_checkpoint
+        from embodrl.runs.export import export_checkpoint
 
         checkpoint = export_checkpoint(directory, output, overrides or [])
         print(f"{output}: the policy of {checkpoint.path}")

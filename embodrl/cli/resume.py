@@ -24,8 +24,9 @@ def resume(
     """
 
     def action() -> int | None:
-        from embodrl.runs import train as runner
+        from embodrl.runs import sft, train
 
-        return runner.resume(directory, overrides or [])
+        verb = sft if sft.is_sft_run(directory) else train
+        return verb.resume(directory, overrides or [])
 
     execute(action, debug)

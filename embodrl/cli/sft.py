@@ -16,8 +16,8 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = F
 
     def action() -> int | None:
         loaded = load_measured(overrides, config, lambda config: config.sft.eval_interval > 0)
-        from embodrl.runs import sft as worker
+        from embodrl.runs import sft as verb
 
-        return worker.sft(loaded.config)
+        return verb.sft(loaded)
 
     execute(action, debug)

@@ -16,7 +16,6 @@ from embodrl.config.schema import (
     Config,
     env_settings,
     model_settings,
-    parse_config,
     schema_for,
 )
 from embodrl.config.tree import copy, put
@@ -122,7 +121,7 @@ def validate(tree: Node, schema: type[Config]) -> tuple[Config, set[str], list[C
     for _ in range(10):
         plain = remaining.plain()
         try:
-            return parse_config(json.dumps(plain), schema), pruned, problems
+            return Config.model_validate_json(json.dumps(plain)), pruned, problems
         except ValidationError as error:
             wrong = describe(error, tree, schema)
         remaining = copy(remaining)

@@ -7,6 +7,7 @@ merged here rather than by Hydra, because a value must keep its file and line an
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -244,13 +245,24 @@ def is_choice(argument: Argument) -> bool:
     return "/" in argument.key or (value and argument.key in groups())
 
 
-def compose(overrides: list[str], config_file: Path | None) -> Composition:
-    """Compose presets, then the file, then the arguments; the later wins."""
+def read_mapping(mapping: Mapping[str, Any]) -> tuple[Node, list[ConfigProblem]]:
+    """Return a tree of a script's mapping; ``{env: toy}`` becomes ``{presets: {env: toy}}``."""
+    tree = from_plain(dict(mapping), Origin("file", "mapping"))
+    chosen = {name: node for name, node in tree.children.items() if name in groups() and isinstance(node.value, str)}
+    for name, node in chosen.items():
+        del tree.children[name]
+        put(tree, f"presets.{name}", node)
+    return tree, []
+
+
+def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) -> Composition:
+    """Compose presets, then the file or mapping, then the arguments; the later wins."""
     arguments, problems = parse_arguments(overrides)
-    user = Node({}, Origin("file", str(config_file)))
+    user = Node({}, Origin("file", "mapping"))
     wanted: dict[str, tuple[Any, str]] = {}
     if config_file is not None:
-        user, wrong = read_yaml(config_file, str(config_file))
+        is_file = isinstance(config_file, Path)
+        user, wrong = read_yaml(config_file, str(config_file)) if is_file else read_mapping(config_file)
         wanted, wrong_choices = file_choices(user)
         problems += wrong + wrong_choices
     wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}

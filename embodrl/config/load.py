@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -60,13 +61,17 @@ class LoadedConfig:
 
 
 def load_config(
-    overrides: list[str], config_file: Path | None = None, planning: bool = False, collecting: bool = False
+    overrides: list[str],
+    config_file: Path | Mapping[str, Any] | None = None,
+    planning: bool = False,
+    collecting: bool = False,
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
     Args:
         overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
-        config_file: a YAML file of the user's: values, and ``presets: {group: name}``.
+        config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
+            which ``{group: name}`` chooses a preset, too.
         planning: nothing will be started, so machines may be described that are not there.
         collecting: for `embodrl collect`, which not all environments and tasks are for.
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from pydantic import Field, SerializeAsAny, create_model
+from pydantic import Field, SerializeAsAny, ValidationInfo, create_model, field_validator
 
 from embodrl.config.algorithm_schema import (
     AlgorithmConfig,
@@ -257,6 +257,11 @@ class RunnerConfig(Section):
         " (torch.distributed.checkpoint); auto is sharded with several training processes. Any resumes from either",
     )
     keep_last_n: PositiveInt = Field(default=2, description="checkpoints kept")
+    keep_best: bool = Field(
+        default=True,
+        description="export the policy with the best evaluation to policy_best, and keep the checkpoint of that"
+        " iteration, if one was saved (checkpoints/best), beyond keep_last_n",
+    )
     logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics go")
 
 
@@ -311,7 +316,14 @@ class SftConfig(Section):
     )
     random_shift_px: NonNegativeInt = Field(default=0, description="largest random shift of the image, in pixels")
     max_episodes: PositiveInt | None = Field(default=None, description="use only the first episodes")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None,
+        description="frames per forward and backward pass of a process; null: all at once, on a CPU one part per core",
+    )
     log_interval: PositiveInt = Field(default=25, description="steps between log lines")
+    save_interval: NonNegativeInt = Field(
+        default=0, description="steps between checkpoints; 0 for one at the end or when stopped"
+    )
     eval_interval: NonNegativeInt = Field(
         default=0, description="steps between evaluations in the simulator; 0 for none"
     )
@@ -338,6 +350,20 @@ class Config(Section):
     extensions: tuple[str, ...] = Field(
         default=(), description="modules imported first, which may register models and environments"
     )
+
+    @field_validator("env", "model", mode="before")
+    @classmethod
+    def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
+        """Validate a section that depends on its type with the settings of that type."""
+        if not isinstance(value, dict):
+            return value
+        section = cast(dict[str, object], value)
+        if info.field_name == "env":
+            settings: type[Section] = env_settings(section.get("env_type", DEFAULT_ENV))
+        else:
+            settings = model_settings(section.get("model_type", DEFAULT_MODEL))
+        # in JSON mode lists become tuples, although types are strict
+        return settings.model_validate_json(json.dumps(section)) if info.mode == "json" else settings(**section)
 
 
 def env_settings(name: object) -> type[EnvConfig]:
@@ -377,7 +403,7 @@ def _settings(name: str, settings: type[Any] | str, base: type[Any]) -> type[Any
 
 @lru_cache(maxsize=64)
 def config_class(env: type[EnvConfig], model: type[ModelConfig]) -> type[Config]:
-    """Return a Config whose sections ``env`` and ``model`` are of these classes, for validation."""
+    """Return the class of a configuration whose sections ``env`` and ``model`` are of these classes."""
     sections: dict[str, Any] = {
         name: (cls, Field(default=cls(), description=Config.model_fields[name].description))
         for name, cls in (("env", env), ("model", model))
@@ -388,26 +414,6 @@ def config_class(env: type[EnvConfig], model: type[ModelConfig]) -> type[Config]
 def schema_for(env_type: object, model_type: object) -> type[Config]:
     """Return the schema of a configuration with this simulator and model; the common settings for unknown ones."""
     return config_class(env_settings(env_type), model_settings(model_type))
-
-
-def parse_config(text: str, schema: type[Config] | None = None) -> Config:
-    """Return the configuration of a JSON text.
-
-    Args:
-        text: of a whole or partial configuration.
-        schema: None takes that of the simulator and model in the text.
-
-    Raises:
-        ValidationError: a value is wrong, or a key unknown.
-    """
-    if schema is None:
-        plain: dict[str, dict[str, Any]] = json.loads(text)
-        schema = schema_for(
-            plain.get("env", {}).get("env_type", DEFAULT_ENV), plain.get("model", {}).get("model_type", DEFAULT_MODEL)
-        )
-    # JSON mode: lists become tuples although types are strict
-    found = schema.model_validate_json(text)
-    return Config.model_construct(**{name: getattr(found, name) for name in Config.model_fields})
 
 
 def defaults_of(config: Config) -> Config:

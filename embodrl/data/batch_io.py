@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import BatchError, OutputError
+from embodrl.errors import BatchError
+from embodrl.storage.atomic import atomic_file
+from embodrl.storage.files import write_safetensors
 
 FORMAT = 1
 HEADER = "embodrl_batch"
@@ -27,15 +27,8 @@ def save_batch(batch: TrajectoryBatch, path: Path) -> None:
         BatchError: objects or meta are nothing that JSON can hold, such as a tuple, or a key that is no text.
         OutputError: the file can't be written; nothing half-written is left.
     """
-    columns: list[list[str]] = []
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for number, (column, tensor) in enumerate(batch.leaves()):
-        storage = tensor.untyped_storage().data_ptr()
-        # safetensors refuses tensors that share memory.
-        tensors[str(number)] = tensor.detach().clone() if storage in seen else tensor.detach().contiguous()
-        columns.append(list(column))
-        seen |= {storage, tensors[str(number)].untyped_storage().data_ptr()}
+    columns = [list(column) for column, _ in batch.leaves()]
+    tensors = {str(number): tensor for number, (_, tensor) in enumerate(batch.leaves())}
     header = {
         "format": FORMAT,
         "batch_size": list(batch.batch_size),
@@ -44,18 +37,8 @@ def save_batch(batch: TrajectoryBatch, path: Path) -> None:
         "objects": {name: _encode(name, values) for name, values in batch.objects.items()},
         "meta": _checked(batch.meta, "meta"),
     }
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, {HEADER: json.dumps(header)})
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise OutputError(f"{path} can't be written: {error}", "name a file in a directory with room") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_file(Path(path)) as partial:
+        write_safetensors(partial, tensors, {HEADER: json.dumps(header)})
 
 
 def load_batch(path: Path) -> TrajectoryBatch:

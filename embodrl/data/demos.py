@@ -6,20 +6,23 @@ Legend: N frames, V cameras, H x W image, A action dimensions, S state dimension
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
-from embodrl.errors import EmbodrlError, OutputError
+from embodrl.errors import EmbodrlError
+from embodrl.storage.atomic import atomic_file, output_errors
+from embodrl.storage.files import write_safetensors
 
 INDEX = "index.json"
 FORMAT = 1
+ELSEWHERE = "set collect.output_dir to a writable directory on another disk"
 
 
 @dataclass
@@ -85,13 +88,11 @@ class DemoWriter:
                 f"{directory} holds shards of demonstrations without an index: their collection was killed",
                 f"remove them (rm {directory}/shard_*.safetensors), or choose another collect.output_dir",
             )
-        probe = directory / f".{INDEX}.partial"
-        try:
+        with output_errors(f"demonstrations can't be written to {directory}", directory, ELSEWHERE):
             directory.mkdir(parents=True, exist_ok=True)
+            probe = directory / f".{INDEX}.probe"
             probe.write_bytes(b"")
             probe.unlink()
-        except OSError as error:
-            raise unwritable(directory, error) from error
         self.directory = directory
         self._shard_episodes = shard_episodes
         self._pending: list[Episode] = []
@@ -108,18 +109,12 @@ class DemoWriter:
         if not self._pending:
             return
         name = f"shard_{self._num_shards:04d}.safetensors"
-        partial = self.directory / f".{name}.partial"
+        columns = ("images", "state", "actions")
         tensors = {
-            "images": np.concatenate([e.images for e in self._pending]),
-            "state": np.concatenate([e.state for e in self._pending]),
-            "actions": np.concatenate([e.actions for e in self._pending]),
+            column: torch.from_numpy(np.concatenate([getattr(e, column) for e in self._pending])) for column in columns
         }
-        try:
-            save_file(tensors, partial)
-            partial.replace(self.directory / name)
-        except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
-            raise unwritable(self.directory, error) from error
+        with atomic_file(self.directory / name, ELSEWHERE) as partial:
+            write_safetensors(partial, tensors)
         start = 0
         for episode in self._pending:
             length = len(episode.actions)
@@ -141,16 +136,8 @@ class DemoWriter:
     def close(self, meta: dict[str, Any]) -> None:
         """Write what is left and the index with ``meta`` (how it was made)."""
         self._flush()
-        partial = self.directory / f".{INDEX}.partial"
-        try:
-            with partial.open("w") as file:
-                json.dump({"format": FORMAT, "meta": meta, "episodes": self._episodes}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.directory / INDEX)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise unwritable(self.directory, error) from error
+        with atomic_file(self.directory / INDEX, ELSEWHERE) as partial:
+            partial.write_text(json.dumps({"format": FORMAT, "meta": meta, "episodes": self._episodes}))
 
     def abort(self) -> None:
         """Leave nothing behind."""
@@ -193,14 +180,6 @@ class Demos:
         index = frames[:, None] + np.arange(chunk)[None]
         inside = index <= self.last[frames][:, None]
         return self.actions[np.minimum(index, self.last[frames][:, None])], inside
-
-
-def unwritable(directory: Path, error: Exception) -> OutputError:
-    """Return the error of demonstrations that can't be written."""
-    return OutputError(
-        f"demonstrations can't be written to {directory}: {error}",
-        "free some room, or choose a directory of yours",
-    )
 
 
 def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:

@@ -5,10 +5,10 @@ Legend: N frames, V cameras, H x W image, A action dimensions, S state dimension
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
-from embodrl.data.demos import Episode, unwritable
+from embodrl.data.demos import ELSEWHERE, Episode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.video_file import CODEC, VideoEncoder, pixel_format
 from embodrl.errors import EmbodrlError
+from embodrl.storage.atomic import output_error, publish_directory, sync_tree
 
 Row = dict[str, Any]
 
 
 class LeRobotWriter:
-    """Writes episodes into a directory that appears, whole, with ``close``; until then it has another name.
+    """Writes episodes into a hidden directory that ``close`` renames to its final name.
 
     Args:
         directory: does not exist yet, or is empty.
         cameras: their V names.
-        fps: frames a second, as the attribute ``fps``; None until it is known, before the first episode.
+        fps: frames per second, as the attribute ``fps``; None until it is known, before the first episode.
         crf: of the videos; 0 is lossless.
-        robot_type: in words, or None.
+        robot_type: free text, or None.
 
     Raises:
         MissingDependencyError: the extra ``datasets`` is not installed.
-        EmbodrlError: the directory holds something, or the rest of a collection that was killed lies beside it.
+        EmbodrlError: the directory is not empty, or the rest of a collection that was killed lies beside it.
         OutputError: it can't be written; later, the disk is full.
     """
 
@@ -53,11 +54,6 @@ class LeRobotWriter:
                 f"{self.staging} is the rest of a collection that was killed, or of one that is under way",
                 f"remove it (rm -r {self.staging}), or choose another directory",
             )
-        try:
-            self.staging.mkdir(parents=True)
-            self.staging.rmdir()
-        except OSError as error:
-            raise unwritable(directory, error) from error
         self.keys = [layout.camera_key(name) for name in cameras]
         self._fps, self.crf, self.robot_type = fps, crf, robot_type
         self.num_frames = 0
@@ -72,10 +68,13 @@ class LeRobotWriter:
         self._pixels: dict[str, PixelStats] = {key: PixelStats() for key in self.keys}
         self._features: dict[str, Any] = {}
         self._aborted = False
+        with self._output_errors():
+            self.staging.mkdir(parents=True)
+            self.staging.rmdir()
 
     @property
     def fps(self) -> int:
-        """Frames a second."""
+        """Frames per second."""
         assert self._fps is not None, "set before the first episode"
         return self._fps
 
@@ -85,11 +84,8 @@ class LeRobotWriter:
 
     def add(self, episode: Episode) -> None:
         """Add an episode."""
-        try:
+        with self._output_errors():
             self._add(episode)
-        except OSError as error:
-            self.abort()
-            raise unwritable(self.directory, error) from error
 
     def _add(self, episode: Episode) -> None:
         assert episode.images.shape[1] == len(self.keys), "one picture a camera"
@@ -222,17 +218,21 @@ class LeRobotWriter:
         """
         if self._aborted:
             return
-        try:
+        with self._output_errors():
             self._finish_file()
             self._write_meta(meta)
-            for path in self.staging.rglob("*"):
-                if path.is_file():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
-            self.staging.replace(self.directory)
+            sync_tree(self.staging)
+            publish_directory(self.staging, self.directory)
+
+    @contextlib.contextmanager
+    def _output_errors(self) -> Iterator[None]:
+        """Leave nothing behind when the disk is full or failing."""
+        try:
+            yield
         except OSError as error:
             self.abort()
-            raise unwritable(self.directory, error) from error
+            what = f"demonstrations can't be written to {self.directory}"
+            raise output_error(what, self.directory, error, ELSEWHERE) from error
 
     def _write_meta(self, meta: Mapping[str, Any]) -> None:
         self._pq.write_table(self._pa.Table.from_pylist(self._episodes), self._path(layout.EPISODES_PATH, 0))

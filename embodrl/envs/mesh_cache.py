@@ -1,11 +1,10 @@
-"""Lighter meshes are computed once a machine and kept on disk, by content; any number of processes share them."""
+"""Decimated meshes, computed once per machine and kept on disk by content; processes share them."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
@@ -16,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.pool.codec import decode, encode
-from embodrl.errors import MissingDependencyError
+from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.storage.atomic import atomic_file
 
 logger = logging.getLogger("embodrl.envs")
 
@@ -51,8 +51,8 @@ def simplifier(package: str) -> tuple[Any, str]:
 def cached(algorithm: str, inputs: Sequence[NDArray[Any]], compute: Callable[[], Arrays]) -> Arrays:
     """Return what ``compute`` returns for these inputs, from memory or disk where it has been computed before.
 
-    A file that is torn or altered (its checksum tells) is computed anew and replaced. Where nothing can be kept, the
-    result is as good and a warning is logged.
+    A file that is torn or altered (its checksum tells) is recomputed and replaced. Where nothing can be kept, the
+    result is the same and a warning is logged.
 
     Args:
         algorithm: what is computed, with every parameter and a version: part of the key.
@@ -85,28 +85,20 @@ def _read(path: Path) -> Arrays | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.warning("the mesh cache can't be read, the mesh is computed anew: %s", error)
+        logger.warning("the mesh cache can't be read, the mesh is recomputed: %s", error)
         return None
     checksum, payload = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
     if hashlib.sha256(payload).digest() != checksum:
-        logger.warning("%s is damaged; the mesh is computed anew", path)
+        logger.warning("%s is damaged; the mesh is recomputed", path)
         return None
     return tuple(decode(payload))
 
 
 def _write(path: Path, arrays: Arrays) -> None:
-    """Put a whole file in place at once; of processes that do so at the same time, one wins, with the same content."""
+    """Write a file atomically; of processes that do so at the same time, one wins, with the same content."""
     payload = encode(list(arrays))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", dir=path.parent)
-        partial = Path(name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(payload).digest() + payload)
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        logger.warning("the mesh can't be kept for later starts: %s", error)
+        with atomic_file(path, concurrent=True) as partial:
+            partial.write_bytes(hashlib.sha256(payload).digest() + payload)
+    except OutputError as error:
+        logger.warning("the mesh can't be kept for later starts: %s", error.message)

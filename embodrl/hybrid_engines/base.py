@@ -15,6 +15,7 @@ from torch import Tensor
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig, RolloutConfig, SamplingConfig
+from embodrl.data.batch import Batch
 from embodrl.data.rng import RandomSource, RowGenerators, generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
@@ -86,6 +87,23 @@ class TrainEngine(ABC):
         Raises:
             NonFiniteError: several steps in a row were not finite.
             EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
+        """
+
+    @abstractmethod
+    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        """Take one optimizer step of supervised fine-tuning.
+
+        Args:
+            batch: flat, on the CPU: ``VLAPolicy.sft_inputs`` with ``action_mask bool[N,H]``.
+            learning_rate: of the policy; the value head does not train.
+            label_smoothing_bins: see ``VLAPolicy.sft_loss``.
+
+        Returns:
+            ``loss``, ``grad_norm`` before clipping, ``lr``, and the scalars of ``sft_loss``.
+
+        Raises:
+            NonFiniteError: several steps in a row were not finite.
+            EmbodrlError: this backend does not support imitation.
         """
 
     @abstractmethod

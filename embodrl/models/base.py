@@ -6,14 +6,18 @@ Legend: B batch, C actions in a chunk, A action dimensions, V cameras, H x W ima
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
+from embodrl.errors import BatchShapeError
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 
@@ -105,6 +109,40 @@ class VLAPolicy(nn.Module, ABC):
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable in ``eval`` mode."""
 
+    def predict(
+        self,
+        images: NDArray[np.uint8],
+        instruction: str | Sequence[str],
+        state: NDArray[np.float32] | None = None,
+    ) -> NDArray[np.float32]:
+        """Choose the most probable chunk of actions, as for deployment.
+
+        Args:
+            images: ``uint8[H,W,3]`` RGB of one camera, ``uint8[V,H,W,3]`` of V cameras in the order of
+                ``env.cameras``, or a batch ``uint8[B,V,H,W,3]``.
+            instruction: in words; B of them for a batch.
+            state: ``float32[S]`` or ``float32[B,S]`` proprioception, for policies that use it.
+
+        Returns:
+            ``float32[C,A]`` actions in environment units, -1 to 1, to be executed in order; ``[B,C,A]`` for a batch.
+        """
+        is_batch = np.ndim(images) == 5
+        pictures = np.asarray(images)
+        pictures = pictures if is_batch else pictures[None] if pictures.ndim == 4 else pictures[None, None]
+        if pictures.ndim != 5 or pictures.shape[-1] != 3 or pictures.dtype != np.uint8:
+            raise BatchShapeError(
+                f"images have shape {list(np.shape(images))} and type {np.asarray(images).dtype}",
+                "give uint8 [H,W,3], [V,H,W,3] or [B,V,H,W,3]",
+                code="predict-images",
+            )
+        rows = len(pictures)
+        texts = [instruction] * rows if isinstance(instruction, str) else list(instruction)
+        states = np.zeros((rows, 0), np.float32) if state is None else np.asarray(state, np.float32).reshape(rows, -1)
+        observation = Observation(pictures, states, texts, np.zeros(rows, np.int32))
+        with torch.no_grad():
+            output = self.predict_action_batch(observation, "eval", SamplingParams(), compute_values=False)
+        return output.actions if is_batch else output.actions[0]
+
     @abstractmethod
     def predict_values(self, observation: Observation) -> Tensor:
         """Return ``float32[B,1]`` or ``float32[B,C]`` values of observations, without choosing actions or gradients."""
@@ -154,4 +192,8 @@ class VLAPolicy(nn.Module, ABC):
 
     @abstractmethod
     def save_pretrained(self, directory: Path) -> None:
-        """Write the policy in the public layout of its family (config, safetensors, tokenizer, statistics)."""
+        """Write the policy in the public layout of its family (config, safetensors, tokenizer, statistics).
+
+        Implementations write through ``storage.atomic.atomic_directory``: callers rely on it that the directory
+        appears, or is replaced, as a whole, and that failures of the disk are ``OutputError``.
+        """

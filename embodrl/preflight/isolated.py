@@ -26,6 +26,7 @@ from embodrl.config.isolated import (
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import nearest
 from embodrl.preflight.findings import Finding
+from embodrl.storage.atomic import atomic_file
 
 # What proves that the packages fit each other.
 IMPORTS = {"libero": "import mujoco, numba, scipy, cv2, bddl, robosuite.macros, matplotlib.cm, fast_simplification"}
@@ -194,6 +195,6 @@ def _run(command: list[str], prefix: Path, tell: Callable[[str], None]) -> None:
 
 
 def _write_marker(name: str, prefix: Path) -> None:
-    partial = prefix / f".{MARKER}.partial"
-    partial.write_text(json.dumps({"name": name, "requirements": fingerprint(name), "made_with": sys.version}))
-    partial.replace(prefix / MARKER)
+    content = {"name": name, "requirements": fingerprint(name), "made_with": sys.version}
+    with atomic_file(prefix / MARKER) as partial:
+        partial.write_text(json.dumps(content))

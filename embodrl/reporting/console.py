@@ -1,10 +1,11 @@
-"""What a person at the terminal sees of a run: a live panel, or one line an iteration where there is no terminal."""
+"""What a person at the terminal sees of a run: a live panel, or one line per iteration where there is no terminal."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,11 +19,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from embodrl.reporting.intervals import eval_interval
 from embodrl.reporting.sinks import MetricValue
 
 logger = logging.getLogger(__name__)
 
 BAR_WIDTH = 24
+# Without a terminal, a phase that takes longer than this prints how far it is.
+PLAIN_INTERVAL_S = 10.0
 SPARKS = "▁▂▃▄▅▆▇█"
 PHASES = (
     ("env", "time/env_s", "cyan"),
@@ -52,7 +56,7 @@ class Screen(RichConsole):
     def on_broken_pipe(self) -> None:
         """Write nothing from now on."""
         self.quiet = True
-        logger.warning("nobody reads the output any more; the log and metrics.jsonl go on")
+        logger.warning("stdout was closed; logging continues in the log file and metrics.jsonl")
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -80,44 +84,68 @@ class Console:
         self.name = name
         self._row: dict[str, MetricValue] = {}
         self._train: list[float] = []
+        self._eval_interval = ""
         self._eval: list[float] = []
         self._speed: deque[float] = deque(maxlen=10)
         self._messages: deque[str] = deque(maxlen=6)
         self._phase = "starting"
+        self._chunks_done, self._chunks = 0, 0
+        self._start_s = self._phase_start_s = self._printed_s = time.monotonic()
+        self._earlier_s = 0.0
         self._last_steps = 0.0
         self._live: Live | None = None
 
     def start(self) -> None:
         """Open the panel."""
         if self.mode == "rich" and self._live is None:
-            self._live = Live(self._render(), console=self._out, refresh_per_second=4, redirect_stderr=True)
+            # Rendered by a thread of its own, so that the clock ticks while the main thread works.
+            self._live = Live(
+                get_renderable=self._render, console=self._out, refresh_per_second=4, redirect_stderr=True
+            )
             self._live.start()
 
     def restore(self, rows: list[dict[str, MetricValue]]) -> None:
-        """Take over the rows of a resumed run, without showing each."""
+        """Take the rows of a resumed run, without showing each."""
         for row in rows:
             self._absorb(row)
+        self._earlier_s = self._number("time/elapsed_s")
 
     def update(self, row: Mapping[str, MetricValue]) -> None:
         """Show the metrics of an iteration."""
         self._absorb(row)
         logger.info("%s", self._line())
-        if self.mode == "plain":
-            self._out.print(self._line(), highlight=False, soft_wrap=True, markup=False)
+        self._print(self._line())
         self._refresh()
 
-    def phase(self, text: str) -> None:
-        """Say what is going on now; shown by the panel only."""
-        self._phase = text
+    def phase(self, text: str, chunks: int = 0) -> None:
+        """Show what the run does now; without a terminal, only once it takes longer than ``PLAIN_INTERVAL_S``.
+
+        Args:
+            text: name of the phase.
+            chunks: calls of ``advance`` until its end, at most; 0 if unknown.
+        """
+        self._phase, self._chunks_done, self._chunks = text, 0, chunks
+        self._phase_start_s = time.monotonic()
         self._refresh()
+
+    def advance(self) -> None:
+        """Count a step of the present phase."""
+        self._chunks_done += 1
+        if self.mode == "plain" and time.monotonic() - max(self._printed_s, self._phase_start_s) >= PLAIN_INTERVAL_S:
+            done = self._number("iteration")
+            self._print(f"iter {done:.0f}/{self.total_iterations} done, now {self._phase_text()}")
 
     def message(self, text: str) -> None:
-        """Say something worth keeping, e.g. a warning or the path of a checkpoint."""
+        """Show something worth keeping, e.g. a warning or the path of a checkpoint."""
         logger.info("%s", text)
         self._messages.append(text)
-        if self.mode == "plain":
-            self._out.print(text, highlight=False, soft_wrap=True, markup=False)
+        self._print(text)
         self._refresh()
+
+    def _print(self, text: str) -> None:
+        if self.mode == "plain":
+            self._printed_s = time.monotonic()
+            self._out.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def close(self) -> None:
         """Leave the panel as it is and give the terminal back; may be called twice."""
@@ -141,6 +169,8 @@ class Console:
             value = row.get(name)
             if isinstance(value, int | float):
                 history.append(float(value))
+        if found := eval_interval(row):
+            self._eval_interval = f" [{100 * found[0]:.0f}, {100 * found[1]:.0f}]"
         seconds, steps = self._number("time/total_s"), self._number("env_steps")
         if seconds and steps > self._last_steps:
             self._speed.append(seconds)
@@ -149,6 +179,19 @@ class Console:
     def _number(self, name: str) -> float:
         value = self._row.get(name)
         return float(value) if isinstance(value, int | float) else 0.0
+
+    def _started(self, style: str, factor: int) -> str:
+        """Return the success rate per started episode, where episodes were cut off by the end of the rollout."""
+        value = self._row.get("rollout/success_rate_started")
+        if not isinstance(value, int | float) or not self._number("rollout/cut_episodes"):
+            return ""
+        return f" ({format(factor * value, style)} of started episodes)"
+
+    def _phase_text(self) -> str:
+        seconds = _duration(time.monotonic() - self._phase_start_s)
+        # An evaluation ends before its last possible chunk when its episodes do.
+        share = f" {min(self._chunks_done, self._chunks)}/{self._chunks} chunks" if self._chunks else ""
+        return f"{self._phase}{share}, {seconds}"
 
     def _eta_s(self) -> float | None:
         left = self.total_iterations - self._number("iteration")
@@ -162,9 +205,12 @@ class Console:
         width = len(str(self.total_iterations))
         parts = [f"iter {self._number('iteration'):{width}.0f}/{self.total_iterations}"]
         parts.append(f"env_steps {self._number('env_steps'):.0f}")
-        for label, name in (("success", "rollout/success_rate"), ("eval", "eval/success_rate")):
-            if isinstance(self._row.get(name), int | float):
-                parts.append(f"{label} {self._number(name):.3f}")
+        if isinstance(self._row.get("rollout/success_rate"), int | float):
+            parts.append(f"success {self._number('rollout/success_rate'):.3f}{self._started('.3f', 1)}")
+        if isinstance(self._row.get("eval/success_rate"), int | float):
+            found = eval_interval(self._row)
+            interval = f" [{found[0]:.2f}, {found[1]:.2f}]" if found else ""
+            parts.append(f"eval {self._number('eval/success_rate'):.3f}{interval}")
         for label, name in LOSSES[:4]:
             if isinstance(self._row.get(name), int | float):
                 parts.append(f"{label} {self._number(name):.4g}")
@@ -180,7 +226,7 @@ class Console:
 
     def _refresh(self) -> None:
         if self._live is not None:
-            self._live.update(self._render())
+            self._live.refresh()
 
     def _render(self) -> RenderableType:
         done = self._number("iteration")
@@ -190,12 +236,13 @@ class Console:
         eta = self._eta_s()
         progress.append(f"ETA {_duration(eta)}" if eta is not None else "")
         head.add_row("env-steps", "   ".join(part for part in progress if part))
-        head.add_row("now", Text(self._phase, style="italic"))
+        head.add_row("now", Text(self._phase_text(), style="italic"))
 
         success = Table.grid(padding=(0, 2))
         for label, history, style in (("success", self._train, "yellow"), ("eval", self._eval, "bold yellow")):
             if history:
-                success.add_row(label, Text(sparkline(history), style=style), f"{100 * history[-1]:.1f} %")
+                more = self._started(".1f", 100) if label == "success" else self._eval_interval
+                success.add_row(label, Text(sparkline(history), style=style), f"{100 * history[-1]:.1f} %{more}")
 
         split = Table.grid(padding=(0, 2))
         total = self._number("time/total_s") or sum(self._number(name) for _, name, _ in PHASES)
@@ -211,11 +258,11 @@ class Console:
             losses.add_row(*cells[start : start + 4])
         parts: list[RenderableType] = [head, Text(), success, Text(), split, Text(), losses]
         if self._messages:
-            parts += [Text(), *(Text(message, style="dim") for message in self._messages)]
+            parts += [Text(), *(Text(message, style="dim") for message in list(self._messages))]
         return Panel(Group(*parts), title=Text(f"embodrl {self.name}".strip()), title_align="left", padding=(1, 2))
 
     def _elapsed(self) -> float:
-        return self._number("time/elapsed_s")
+        return self._earlier_s + time.monotonic() - self._start_s
 
 
 def _bar(part: float) -> str:

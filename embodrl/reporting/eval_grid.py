@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import textwrap
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.data.video_file import frame_rate, read_video
+from embodrl.storage.atomic import atomic_file
 
 BORDER_PX = 6
 CAPTION_PX = 44
@@ -44,7 +46,8 @@ def write_grid(tiles: list[Tile], path: Path) -> None:
         path: of the MP4.
 
     Raises:
-        OSError: a video can't be read, or the file not written.
+        OSError: a video can't be read.
+        OutputError: the file can't be written.
     """
     import imageio.v2 as imageio
 
@@ -53,18 +56,15 @@ def write_grid(tiles: list[Tile], path: Path) -> None:
     height, width = (max(clip.shape[axis] for clip in clips) for axis in (1, 2))
     captions = [_caption(tile, width + 2 * BORDER_PX) for tile in tiles]
     columns = math.ceil(math.sqrt(len(tiles)))
-    partial = path.with_name(f".{path.stem}.partial.mp4")
-    writer: Any = imageio.get_writer(partial, fps=fps, macro_block_size=2, quality=7)
-    try:
-        for at in range(max(len(clip) for clip in clips) + math.ceil(HOLD_S * fps)):
-            drawn = [
-                _draw(clip, at, tile.success, caption, (height, width))
-                for tile, clip, caption in zip(tiles, clips, captions, strict=True)
-            ]
-            writer.append_data(arrange(drawn, columns))
-    finally:
-        writer.close()
-    partial.replace(path)
+    with atomic_file(path) as partial:
+        writer: Any = imageio.get_writer(partial, fps=fps, macro_block_size=2, quality=7)
+        with contextlib.closing(writer):
+            for at in range(max(len(clip) for clip in clips) + math.ceil(HOLD_S * fps)):
+                drawn = [
+                    _draw(clip, at, tile.success, caption, (height, width))
+                    for tile, clip, caption in zip(tiles, clips, captions, strict=True)
+                ]
+                writer.append_data(arrange(drawn, columns))
 
 
 def arrange(pictures: list[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import NormalDist
 
 CONFIDENCE = 0.95
+CONFIDENCE_TEXT = f"{100 * CONFIDENCE:g} %"
 
 
 def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -23,3 +25,17 @@ def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE)
     low = 0.0 if successes == 0 else centre - half
     high = 1.0 if successes == trials else centre + half
     return low, high
+
+
+def eval_interval(row: Mapping[str, object]) -> tuple[float, float] | None:
+    """Return the interval of the evaluation in a row of metrics.jsonl; None if it has none."""
+    rate, episodes = row.get("eval/success_rate"), row.get("eval/episodes")
+    if not isinstance(rate, int | float) or not isinstance(episodes, int | float) or not episodes:
+        return None
+    return wilson_interval(round(rate * episodes), int(episodes))
+
+
+def interval_text(row: Mapping[str, object]) -> str:
+    """Return ``" (95 % interval 47 to 65 %)"`` of the evaluation in a row of metrics.jsonl, or ""."""
+    found = eval_interval(row)
+    return f" ({CONFIDENCE_TEXT} interval {100 * found[0]:.0f} to {100 * found[1]:.0f} %)" if found else ""

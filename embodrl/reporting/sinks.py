@@ -105,6 +105,7 @@ class MetricsLogger:
             file ends up as that of an uninterrupted run (-1 drops everything).
         run_config: shown by trackers.
         trackers: replaces the configured ones (tests).
+        file_name: of the metrics in ``run_dir``.
 
     Raises:
         OutputError: the file can't be written, or a new run would append to the metrics of an old one.
@@ -118,8 +119,9 @@ class MetricsLogger:
         resume_iteration: int | None = None,
         run_config: Mapping[str, Any] | None = None,
         trackers: Mapping[str, Tracker] | None = None,
+        file_name: str = METRICS_FILE,
     ) -> None:
-        self.path = Path(run_dir) / METRICS_FILE
+        self.path = Path(run_dir) / file_name
         self._elapsed_s = 0.0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

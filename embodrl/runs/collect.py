@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +189,27 @@ def frame_rate(config: Config, spec: EnvSpec) -> int:
     return config.collect.fps or round(spec.control_hz)
 
 
-def collect(config: Config) -> int:
-    """Gather demonstrations as ``config.collect`` says; returns the exit code.
+@dataclass(frozen=True)
+class CollectResult:
+    """What was collected.
+
+    Attributes:
+        output_dir: the data set, which ``sft.data_dir`` takes.
+        num_episodes: demonstrations that were kept.
+        num_frames: of these.
+        success_rate: of the expert, by task, over all episodes that it completed; None where it completed none.
+        exit_code: 0, or 128 + N stopped by signal N.
+    """
+
+    output_dir: Path
+    num_episodes: int
+    num_frames: int
+    success_rate: dict[str, float | None]
+    exit_code: int
+
+
+def collect(config: Config) -> CollectResult:
+    """Gather demonstrations as ``config.collect`` says.
 
     SIGINT and SIGTERM end it early: what was kept until then is complete.
 
@@ -224,8 +244,13 @@ def collect(config: Config) -> int:
         kept = int(collector.kept.sum())
         if not collector.finished:
             progress.message(f"stopped by a signal: {kept} of {config.collect.num_episodes} episodes were kept")
+        rates = ", ".join(
+            f"{task} {'no completed episode' if rate is None else f'{rate:.0%}'}"
+            for task, rate in collector.success_rate().items()
+        )
         progress.message(
             f"{kept} episodes, {writer.num_frames} frames in {time.monotonic() - start_s:.0f} s"
-            f" -> {config.collect.output_dir}; expert success {collector.success_rate()}"
+            f" -> {config.collect.output_dir}; expert success: {rates}"
         )
-    return 0 if collector.finished else stop.exit_code
+    code = 0 if collector.finished else stop.exit_code
+    return CollectResult(Path(config.collect.output_dir), kept, writer.num_frames, collector.success_rate(), code)

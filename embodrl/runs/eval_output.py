@@ -135,7 +135,7 @@ class EvalOutput:
         try:
             write_grid(tiles, self.directory / GRID_FILE)
         except OSError as error:
-            raise OutputError(f"the grid of videos can't be written: {error}", "free some room") from error
+            raise OutputError(f"the grid of videos can't be written: {error}", "free disk space") from error
         return self.directory / GRID_FILE
 
 

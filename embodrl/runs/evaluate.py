@@ -2,31 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.models.base import VLAPolicy
+from embodrl.reporting.intervals import wilson_interval
 from embodrl.reporting.progress import Progress
-from embodrl.runs.eval_output import EvalOutput
+from embodrl.runs.eval_output import HTML_FILE, EvalOutput
 from embodrl.storage.json_file import check_json_file, write_json_file
 from embodrl.workers.env import check_simulator, make_pool
-from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
 
-def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | None = None) -> int:
-    """`embodrl eval`: measure the policy that the configuration names.
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What an evaluation measured.
 
-    Returns the exit code: 1 if an episode could not be played to its end, as the rate is not that of all then.
+    Attributes:
+        success_rate: fraction of the episodes in which the task was solved; NaN without an episode.
+        interval: 95 % Wilson score interval of it.
+        per_task: success rate by task.
+        episodes: one record per episode that was completed, ordered by seed.
+        lost_episodes: number of episodes that simulator faults ended in every attempt; not counted above.
+        output_dir: directory with eval.json, eval.html and videos; None if nothing was written.
+    """
+
+    success_rate: float
+    interval: tuple[float, float]
+    per_task: dict[str, float]
+    episodes: list[EpisodeRecord]
+    lost_episodes: int
+    output_dir: Path | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 1 if episodes were lost: the rate is not that of all of them then."""
+        return 1 if self.lost_episodes else 0
+
+    @property
+    def report(self) -> Path | None:
+        """eval.html; None if nothing was written."""
+        return self.output_dir / HTML_FILE if self.output_dir is not None else None
+
+    @property
+    def videos(self) -> list[Path]:
+        """Videos of the first episodes."""
+        return sorted(self.output_dir.glob("videos/[!.]*.mp4")) if self.output_dir is not None else []
+
+
+def evaluation_of(result: EvalResult, output_dir: Path | None = None) -> EvaluationResult:
+    """Return the public form of what an ``Evaluator`` measured."""
+    return EvaluationResult(
+        result.success_rate,
+        wilson_interval(sum(result.successes), result.episodes),
+        result.per_task,
+        result.records,
+        result.lost_episodes,
+        output_dir,
+    )
+
+
+def evaluate(
+    config: Config,
+    json_path: Path | None = None,
+    output_dir: Path | None = None,
+    make_policy: Callable[[Config], VLAPolicy] = build_policy,
+) -> EvaluationResult:
+    """`embodrl eval`: measure a policy on fixed seeds.
 
     Args:
         config: the run.
         json_path: a second place for eval.json.
         output_dir: new or empty; None is a new directory ``eval-<date and time>`` in ``runner.output_dir``, or in
             outputs/ where that is auto.
+        make_policy: returns the policy; by default the one that ``config.model`` names.
 
     Raises:
-        OutputError: a result can't be written; told before anything has started.
+        OutputError: a result can't be written; raised before anything has started.
         MissingDependencyError: videos are to be written, and what writes them is not installed.
     """
     if json_path is not None:
@@ -36,11 +92,11 @@ def evaluate(config: Config, json_path: Path | None = None, output_dir: Path | N
     check_simulator(config)
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
-        policy = build_policy(config)
+        policy = make_policy(config)
         engine = make_rollout_engine(config, policy, num_threads(config))
         result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
         for line in output.write(result):
             progress.message(line)
     if json_path is not None:
         write_json_file(json_path, output.content(result))
-    return 1 if result.lost_episodes else 0
+    return evaluation_of(result, output.directory)

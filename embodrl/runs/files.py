@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import shlex
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from embodrl.config import load_run
 from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import Config
-from embodrl.errors import CheckpointError, OutputError
-from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
+from embodrl.errors import OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.lock import run_lock
-from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.workers.policy import build_policy
+from embodrl.reporting.intervals import interval_text
+from embodrl.storage.checkpoint import CheckpointManager
+from embodrl.storage.json_file import write_text_file
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 LOG_FILE = "logs/embodrl.log"
 POLICY_DIR = "policy"
+BEST_POLICY_DIR = "policy_best"
 REPORT_FILE = "report.html"
 # Asked for before the policy is built and its size known.
 LEAST_FREE_BYTES = 64 * 2**20
@@ -47,8 +48,8 @@ def has_results(run_dir: Path) -> bool:
 
 
 def num_bytes_on_disk(config: Config, policy: VLAPolicy, state_num_bytes: int) -> int:
-    """Return what a run writes: its checkpoints, one more while it is written, and weights that travel by disk."""
-    total = (config.runner.keep_last_n + 1) * state_num_bytes
+    """Return what a run writes: its checkpoints, the best, one more while it is written, and weights sent by disk."""
+    total = (config.runner.keep_last_n + 1 + config.runner.keep_best) * state_num_bytes
     if has_rollout_processes(config) and config.rollout.weight_sync == "disk":
         weights = sum(t.numel() * t.element_size() for t in policy.state_dict().values())
         total += (VERSIONS_KEPT + 1) * weights
@@ -56,22 +57,15 @@ def num_bytes_on_disk(config: Config, policy: VLAPolicy, state_num_bytes: int) -
 
 
 def export_policy(policy: VLAPolicy, directory: Path) -> None:
-    """Write the policy in its public layout; a directory of that name holds a whole one.
+    """Write the policy in its public layout, atomically.
 
     Raises:
-        OutputError: the directory can't be written.
+        OutputError: the directory can't be written; what was there before is unchanged.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        policy.save_pretrained(partial)
-        if directory.exists():
-            shutil.rmtree(directory)
-        partial.replace(directory)
-    except OSError as error:
-        raise OutputError(
-            f"{directory} can't be written: {error}", "free some room, then `embodrl resume` the run"
-        ) from error
+        policy.save_pretrained(directory)
+    except OutputError as error:
+        raise OutputError(error.message, "free disk space, then `embodrl resume` the run") from error
 
 
 def write_config(run_dir: Path, config_yaml: str) -> None:
@@ -80,14 +74,7 @@ def write_config(run_dir: Path, config_yaml: str) -> None:
     Raises:
         OutputError: the directory can't be written.
     """
-    partial = run_dir / f".{CONFIG_FILE}.partial"
-    try:
-        partial.write_text(config_yaml)
-        partial.replace(run_dir / CONFIG_FILE)
-    except OSError as error:
-        raise OutputError(
-            f"{run_dir} can't be written: {error}", "set runner.output_dir to a directory of yours"
-        ) from error
+    write_text_file(run_dir / CONFIG_FILE, config_yaml, "set runner.output_dir to a writable directory")
 
 
 def how_to_go_on(run_dir: Path) -> str:
@@ -108,6 +95,30 @@ def what_is_left(run_dir: Path, iteration: int) -> str:
     )
 
 
+def eval_command(config: Config, run_dir: Path, policy_dir: str = POLICY_DIR) -> str:
+    """Return the command that evaluates a run's exported policy."""
+    key = "model_path" if config.model.model_path is not None else "warm_start"
+    config_path, policy = shlex.quote(str(run_dir / CONFIG_FILE)), shlex.quote(str(run_dir / policy_dir))
+    return f"embodrl eval --config {config_path} model.{key}={policy}"
+
+
+def summary_lines(config: Config, run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what a finished run ends with on the console: success before and after, and the next command."""
+    evaluated = [row for row in rows if isinstance(row.get("eval/success_rate"), float)]
+    lines: list[str] = []
+    if evaluated:
+        first, last = evaluated[0], evaluated[-1]
+        start = f"{100 * first['eval/success_rate']:.1f} -> " if first is not last else ""
+        lines.append(f"done: evaluation success {start}{100 * last['eval/success_rate']:.1f} %{interval_text(last)}")
+        best = max(evaluated[1:], key=lambda row: row["eval/success_rate"], default=last)
+        if best["eval/success_rate"] > last["eval/success_rate"] and (run_dir / BEST_POLICY_DIR).is_dir():
+            rate = f"{100 * best['eval/success_rate']:.1f} % after iteration {best['iteration']}"
+            lines.append(f"best evaluation: {rate}, exported to {run_dir / BEST_POLICY_DIR}")
+    else:
+        lines.append("done")
+    return [*lines, f"next: {eval_command(config, run_dir)}"]
+
+
 def without_lost_warm_start(config: Config) -> Config:
     """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
     model = config.model
@@ -121,39 +132,3 @@ def without_lost_warm_start(config: Config) -> Config:
         model.warm_start,
     )
     return config.model_copy(update={"model": model.model_copy(update={"warm_start": None})})
-
-
-def export_checkpoint(run_dir: Path, directory: Path, overrides: list[str]) -> Checkpoint:
-    """Write the policy of a run's newest good checkpoint in its public layout; read on the CPU.
-
-    Args:
-        run_dir: of the run.
-        directory: a new one.
-        overrides: of the run's configuration.
-
-    Returns:
-        the checkpoint.
-
-    Raises:
-        CheckpointError: this is no run, or it has no good checkpoint.
-        OutputError: the directory exists or can't be written, or the run is going on.
-    """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise CheckpointError(f"{run_dir} is not the directory of a run: it has no {CONFIG_FILE}", "look in outputs/")
-    if directory.exists():
-        raise OutputError(f"{directory} exists", "give a new directory")
-    config = load_run(path, overrides, resuming=True).with_absolute_paths().config
-    with run_lock(run_dir):  # looking for checkpoints removes what an interrupted save has left
-        checkpoint, problems = CheckpointManager(run_dir, 1).latest_good()
-        if checkpoint is None:
-            why = "; ".join(problems) or "none was written"
-            raise CheckpointError(f"{run_dir} has no good checkpoint: {why}", f"`embodrl resume {run_dir}` goes on")
-        on_cpu = {"cluster": config.cluster.model_copy(update={"device": "cpu"})}
-        policy = build_policy(without_lost_warm_start(config).model_copy(update=on_cpu))
-        if checkpoint.state.get("sharded"):
-            read_whole(checkpoint.path, "policy", policy.state_dict())
-        else:
-            policy.load_state_dict(checkpoint.tensors("policy"))
-        export_policy(policy, directory)
-    return checkpoint

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
 
 class StopSignal:
     """Remembers SIGINT, SIGTERM and SIGHUP (the terminal was closed), so that the loop can save and leave.
+
+    While it is entered it replaces the handlers of these signals; afterwards the previous ones are back. Outside the
+    main thread, where Python allows no handlers, it does nothing.
 
     Attributes:
         number: of the first signal; 0 without one.
@@ -22,6 +26,8 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
+        if threading.current_thread() is not threading.main_thread():
+            return self
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run is to outlive its terminal

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from embodrl.config import LoadedConfig, load_run
-from embodrl.config.rules.rollout_processes import main_component
+from embodrl.config.rules.rollout_processes import has_rollout_processes, main_component
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.errors import (
@@ -30,10 +31,12 @@ from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.select import build_graph
 from embodrl.reporting.console import Console
+from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
 from embodrl.reporting.report import write_report
 from embodrl.reporting.sinks import METRICS_FILE, MetricsLogger, read_metrics
 from embodrl.runs.files import (
+    BEST_POLICY_DIR,
     CONFIG_FILE,
     LEAST_FREE_BYTES,
     LOG_FILE,
@@ -43,11 +46,13 @@ from embodrl.runs.files import (
     how_to_go_on,
     num_bytes_on_disk,
     run_directory,
+    summary_lines,
     what_is_left,
     without_lost_warm_start,
     write_config,
 )
 from embodrl.runs.lock import run_lock
+from embodrl.runs.provenance import add_provenance
 from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.workers.actor import GroupTrainEngine, make_train_engine, saves_shards
@@ -67,6 +72,31 @@ Row = dict[str, Any]
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
 )
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training run leaves behind.
+
+    Attributes:
+        run_dir: configuration, metrics, checkpoints, videos, report.html and, if finished, ``policy/``.
+        exit_code: 0 finished, 1 the last iteration could not be saved, 128 + N stopped by signal N.
+        policy: as trained so far, on its device; None where ``resume`` found nothing left to do.
+    """
+
+    run_dir: Path
+    exit_code: int
+    policy: VLAPolicy | None
+
+    @property
+    def metrics(self) -> list[Row]:
+        """One dictionary per iteration, as in metrics.jsonl."""
+        return read_metrics(self.run_dir / METRICS_FILE)
+
+    @property
+    def videos(self) -> list[Path]:
+        """Videos of evaluation episodes, oldest first."""
+        return sorted(self.run_dir.glob("videos/*/[!.]*.mp4"))
 
 
 class Runner:
@@ -114,10 +144,14 @@ class Runner:
         # The metrics of an iteration that lacks its evaluation, and is not logged yet.
         self.pending: Row | None = dict(ROW_0) if runner.eval_at_start else None
         self.saved = False
+        rows = read_metrics(metrics.path)
+        self.health = HealthMonitor(rows)
+        self.best = max((row.get("eval/success_rate") or 0.0 for row in rows if row["iteration"]), default=-1.0)
 
     def _should_stop(self) -> bool:
         """Tell whether the user wants to leave; raise at once if a process of the engine has gone meanwhile."""
         self.engine.check()
+        self.console.advance()
         return bool(self.stop)
 
     @property
@@ -159,7 +193,7 @@ class Runner:
         context = Context(self.config, self.iteration, self.phases.engine, self.rollout, self.rewards, self.shuffle)
         self.phases.begin_acting()
         try:
-            metrics = self.graph.run(context, on_node=lambda node: self.console.phase(node.name))
+            metrics = self.graph.run(context, on_node=lambda node: self._show_phase(node.name, node.role))
         except InterruptedError:
             self.rollout.undo()
             raise
@@ -188,6 +222,18 @@ class Runner:
             "time/env_steps_per_s": env_steps / seconds,
         }
 
+    def _show_phase(self, name: str, role: str) -> None:
+        """Tell the console how many chunks a phase has, where this process is the one that steps through them."""
+        config, chunks = self.config, 0
+        local = not has_rollout_processes(config) and config.rollout.workflow is None
+        if role == "rollout" and local and config.runner.max_staleness == 0:
+            steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+            chunks = config.algorithm.rollout_epoch * steps
+        elif role == "evaluation" and local:
+            waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs)
+            chunks = waves * -(-config.env.max_episode_steps // config.model.num_action_chunks)
+        self.console.phase(name, chunks)
+
     def _publish(self) -> None:
         if self.publisher is not None:
             self.publisher.publish(self.engine.weights(), self.engine.version)
@@ -207,7 +253,12 @@ class Runner:
             row |= self._evaluate(last)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
         self.pending, self.saved = None, False
-        self.console.update(self.metrics.log(row))
+        written = self.metrics.log(row)
+        self.console.update(written)
+        for warning in self.health.check(written):
+            logger.warning("%s", warning)
+        if runner.keep_best and self.iteration:
+            self._keep_best(written.get("eval/success_rate"))
         if last or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
             self.rollout.forget_history()
@@ -218,7 +269,7 @@ class Runner:
         return bool(interval) and self.iteration % interval == 0
 
     def _evaluate(self, last: bool) -> Row:
-        self.console.phase("evaluation")
+        self._show_phase("evaluation", "evaluation")
         self.phases.begin_acting()
         video = self.config.env.video
         wanted = video.enabled and (last or video.every_eval)
@@ -226,6 +277,21 @@ class Runner:
         return self.rollouts.evaluate(video_dir).metrics()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _keep_best(self, success_rate: float | str | None) -> None:
+        """Export the policy if no evaluation was better; a full disk costs a warning, not the run."""
+        if not isinstance(success_rate, float) or success_rate <= self.best:
+            return
+        self.best = success_rate
+        self.checkpoints.keep_best(self.iteration)
+        self.phases.finish()
+        self.engine.fetch()
+        try:
+            export_policy(self.policy, self.run_dir / BEST_POLICY_DIR)
+            logger.info("best evaluation so far: exported to %s", self.run_dir / BEST_POLICY_DIR)
+        except OutputError as error:
+            logger.error("%s", error)
+        self.phases.end_training()
 
     def _save(self) -> None:
         """Write a checkpoint; a disk that is full costs a warning, not the run."""
@@ -289,10 +355,15 @@ class Runner:
 
 
 def train(loaded: LoadedConfig) -> int:
-    """`embodrl train`: a new run; returns the exit code.
+    """`embodrl train`: as ``run_training``; returns the exit code."""
+    return run_training(loaded).exit_code
+
+
+def run_training(loaded: LoadedConfig) -> TrainResult:
+    """Train in a new run directory.
 
     Raises:
-        EmbodrlError: something the run needs is missing; told before anything has started.
+        EmbodrlError: something the run needs is missing (before anything has started), or the run failed.
     """
     loaded = loaded.with_absolute_paths()
     config = loaded.config
@@ -304,6 +375,7 @@ def train(loaded: LoadedConfig) -> int:
             raise OutputError(
                 f"{run_dir} holds an earlier run",
                 f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
+                code="run-exists",
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
@@ -327,10 +399,10 @@ def resume(directory: Path, overrides: list[str]) -> int:
     with run_lock(directory):
         preflight(directory, LEAST_FREE_BYTES)
         with RunLog(directory / LOG_FILE):
-            return _resume(loaded, directory)
+            return _resume(loaded, directory).exit_code
 
 
-def _resume(loaded: LoadedConfig, directory: Path) -> int:
+def _resume(loaded: LoadedConfig, directory: Path) -> TrainResult:
     config = loaded.config
     checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
     if checkpoint is None:
@@ -349,14 +421,14 @@ def _resume(loaded: LoadedConfig, directory: Path) -> int:
         with Console(config.runner.logger.console, done, directory.name) as console:
             console.restore(read_metrics(directory / METRICS_FILE))
             console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
-        return 0
+        return TrainResult(directory, 0, None)
     logged_until = done if pending is None else done - 1
     return _execute(config, directory, loaded.to_yaml(), checkpoint, logged_until)
 
 
 def _execute(
     config: Config, run_dir: Path, config_yaml: str, checkpoint: Checkpoint | None, logged_until: int | None
-) -> int:
+) -> TrainResult:
     """Bring up the parts of a run, walk through it, and write the report.
 
     Args:
@@ -377,6 +449,7 @@ def _execute(
     metrics: MetricsLogger | None = None
     engine: TrainEngine | None = None
     with StopSignal() as stop, console:
+        console.message(f"run: {run_dir}, log: {run_dir / LOG_FILE}")
         try:
             console.phase("starting simulators")
             rollouts.start_async()
@@ -392,6 +465,10 @@ def _execute(
                 console.message(f"resuming from {checkpoint.path}")
                 runner.restore(checkpoint)
             # Only now: settings with which it could not be resumed are not kept.
+            path = run_dir / CONFIG_FILE
+            old_yaml = path.read_text() if path.is_file() and logged_until is not None else None
+            for line in add_provenance(run_dir, config_yaml, old_yaml, runner.iteration):
+                console.message(line)
             write_config(run_dir, config_yaml)
             code = runner.run()
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
@@ -405,11 +482,15 @@ def _execute(
             export_policy(policy, run_dir / POLICY_DIR)
         if not runner.saved:
             logger.error("%s", what_is_left(run_dir, runner.iteration))
-        if read_metrics(run_dir / METRICS_FILE):
+        if rows := read_metrics(run_dir / METRICS_FILE):
             console.message(f"report: {write_report(run_dir)}")
+            if runner.finished:
+                console.phase("finished")
+                for line in summary_lines(config, run_dir, rows):
+                    console.message(line)
         if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
-    return code
+    return TrainResult(run_dir, code, policy)
 
 
 def _check_machine(config: Config) -> None:

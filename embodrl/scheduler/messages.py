@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl import types
-from embodrl.config.schema import Config, parse_config
+from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import MessageError
@@ -189,5 +189,5 @@ _RESTORERS: dict[str, Callable[[dict[str, Any], list[memoryview]], Any]] = {
     "bytes": lambda item, blobs: bytes(blobs[item["bytes"]]),
     "batch": _restore_batch,
     "record": _restore_record,
-    "config": lambda item, blobs: parse_config(item["config"]),
+    "config": lambda item, blobs: Config.model_validate_json(item["config"]),
 }

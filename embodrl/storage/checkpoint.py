@@ -1,8 +1,8 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either complete or absent.
 
-``DIR/checkpoints/step_<n>/`` holds one safetensors file a group of tensors, ``state.json``, one ``.bin`` file a blob,
-and ``manifest.json`` with the size and SHA-256 of each. Of a training state in shards, a directory a section holds
-what each process has written. A checkpoint is written into a hidden directory beside its
+``DIR/checkpoints/step_<n>/`` holds one safetensors file per group of tensors, ``state.json``, one ``.bin`` file per
+blob, and ``manifest.json`` with the size and SHA-256 of each. A sharded training state has one directory per section,
+which holds what each process has written. A checkpoint is written into a hidden directory beside its
 final place, every file and directory is synced, and one rename makes it visible. Nothing is pickled.
 """
 
@@ -23,16 +23,26 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, OutputError
-from embodrl.storage.files import safetensors_bytes, write_file
-from embodrl.storage.files import sync_directory as _sync_directory
+from embodrl.storage.atomic import (
+    format_size,
+    output_error,
+    output_errors,
+    publish_directory,
+    remove,
+    sync_directory,
+    write_file,
+)
+from embodrl.storage.files import safetensors_bytes
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
+BEST = "best"
 _STAGING = ".staging_"
 _REPLACED = ".replaced_"
+ELSEWHERE = "set runner.output_dir to a writable directory on another disk"
 _STEP_NAME = re.compile(r"step_(\d+)")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -92,6 +102,29 @@ class CheckpointManager:
         self.root = Path(directory) / "checkpoints"
         self.keep_last_n = keep_last_n
         self._known_bad: set[str] = set()
+        link = self.root / BEST
+        self._best = link.readlink().name if link.is_symlink() else None
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of ``step``, which may be saved later, beyond ``keep_last_n``: ``checkpoints/best`` links
+        to it. The one kept before is released; without a checkpoint of that step there is no link.
+        """
+        self._best = f"step_{step}"
+        self._link_best()
+
+    def _link_best(self) -> None:
+        if self._best is None:
+            return
+        link, partial = self.root / BEST, self.root / f".{BEST}.partial"
+        try:
+            if (self.root / self._best).is_dir():
+                partial.unlink(missing_ok=True)
+                partial.symlink_to(self._best)
+                partial.replace(link)
+            else:
+                link.unlink(missing_ok=True)
+        except OSError as error:  # a file system without links: the checkpoint is kept all the same
+            logger.warning("%s could not be linked to %s: %s", link, self._best, error)
 
     def save(
         self,
@@ -116,65 +149,51 @@ class CheckpointManager:
 
         Raises:
             OutputError: the disk is full, read-only or failing; earlier checkpoints are untouched and nothing
-                half-written is left, so that a run may go on.
+                half-written is left, so that a run may continue.
         """
         final = self.root / f"step_{step}"
         staging = self.root / f"{_STAGING}step_{step}"
         parts = _parts(tensors, state, blobs or {})
         try:
             self._make_root()
-            _remove(staging)
+            remove(staging)
             staging.mkdir()
             files = {name: _write_file(staging / name, chunks()) for name, chunks in parts.items()}
             if write_shards is not None:
                 files |= write_shards(staging)
                 for directory in _subdirectories(staging):
-                    _sync_directory(directory)
+                    sync_directory(directory)
             _write_file(staging / MANIFEST, iter([_manifest(step, files)]))
-            _sync_directory(staging)
-            self._publish(staging, final)
+            sync_directory(staging)
+            publish_directory(staging, final, self.root / f"{_REPLACED}{final.name}", _problem)
         except OSError as error:
-            _remove(staging, ignore_errors=True)
-            raise _output_error(f"checkpoint {final} could not be written", self.root, error) from error
+            shutil.rmtree(staging, ignore_errors=True)
+            what = f"checkpoint {final} could not be written"
+            elsewhere = f"lower runner.keep_last_n, or {ELSEWHERE}" if error.errno == errno.ENOSPC else ELSEWHERE
+            raise output_error(what, self.root, error, elsewhere) from error
         self._known_bad.discard(final.name)
+        self._link_best()
         self._prune(final)
         return final
 
     def _make_root(self) -> None:
         if not self.root.is_dir():
             self.root.mkdir(parents=True)
-            _sync_directory(self.root.parent)
-
-    def _publish(self, staging: Path, final: Path) -> None:
-        """Make a checkpoint visible and read it back; one that it replaces is kept until then."""
-        replaced = self.root / f"{_REPLACED}{final.name}"
-        if final.exists():
-            _remove(replaced)
-            final.rename(replaced)
-        try:
-            staging.rename(final)
-            _sync_directory(self.root)
-            if problem := _problem(final):
-                final.rename(staging)
-                raise OSError(errno.EIO, f"it reads back differently: {problem}")
-        except OSError:
-            if replaced.exists() and not final.exists():
-                replaced.rename(final)
-            raise
-        _remove(replaced)
+            sync_directory(self.root.parent)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but the newest checkpoints and the one just written and verified, of whatever step that is."""
-        others = [path for path in self._steps() if path != written]
+        """Remove all but the newest checkpoints, the best, and the one just written, of whatever step that is."""
+        others = [path for path in self.steps() if path != written]
         good = [path for path in others if path.name not in self._known_bad]
         bad = [path for path in others if path.name in self._known_bad]
-        for path in (*bad, *good[self.keep_last_n - 1 :]):
+        old = [path for path in good[self.keep_last_n - 1 :] if path.name != self._best]
+        for path in (*bad, *old):
             try:
-                # Hidden first, so that a checkpoint half removed is not taken for a torn one.
+                # Renamed first: a half-removed checkpoint under its own name would be reported as damaged.
                 doomed = path.with_name(f"{_STAGING}{path.name}")
-                _remove(doomed)
+                remove(doomed)
                 path.rename(doomed)
-                _remove(doomed)
+                remove(doomed)
             except OSError as error:
                 logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
@@ -186,12 +205,10 @@ class CheckpointManager:
         Raises:
             OutputError: leftovers of an interrupted save can't be removed.
         """
-        try:
+        with output_errors(f"leftovers in {self.root} could not be removed", self.root, ELSEWHERE):
             self._clean()
-        except OSError as error:
-            raise _output_error(f"leftovers in {self.root} could not be removed", self.root, error) from error
         problems: list[str] = []
-        for path in self._steps():
+        for path in self.steps():
             problem = _problem(path)
             if not problem:
                 return _open(path), problems
@@ -206,12 +223,12 @@ class CheckpointManager:
         for path in sorted(self.root.iterdir()):
             original = self.root / path.name.removeprefix(_REPLACED)
             if path.name.startswith(_REPLACED) and _problem(original):
-                _remove(original)
-                path.rename(original)  # killed before the new one was there and verified
+                remove(original)
+                path.rename(original)  # killed before the new one was in place and verified
             elif path.name.startswith((_STAGING, _REPLACED)):
-                _remove(path)
+                remove(path)
 
-    def _steps(self) -> list[Path]:
+    def steps(self) -> list[Path]:
         """Return the visible checkpoints, the newest first."""
         if not self.root.is_dir():
             return []
@@ -219,29 +236,56 @@ class CheckpointManager:
         return [found[step] for step in sorted(found, reverse=True)]
 
 
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open ``RUN/checkpoints/step_N``; changes nothing on disk.
+
+    Raises:
+        CheckpointError: its checksums do not hold.
+    """
+    if problem := _problem(path):
+        raise CheckpointError(f"checkpoint {path} is damaged: {problem}", "use another one", code="checkpoint-damaged")
+    return _open(path)
+
+
+def newest_checkpoint(run_dir: Path) -> Checkpoint:
+    """Open the newest intact checkpoint of a run; changes nothing on disk, so that the run may still be training.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    problems: list[str] = []
+    for path in CheckpointManager(run_dir, 1).steps():
+        if problem := _problem(path):
+            problems.append(f"{path}: {problem}")
+        else:
+            return _open(path)
+    why = "; ".join(problems) or "none has been written yet"
+    hint = f"`embodrl resume {run_dir}` continues the run"
+    raise CheckpointError(f"{run_dir} has no intact checkpoint: {why}", hint, code="checkpoint-missing")
+
+
 def preflight(directory: Path, bytes_needed: int) -> None:
-    """Find out before the first step whether a run's directory can be written and has room.
+    """Check before the first step that a run's directory can be written and has enough free space.
 
     Args:
-        directory: of the run; made if missing.
+        directory: of the run; created if missing.
         bytes_needed: what the run will write at least.
 
     Raises:
-        OutputError: it can't be written, or has too little room.
+        OutputError: it can't be written, or has too little free space.
     """
     probe = Path(directory) / ".write_probe"
-    try:
+    with output_errors(f"output directory {directory} can't be written", Path(directory), ELSEWHERE):
         Path(directory).mkdir(parents=True, exist_ok=True)
         probe.unlink(missing_ok=True)  # of a run that was killed here
         _write_file(probe, iter([b"embodrl"]))
         probe.unlink()
         free = shutil.disk_usage(directory).free
-    except OSError as error:
-        raise _output_error(f"output directory {directory} can't be written", Path(directory), error) from error
     if free < bytes_needed:
         raise OutputError(
-            f"output directory {directory} has {_size(free)} free; checkpoints need about {_size(bytes_needed)}",
-            "free some room, lower runner.keep_last_n, or set runner.output_dir to another disk",
+            f"output directory {directory} has {format_size(free)} free;"
+            f" checkpoints need about {format_size(bytes_needed)}",
+            f"free disk space, lower runner.keep_last_n, or {ELSEWHERE}",
         )
 
 
@@ -285,7 +329,7 @@ def _problem(path: Path) -> str:
             with (path / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
                     return f"the checksum of {name} does not match"
-        # Who reads a directory of shards reads all that is in it.
+        # The reader of a directory of shards reads every file in it.
         found = {str(file.relative_to(path)) for directory in _subdirectories(path) for file in directory.iterdir()}
         if unknown := found - content["files"].keys():
             return f"{min(unknown)} is not in {MANIFEST}"
@@ -314,26 +358,3 @@ def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, A
             yield chunk
 
     return {"num_bytes": write_file(path, hashed()), "sha256": digest.hexdigest()}
-
-
-def _remove(path: Path, ignore_errors: bool = False) -> None:
-    if path.exists():
-        shutil.rmtree(path, ignore_errors=ignore_errors)
-
-
-def _output_error(message: str, directory: Path, error: OSError) -> OutputError:
-    hints = {
-        errno.ENOSPC: "free some room, lower runner.keep_last_n, or set runner.output_dir to another disk",
-        errno.EDQUOT: "your quota is used up: free some room or set runner.output_dir to another disk",
-        errno.EROFS: "the file system is read-only: set runner.output_dir to one that can be written",
-        errno.EACCES: "you may not write there: set runner.output_dir to a directory of yours",
-        errno.EIO: "the disk reports faults: set runner.output_dir to another one",
-    }
-    existing = next(p for p in (directory, *directory.absolute().parents) if p.exists())
-    free = _size(shutil.disk_usage(existing).free)
-    hint = hints.get(error.errno or 0, "set runner.output_dir to a directory that can be written")
-    return OutputError(f"{message}: {error.strerror or error} ({free} free)", hint)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"

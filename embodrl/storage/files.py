@@ -1,10 +1,9 @@
-"""Files written so that a crash leaves them whole or tells: safetensors piece by piece, and synced to the disk."""
+"""Safetensors files, written piece by piece."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BLOCK = 16 * 2**20
+from embodrl.storage.atomic import write_file
+
 SAFETENSORS_DTYPE = {
     torch.float64: "F64",
     torch.int64: "I64",
@@ -28,7 +28,18 @@ SAFETENSORS_DTYPE = {
 }
 
 
-def safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write and sync a new safetensors file. Unlike the library's, it follows the umask and may share memory.
+
+    Raises:
+        OSError: it exists, or can't be written.
+    """
+    write_file(path, safetensors_bytes(tensors, metadata))
+
+
+def safetensors_bytes(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file piece by piece (https://huggingface.co/docs/safetensors/index#format).
 
     First the header, then each tensor that is not empty. The library writes the file itself, without a hash, and
@@ -36,7 +47,7 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryv
     """
     # Wide types first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name in names:
         tensor = tensors[name]
@@ -57,36 +68,7 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().to("cpu").contiguous()
     if not flat.numel():
         return memoryview(b"")
-    # Not Tensor.numpy(), after which the memory could never be given up again.
+    # Not Tensor.numpy(): after that the storage could never be resized to 0 when the engine is offloaded.
     memory: Any = (ctypes.c_uint8 * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
-    memory.tensor = flat  # as long as somebody looks at it
+    memory.tensor = flat  # keeps the memory alive as long as the view
     return memoryview(memory).cast("B")
-
-
-def write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
-    """Write and sync a new file; return its size in bytes.
-
-    Raises:
-        OSError: it exists, or can't be written.
-    """
-    num_bytes = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        for chunk in chunks:
-            view = memoryview(chunk)
-            num_bytes += len(view)
-            while view:
-                view = view[os.write(descriptor, view[:_BLOCK]) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return num_bytes
-
-
-def sync_directory(path: Path) -> None:
-    """Make what was created, renamed or removed in a directory last."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Results as one file, JSON or other text, that is whole or not there."""
+"""Results as one file, JSON or other text, that is complete or absent."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.errors import OutputError
+from embodrl.storage.atomic import atomic_file, output_errors
 
-HINT = "name a file in a directory of yours that has room"
+ELSEWHERE = "choose a file in a writable directory with free space"
 
 
 def check_json_file(path: Path) -> None:
-    """Find out before the work whether its results can be written; the directory is made if missing.
+    """Check before the work that its results can be written; creates the directory if it is missing.
 
     Raises:
         OutputError: they can't be.
     """
     if path.is_dir():
         raise OutputError(f"{path} is a directory", f"name a file, such as {path / 'result.json'}")
-    try:
+    with output_errors(f"{path} can't be written", path, ELSEWHERE):
         path.parent.mkdir(parents=True, exist_ok=True)
         if _is_special(path):
             os.close(os.open(path, os.O_WRONLY))
             return
-        partial = _partial(path)
-        partial.write_bytes(b"")
-        partial.unlink()
-    except OSError as error:
-        raise OutputError(f"{path} can't be written: {error.strerror or error}", HINT) from error
+        probe = path.with_name(f".{path.name}.probe")
+        probe.write_bytes(b"")
+        probe.unlink()
 
 
 def write_json_file(path: Path, content: Any) -> None:
-    """Write results; a file that was there before stays until the new one is whole.
+    """Write results atomically; an earlier file stays until the new one is complete.
 
     Raises:
         OutputError: it can't be written; nothing half-written is left.
@@ -41,27 +40,22 @@ def write_json_file(path: Path, content: Any) -> None:
     write_text_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def write_text_file(path: Path, text: str) -> None:
-    """Write text; as ``write_json_file``."""
-    partial = _partial(path)
-    try:
-        if _is_special(path):
+def write_text_file(path: Path, text: str, elsewhere: str = ELSEWHERE) -> None:
+    """Write text; as ``write_json_file``.
+
+    Args:
+        path: of the file.
+        text: its content.
+        elsewhere: how to choose another place, for the hint of the error.
+    """
+    if _is_special(path):
+        with output_errors(f"{path} can't be written", path, elsewhere):
             path.write_text(text, encoding="utf-8")
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"{path} can't be written: {error.strerror or error}", HINT) from error
+        return
+    with atomic_file(path, elsewhere) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _is_special(path: Path) -> bool:
     """A terminal, a pipe or /dev/null, which a rename would replace with a file."""
     return path.exists() and not path.is_file()
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")

@@ -19,6 +19,7 @@ from embodrl.algorithms.advantages import Advantages
 from embodrl.config.rules.actor import has_own_process
 from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import AlgorithmConfig, Config
+from embodrl.data.batch import Batch
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import WorkerError
@@ -167,6 +168,13 @@ class ActorWorker(SendingWorker):
         return metrics, generator_state(shuffle), self.engine.counters()
 
     @dispatch("one_to_all")
+    def imitate(
+        self, batch: Batch, learning_rate: float, label_smoothing_bins: float
+    ) -> tuple[dict[str, float], dict[str, Any]]:
+        """Take a step of supervised fine-tuning; return the metrics and the counters."""
+        return self.engine.imitate(batch, learning_rate, label_smoothing_bins), self.engine.counters()
+
+    @dispatch("one_to_all")
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:
         """See ``TrainEngine``; from rank 0 alone."""
         found = self.engine.reference_logprobs(batch, AlgorithmConfig.model_validate_json(algorithm))
@@ -287,6 +295,12 @@ class GroupTrainEngine(TrainEngine):
         self._behind = True
         if not self.sends:
             self.fetch()
+        self._counters, self.version = counters, counters["version"]
+        return metrics
+
+    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        metrics, counters = self._call("imitate", batch, learning_rate, label_smoothing_bins)[0]
+        self._behind = True
         self._counters, self.version = counters, counters["version"]
         return metrics
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig, Config
+from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
@@ -124,6 +125,10 @@ class _PhasedEngine(TrainEngine):
     ) -> dict[str, float]:
         self._begin()
         return self._engine.update(batch, advantages, algorithm, generator)
+
+    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        self._begin()
+        return self._engine.imitate(batch, learning_rate, label_smoothing_bins)
 
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         self._begin()

@@ -33,6 +33,7 @@ class EpisodeStats:
     Attributes:
         successes, episodes: how many, without those that were lost.
         lost: how many a fault ended.
+        cut: how many had begun and were cut off by the end of the rollout, before an outcome.
         returns, lengths: sums of rewards and of environment steps, over ``episodes``.
         by_task: task -> [successes, episodes], of all tasks that could have been played.
     """
@@ -40,6 +41,7 @@ class EpisodeStats:
     successes: int = 0
     episodes: int = 0
     lost: int = 0
+    cut: int = 0
     returns: float = 0.0
     lengths: int = 0
     by_task: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
@@ -88,13 +90,15 @@ class EpisodeStats:
 
     def metrics(self) -> dict[str, float | None]:
         """Return means over the episodes, with several tasks of each as well; None where none has ended."""
-        count = self.episodes
+        count, started = self.episodes, self.episodes + self.cut
         result = {
             "rollout/success_rate": self.successes / count if count else None,
             "rollout/return": self.returns / count if count else None,
             "rollout/episode_length": self.lengths / count if count else None,
             "rollout/episodes": float(count),
             "rollout/lost_episodes": float(self.lost),
+            "rollout/cut_episodes": float(self.cut),
+            "rollout/success_rate_started": self.successes / started if started else None,
         }
         if len(self.by_task) > 1:
             for task, (successes, episodes) in self.by_task.items():
@@ -321,9 +325,10 @@ class Stage:
         clock = time.perf_counter()
         assert self._observation is not None
         last = torch.zeros_like(self._steps[0]["values"])
+        goes_on = ~(self._steps[-1]["terminated"] | self._steps[-1]["truncated"]).any(-1)
+        self.stats.cut += int((goes_on.numpy() & self._active).sum())
         if self.needs_values:
             last, version = self._values(self._observation)
-            goes_on = ~(self._steps[-1]["terminated"] | self._steps[-1]["truncated"]).any(-1)
             self._steps[-1]["value_version"] = torch.where(goes_on, version, self._steps[-1]["value_version"])
         columns: dict[str, Any] = {name: torch.stack([step[name] for step in self._steps]) for name in self._steps[0]}
         inputs = {name: torch.stack([step[name] for step in self._inputs]) for name in self._inputs[0]}

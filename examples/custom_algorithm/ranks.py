@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embodrl.algorithms.advantages import Advantages
-from embodrl.algorithms.episodes import split_episodes
-from embodrl.algorithms.groups import episode_returns
-from embodrl.algorithms.losses import LossCounts, LossOutput
+from embodrl import Advantages, LossCounts, LossOutput, episode_returns, split_episodes
 
 
 def rank_in_group(

@@ -6,17 +6,14 @@ PYTHONPATH=examples/custom_pipeline embodrl pipeline show --config examples/cust
 
 from __future__ import annotations
 
-from embodrl.config.schema import Config
-from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.pipelines.context import Context
-from embodrl.pipelines.graph import Pipeline
+from embodrl import Config, Pipeline, PipelineContext, TrajectoryBatch
 
 NODES = "embodrl.pipelines.nodes"
 COST = 0.01
 """Taken off for every action, so that a quick success is worth more than a slow one."""
 
 
-def shape_rewards(context: Context, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, dict[str, float]]:
+def shape_rewards(context: PipelineContext, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, dict[str, float]]:
     """Take the cost off every action that was simulated; the batch is this node's own copy, its tensors are shared."""
     batch.rewards = batch.rewards - COST * batch.valid
     return batch, {"reward/cost": COST * float(batch.valid.sum())}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from embodrl.workers.reward import Episode
+from embodrl import Episode
 
 
 async def score(frames_mean: float) -> float:

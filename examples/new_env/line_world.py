@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.registry import SupportedEnv
-from embodrl.envs.simulator import SimStep, Simulator, SimulatorVectorEnv
-from embodrl.envs.stepping import EpisodeRules
+from embodrl import EpisodeRules, SimStep, Simulator, SimulatorVectorEnv, register_env
 
 ACTION_DIM = 7
 STEP = 0.2
@@ -87,6 +85,4 @@ class LineWorld(SimulatorVectorEnv):
 
 
 # What the rules want to know without building the environment: its tasks and the size of an action.
-SupportedEnv.register(
-    "line_world", LineWorld, "a bar to be pushed to the right", tasks=("push-right",), action_dim=ACTION_DIM
-)
+register_env("line_world", LineWorld, "a bar to be pushed to the right", tasks=("push-right",), action_dim=ACTION_DIM)

@@ -1,8 +1,8 @@
 """Makes the model known. Simulator processes import this as well, so it leaves torch alone."""
 
-from embodrl.models.registry import SupportedModel
+from embodrl import register_model
 
-SupportedModel.register(
+register_model(
     "small_vla",
     "small_vla:build",  # imported when a policy is built
     "a small CNN with binned actions",

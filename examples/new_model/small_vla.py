@@ -12,12 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.config.schema import ModelConfig
-from embodrl.models.base import LoadReport, VLAPolicy
-from embodrl.models.common import checkpoint
-from embodrl.models.common.sampling import action_entropy, action_log_probs, draw
-from embodrl.models.common.value_head import ValueHead
-from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+from embodrl import (
+    EvalOutput,
+    LoadReport,
+    ModelConfig,
+    Observation,
+    PolicyOutput,
+    SamplingParams,
+    ValueHead,
+    VLAPolicy,
+    checkpoint,
+)
+from embodrl import (
+    sampling as sampler,
+)
 
 BINS, WORDS, WIDTH = 21, 64, 128
 Tensors = dict[str, Tensor]
@@ -55,10 +63,10 @@ class SmallVLA(VLAPolicy):
         inputs = self.preprocess(observation)
         logits, hidden = self._forward(inputs)
         noise = torch.empty(logits.shape).exponential_(generator=generator).to(self.device) if mode == "train" else None
-        bins = draw(logits, sampling, noise)
+        bins = sampler.draw(logits, sampling, noise)
         actions = (bins.cpu().float() / (BINS - 1) * 2.0 - 1.0).numpy()
         values = self.value_head(hidden) if compute_values else None
-        return PolicyOutput(actions, action_log_probs(logits, bins, sampling), values, {**inputs, "bins": bins})
+        return PolicyOutput(actions, sampler.action_log_probs(logits, bins, sampling), values, {**inputs, "bins": bins})
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
@@ -68,9 +76,9 @@ class SmallVLA(VLAPolicy):
         self, forward_inputs: Tensors, sampling: SamplingParams, compute_entropy=True, compute_values=True
     ) -> EvalOutput:
         (logits, hidden), bins = self._forward(forward_inputs), forward_inputs["bins"]
-        entropy = action_entropy(logits, bins, sampling) if compute_entropy else None
+        entropy = sampler.action_entropy(logits, bins, sampling) if compute_entropy else None
         values = self.value_head(hidden) if compute_values else None
-        return EvalOutput(action_log_probs(logits, bins, sampling), entropy, values)
+        return EvalOutput(sampler.action_log_probs(logits, bins, sampling), entropy, values)
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> Tensors:
         bins = ((actions.clamp(-1.0, 1.0) + 1.0) / 2.0 * (BINS - 1)).round().long()

@@ -11,10 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from embodrl.envs.environment import Environment, Tool, ToolResult
-from embodrl.hybrid_engines.rollout.async_engine import EpisodeEngine
-from embodrl.types import Observation
-from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory
+from embodrl import (
+    Environment,
+    EpisodeEngine,
+    EpisodeTask,
+    Observation,
+    RolloutWorkflow,
+    Tool,
+    ToolResult,
+    Trajectory,
+)
 
 PATIENCE = 3  # turns in a row in which hardly anything moves
 STILL = 0.05  # mean change of a pixel, of 255

@@ -218,7 +218,7 @@ def test_when_all_are_damaged_all_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "number", "hint"),
     [
-        ("write", errno.ENOSPC, "free some room"),
+        ("write", errno.ENOSPC, "free disk space"),
         ("fsync", errno.EIO, "disk reports faults"),
         ("rename", errno.EROFS, ""),
     ],

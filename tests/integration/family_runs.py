@@ -117,18 +117,18 @@ def weights(directory: Path) -> dict[str, object]:
 def main() -> None:
     """Run everything and write the result."""
     family, directory, corner_demos = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    facts = MODELS.entry(family).facts
+    spec = MODELS.entry(family)
     model = [f"model={family}", *COMMON, *(f"model.{name}={size}" for name, size in SIZES.items())]
-    model.append(f"env.include_state={str(facts['uses_state'] is True).lower()}")
+    model.append(f"env.include_state={str(spec.uses_state is True).lower()}")
     corners = [*CORNERS, *model]
     result: dict[str, object] = {"untrained": success_rate(corners, directory / "untrained.json")}
     corner_steps, push_steps, lr = LEARNING[family]
     result["corner_losses"] = imitate(corners, corner_demos, directory / "corners", corner_steps, lr)
     policy = directory / "corners" / "policy"
     result["trained"] = success_rate([*corners, f"model.warm_start={policy}"], directory / "trained.json")
-    methods = ("flow_sde", "flow_noise") if facts["kind"] == "flow" else ("tokens",)
+    methods = ("flow_sde", "flow_noise") if spec.kind == "flow" else ("tokens",)
     for method in methods:
-        flow = [f"model.flow.method={method}"] if facts["kind"] == "flow" else []
+        flow = [f"model.flow.method={method}"] if spec.kind == "flow" else []
         result[method] = train([*model, *flow], policy, directory / method)
     if len(sys.argv) > 4:
         result["push_losses"] = imitate([*PUSH, *model], Path(sys.argv[4]), directory / "push", push_steps, lr)

@@ -25,11 +25,11 @@ POINTS = {
     "gather_only": "embodrl.hybrid_engines.weight_sync.base:GatherOnly._send",
     "write_shard": "embodrl.hybrid_engines.training.sharded_checkpoint:_HashedFiles.create_stream",
     "write_file": "embodrl.storage.checkpoint:_write_file",
-    "sync_directory": "embodrl.storage.checkpoint:_sync_directory",
+    "sync_directory": "embodrl.storage.checkpoint:sync_directory",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "add_episode": "embodrl.data.demos:DemoWriter.add",
     "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",
-    "sft_backward": "embodrl.runs.sft:_backward",
+    "sft_step": "embodrl.hybrid_engines.training.policy_engine:PolicyTrainEngine.imitate",
     "wait_started": "embodrl.envs.pool.pool:EnvPool.wait_started",
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,10 @@ def collect(config: Path, directory: Path, kind: str = "raw", **options: object)
     return embodrl("collect", "--config", config, *settings, **options)
 
 
-def sft(config: Path, demos: Path, directory: Path, **options: object) -> Outcome:
+def sft(config: Path, demos: Path, directory: Path, *arguments: str, **options: object) -> Outcome:
     settings = [f"sft.data_dir={demos}", f"sft.output_dir={directory}", "sft.max_steps=30", "sft.batch_size=4"]
     settings += ["sft.lr_warmup_steps=3", "sft.log_interval=10"]
-    return embodrl("sft", "--config", config, *settings, **options)
+    return embodrl("sft", "--config", config, *settings, *arguments, **options)
 
 
 def test_a_stopped_collection_is_complete_as_far_as_it_goes(stopped: tuple[Path, Outcome]) -> None:
@@ -76,18 +77,67 @@ def test_a_collection_that_was_killed_is_in_the_way_of_the_next(
 def test_a_signal_ends_fine_tuning_with_the_policy_so_far(
     stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:
-    outcome = sft(config, stopped[0], tmp_path, stop_at="sft_backward:5:SIGINT")
+    outcome = sft(config, stopped[0], tmp_path, stop_at="sft_step:5:SIGINT")
     assert outcome.code == 130, outcome.stderr
     assert "stopped by a signal after 5 of 30 steps" in outcome.stdout
     assert [json.loads(row)["step"] for row in (tmp_path / "sft_metrics.jsonl").read_text().splitlines()] == [5]
     assert load_file(tmp_path / "policy" / "model.safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "sft_metrics.jsonl"]
-
     before = (tmp_path / "policy" / "model.safetensors").read_bytes()
     outcome = sft(config, stopped[0], tmp_path)
-    assert outcome.code == 1
-    assert "holds a policy already" in outcome.stderr and "hint: choose another sft.output_dir" in outcome.stderr
+    assert outcome.code == 1 and "code: sft-output-exists" in outcome.stderr
     assert (tmp_path / "policy" / "model.safetensors").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def tuned(stopped: tuple[Path, Outcome], config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sft") / "whole"
+    outcome = sft(config, stopped[0], directory)
+    assert outcome.code == 0, outcome.stderr
+    return directory
+
+
+def test_fine_tuning_that_was_stopped_resumes_bit_exactly(
+    stopped: tuple[Path, Outcome], config: Path, tuned: Path, tmp_path: Path
+) -> None:
+    assert sft(config, stopped[0], tmp_path, stop_at="sft_step:13:SIGTERM").code == 143
+    outcome = embodrl("resume", tmp_path)
+    assert outcome.code == 0, outcome.stderr
+    for name in ("model.safetensors", "value_head.safetensors"):
+        assert (tmp_path / "policy" / name).read_bytes() == (tuned / "policy" / name).read_bytes()
+    rows = [[json.loads(row) for row in (d / "sft_metrics.jsonl").read_text().splitlines()] for d in (tmp_path, tuned)]
+    assert rows[0][-1]["loss"] == rows[1][-1]["loss"] and rows[0][-1]["step"] == 30
+
+
+def test_killed_fine_tuning_resumes_from_its_last_checkpoint(
+    stopped: tuple[Path, Outcome], config: Path, tuned: Path, tmp_path: Path
+) -> None:
+    outcome = sft(config, stopped[0], tmp_path, "sft.save_interval=10", stop_at="sft_step:17:SIGKILL")
+    assert outcome.code == -9 and not (tmp_path / "policy").exists()
+    outcome = embodrl("resume", tmp_path)
+    assert outcome.code == 0 and "step_10" in outcome.stdout, outcome.stderr
+    assert (tmp_path / "policy" / "model.safetensors").read_bytes() == (
+        tuned / "policy" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.slow
+def test_fine_tuning_in_two_processes_has_the_losses_of_one(
+    stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    exact = ("actor.precision=fp32", "rollout.precision=fp32")
+    two = (
+        "actor.training_backend=fsdp",
+        "cluster.device=cpu",
+        "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}",
+    )
+    losses = []
+    for name, settings in (("one", exact), ("two", (*exact, *two))):
+        directory = tmp_path / name
+        outcome = sft(config, stopped[0], directory, "sft.log_interval=1", *settings)
+        assert outcome.code == 0, outcome.stderr
+        losses.append([json.loads(r)["loss"] for r in (directory / "sft_metrics.jsonl").read_text().splitlines()])
+    assert len(losses[0]) == 30 and losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert len(list((tmp_path / "two" / "checkpoints" / "step_30" / "optimizer").glob("shard-*.safetensors"))) == 2
 
 
 def test_fine_tuning_needs_a_directory_that_can_be_written(
@@ -98,9 +148,9 @@ def test_fine_tuning_needs_a_directory_that_can_be_written(
     from embodrl.runs import sft as worker
 
     (tmp_path / "file").write_text("mine")
-    loaded = load_config(["env=toy", "model.warm_start=null"]).config
-    settings = loaded.sft.model_copy(update={"output_dir": str(tmp_path / "file" / "out")})
+    loaded = load_config(["env=toy", "model.warm_start=null"])
+    settings = loaded.config.sft.model_copy(update={"output_dir": str(tmp_path / "file" / "out")})
     monkeypatch.setattr(worker, "configure_torch", lambda config, component: pytest.fail("started"))
-    with pytest.raises(OutputError, match="can't be written") as refused:
-        worker.sft(loaded.model_copy(update={"sft": settings}))
+    with pytest.raises(OutputError) as refused:
+        worker.sft(replace(loaded, config=loaded.config.model_copy(update={"sft": settings})))
     assert "sft.output_dir" in refused.value.hint

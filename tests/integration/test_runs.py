@@ -62,7 +62,12 @@ def test_a_run_leaves_what_others_rely_on(whole: tuple[Path, Outcome]) -> None:
         for name in ("time/env_s", "time/policy_s", "time/train_s", "time/total_s"):
             assert row[name] > 0, name
         assert isinstance(row["train/policy_loss"], float)
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["best", "step_2", "step_4"]
+    best = max(rows[2::2], key=lambda row: row["eval/success_rate"])["iteration"]
+    assert (run_dir / "checkpoints" / "best").resolve().name == f"step_{best}"
+    assert {path.name for path in (run_dir / "policy_best").iterdir()} >= {"config.json", "model.safetensors"}
+    (record,) = json.loads((run_dir / "provenance.json").read_text())
+    assert record["kind"] == "train" and "runner.output_dir" in record["command"]
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert config["env"]["env_type"] == "toy" and config["runner"]["max_iterations"] == 4
     assert "data:image/png;base64," in (run_dir / "report.html").read_text()
@@ -186,7 +191,7 @@ def test_a_screen_that_nobody_reads_any_more_costs_the_screen_only(config: Path,
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     assert [row["iteration"] for row in metrics(tmp_path)] == [0, 1, 2, 3, 4]
-    assert "nobody reads the output" in (tmp_path / "logs" / "embodrl.log").read_text()
+    assert "stdout was closed" in (tmp_path / "logs" / "embodrl.log").read_text()
 
 
 def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, tmp_path: Path) -> None:

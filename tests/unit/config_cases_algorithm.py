@@ -11,7 +11,7 @@ ALGORITHMS = [
     Wrong("estimator without a name", "algorithm.adv_type", "module:attribute", ("algorithm.adv_type='math:'",)),
     Wrong("loss that is no function", "algorithm.loss_type", "not a function", ("algorithm.loss_type='math:pi'",)),
     Wrong(
-        "loss of another kind", "algorithm.loss_type", "nothing is given for", ("algorithm.loss_type='difflib:ndiff'",)
+        "loss of another kind", "algorithm.loss_type", "unknown parameter 'a'", ("algorithm.loss_type='difflib:ndiff'",)
     ),
     Wrong(
         "group estimator without groups",
@@ -148,7 +148,7 @@ ALGORITHMS = [
     Wrong(
         "GPU physics that leaves",
         "env.enable_offload",
-        "closely, but not to the bit",
+        "closely, but not bit-exactly",
         ("env.enable_offload=true", "env.sim_backend=physx_cuda", "cluster.device=cuda", "env.num_processes=1"),
     ),
     Wrong(

@@ -63,7 +63,7 @@ def test_a_write_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("embodrl.data.batch_io.os.fsync", full)
+    monkeypatch.setattr("embodrl.storage.atomic.os.fsync", full)
     with pytest.raises(OutputError, match="No space left"):
         save_batch(numbered(3), path)
     assert rows_of(load_batch(path)) == [0, 1] and [x.name for x in tmp_path.iterdir()] == ["x"]

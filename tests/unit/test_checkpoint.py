@@ -155,3 +155,24 @@ def test_what_a_killed_preflight_left_does_not_matter(tmp_path: Path) -> None:
     (tmp_path / ".write_probe").write_bytes(b"")
     preflight(tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_checkpoint_outlives_newer_ones_and_is_linked(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last_n=1)
+    root = tmp_path / "checkpoints"
+    steps = lambda: sorted(path.name for path in root.iterdir())  # noqa: E731
+    manager.keep_best(1)  # before it is saved, as the training loop does
+    assert not root.exists()
+    manager.save(1, {}, {})
+    assert (root / "best").readlink() == Path("step_1")
+    manager.save(2, {}, {})
+    manager.save(3, {}, {})
+    assert steps() == ["best", "step_1", "step_3"]
+    # A later process knows it, and resumes from the newest all the same.
+    again = CheckpointManager(tmp_path, keep_last_n=1)
+    found, _ = again.latest_good()
+    assert found is not None and found.step == 3
+    again.keep_best(4)
+    assert steps() == ["step_1", "step_3"]  # no checkpoint of iteration 4 yet
+    again.save(4, {}, {})
+    assert steps() == ["best", "step_4"] and (root / "best").readlink() == Path("step_4")

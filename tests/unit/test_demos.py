@@ -144,7 +144,7 @@ def test_what_a_killed_collection_left_is_refused_and_not_mixed_in(tmp_path):
         DemoWriter(tmp_path)
     assert f"rm {tmp_path}/shard_" in refused.value.hint
     (tmp_path / "shard_0000.safetensors").unlink()
-    (tmp_path / ".shard_0000.safetensors.partial").write_bytes(b"torn")
+    (tmp_path / ".shard_0000.partial.safetensors").write_bytes(b"torn")
     write(tmp_path)
     assert len(load_demos(tmp_path).actions) == 8
 
@@ -153,7 +153,7 @@ def test_a_directory_that_can_not_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError, match="can't be written") as refused:
         DemoWriter(tmp_path / "file" / "demos")
-    assert "choose a directory of yours" in refused.value.hint
+    assert "set collect.output_dir" in refused.value.hint
 
 
 def test_a_disk_that_fails_later_is_told(tmp_path):
@@ -161,4 +161,4 @@ def test_a_disk_that_fails_later_is_told(tmp_path):
     (tmp_path / "shard_0000.safetensors").mkdir()
     with pytest.raises(OutputError, match="can't be written"):
         writer.add(episode(0, 3))
-    assert not (tmp_path / ".shard_0000.safetensors.partial").exists()
+    assert not (tmp_path / ".shard_0000.partial.safetensors").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.registry import build_policy
-from embodrl.specs import MODELS
 from embodrl.workers import policy as policy_worker
 
 WEIGHTS = "model.safetensors"
@@ -37,6 +37,14 @@ def change(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_files_have_the_modes_of_the_umask(saved: tuple[str, Path]) -> None:
+    """safetensors' own writer makes files that only their owner can read."""
+    umask = os.umask(0o022)
+    os.umask(umask)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in saved[1].rglob("*") if path.is_file()}
+    assert set(modes.values()) == {oct(0o666 & ~umask)}, modes
 
 
 def test_a_refusal_carries_the_whole_report(saved: tuple[str, Path]) -> None:
@@ -146,7 +154,7 @@ def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
 def test_a_warm_start_of_another_size_is_refused_by_dimension(family: str, tmp_path: Path) -> None:
     policy, _ = build(family)
     policy.save_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
-    section = MODELS.entry(family).facts["dimensions"]
+    section = {"pi0": "pi", "pi05": "pi", "gr00t": "gr00t"}.get(family, "architecture")
     wider = {**TINY[section], "siglip": {**SIGLIP, "mlp_dim": 40}}
     with pytest.raises(CheckpointError, match=rf"siglip\.mlp_dim 24 instead of 40(.|\n)*set model\.{section}"):
         build(family, warm_start=str(tmp_path / "saved"), **{section: wider})

@@ -185,6 +185,36 @@ def test_the_panel_shows_progress_time_split_and_messages() -> None:
         assert expected in text
 
 
+def test_a_long_phase_prints_how_far_it_is_and_the_panel_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("embodrl.reporting.console.time.monotonic", lambda: now)
+    stream = io.StringIO()
+    with Console("plain", 12, "run", terminal(stream, False)) as console:
+        console.restore([row(3, **{"time/elapsed_s": 60.0})])
+        console.phase("rollout", chunks=20)
+        for _ in range(10):
+            now += 2.5
+            console.advance()
+        assert stream.getvalue().splitlines() == [
+            "iter 3/12 done, now rollout 4/20 chunks, 0:10",
+            "iter 3/12 done, now rollout 8/20 chunks, 0:20",
+        ]
+    # The panel counts from the start of the process, after the time of the process before.
+    stream = io.StringIO()
+    with Console("rich", 12, "run", terminal(stream, True)) as console:
+        console.restore([row(3, **{"time/elapsed_s": 60.0})])
+        now += 7.0
+    assert "1:07 elapsed" in stream.getvalue()
+
+
+def test_success_is_labelled_and_an_evaluation_has_its_interval() -> None:
+    stream = io.StringIO()
+    with Console("plain", 12, "run", terminal(stream, False)) as console:
+        cut = {"rollout/success_rate_started": 0.08, "rollout/cut_episodes": 5.0}
+        console.update(row(1, **cut, **{"eval/success_rate": 0.5, "eval/episodes": 16.0}))
+    assert "success 0.100 (0.080 of started episodes)  eval 0.500 [0.28, 0.72]" in stream.getvalue()
+
+
 def test_off_prints_nothing() -> None:
     stream = io.StringIO()
     with Console("off", 4, "run", terminal(stream, True)) as console:

@@ -315,6 +315,8 @@ def test_means_are_over_the_episodes_that_ended():
         "rollout/episode_length": 5.0,
         "rollout/episodes": 1.0,
         "rollout/lost_episodes": 1.0,
+        "rollout/cut_episodes": 0.0,
+        "rollout/success_rate_started": 1.0,
     }
 
 

@@ -2,12 +2,24 @@ import math
 
 import numpy as np
 import pytest
+import torch
+from expect import raises_code
 from toy_policy import ToyPolicy
 
-from embodrl.config.schema import CameraConfig, Config, EnvConfig, ModelConfig, SftConfig
+from embodrl.config.schema import (
+    ActorConfig,
+    CameraConfig,
+    Config,
+    EnvConfig,
+    ModelConfig,
+    OptimConfig,
+    SftConfig,
+)
+from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
-from embodrl.errors import EmbodrlError
-from embodrl.runs.sft import batches, check_demos, learning_rate, make_optimizer, shift_images
+from embodrl.data.imitation import FrameBatches, check_demos, shift_images
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.runs.sft import learning_rate
 
 
 def demos(num_frames: int) -> Demos:
@@ -49,12 +61,12 @@ def test_shifted_pictures_repeat_their_edges():
 
 
 def test_every_frame_is_seen_once_an_epoch():
-    stream = batches(demos(12), SftConfig(batch_size=4), 2, seed=0)
+    stream = FrameBatches(demos(12), SftConfig(batch_size=4), 2, seed=0)
     epochs = []
     for _ in range(2):
         frames = []
         for _ in range(3):
-            observation, actions, inside = next(stream)
+            observation, actions, inside = stream.next()
             which = observation.images[:, 0, 0, 0, 0]
             assert actions.shape == (4, 2, 1) and inside.shape == (4, 2)
             np.testing.assert_array_equal(actions[:, 0, 0].numpy(), which)
@@ -68,16 +80,16 @@ def test_every_frame_is_seen_once_an_epoch():
 
 def test_a_batch_may_be_larger_than_the_data_and_the_seed_decides():
     settings = SftConfig(batch_size=10)
-    first = next(batches(demos(4), settings, 1, seed=3))[1].numpy()
-    np.testing.assert_array_equal(first, next(batches(demos(4), settings, 1, seed=3))[1].numpy())
-    assert not np.array_equal(first, next(batches(demos(4), settings, 1, seed=4))[1].numpy())
+    first = FrameBatches(demos(4), settings, 1, seed=3).next()[1].numpy()
+    np.testing.assert_array_equal(first, FrameBatches(demos(4), settings, 1, seed=3).next()[1].numpy())
+    assert not np.array_equal(first, FrameBatches(demos(4), settings, 1, seed=4).next()[1].numpy())
     assert np.bincount(first[:, 0, 0].astype(int)).tolist().count(0) == 0
 
 
 @pytest.mark.parametrize("include_state", [False, True])
 def test_the_state_is_that_of_the_frame_and_only_given_if_wanted(include_state):
-    stream = batches(demos(12), SftConfig(batch_size=12), 1, seed=0, include_state=include_state)
-    observation, actions, _ = next(stream)
+    stream = FrameBatches(demos(12), SftConfig(batch_size=12), 1, seed=0, include_state=include_state)
+    observation, actions, _ = stream.next()
     assert observation.state.dtype == np.float32
     np.testing.assert_array_equal(observation.state, 10 * actions[:, 0].numpy() if include_state else np.zeros((12, 0)))
 
@@ -94,25 +106,69 @@ def test_demonstrations_of_this_robot_pass():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message", "hint"),
+    ("changes", "code"),
     [
-        ({"action_dim": 7}, "have 1 dimensions, model.action_dim is 7", "model.action_dim=1"),
-        ({"cameras": 2}, "pictures of 1 cameras, env.cameras has 2", "cameras that the demonstrations"),
-        ({"include_state": True}, "holds no robot states", "collect the demonstrations anew"),
+        ({"action_dim": 7}, "sft-action-dim"),
+        ({"cameras": 2}, "sft-num-cameras"),
+        ({"include_state": True}, "sft-no-state"),
     ],
 )
-def test_demonstrations_of_another_robot_are_refused(changes, message, hint):
+def test_demonstrations_of_another_robot_are_refused(changes, code):
     found = demos(4)
     found.state = found.state[:, :0]
-    with pytest.raises(EmbodrlError, match=message) as refused:
+    with raises_code(code):
         check_demos(found, config(**changes))
-    assert hint in refused.value.hint
 
 
-def test_imitation_leaves_the_value_head_alone():
-    policy = ToyPolicy()
-    trained = {id(p) for group in make_optimizer(policy, SftConfig()).param_groups for p in group["params"]}
-    assert trained == {
-        id(p) for name, part in policy.parts().items() if name != "value_head" for p in part.parameters()
-    }
-    assert not trained & {id(p) for p in policy.value.parameters()}
+def test_a_stream_that_is_restored_continues_bit_exactly():
+    settings = SftConfig(batch_size=5, random_shift_px=1)
+    stream = FrameBatches(demos(12), settings, 2, seed=0)
+    for _ in range(3):
+        stream.next()
+    saved = stream.state()
+    expected = [stream.next() for _ in range(4)]
+    other = FrameBatches(demos(12), settings, 2, seed=7)
+    other.load_state(*saved)
+    for observation, actions, inside in expected:
+        found = other.next()
+        np.testing.assert_array_equal(found[0].images, observation.images)
+        assert found[1].equal(actions) and found[2].equal(inside)
+
+
+def test_a_stream_of_other_demonstrations_is_not_continued():
+    saved = FrameBatches(demos(40), SftConfig(batch_size=3), 1, seed=0)
+    saved.next()
+    with raises_code("sft-other-demonstrations"):
+        FrameBatches(demos(4), SftConfig(batch_size=3), 1, seed=0).load_state(*saved.state())
+
+
+def test_a_step_is_adamw_on_the_weighted_loss_and_leaves_the_value_head_alone():
+    policy, twin = ToyPolicy(), ToyPolicy()
+    twin.load_state_dict(policy.state_dict())
+    settings = OptimConfig(lr=0.01, weight_decay=0.1)
+    actor = ActorConfig(precision="fp32", micro_batch_size=2, global_batch_size=6, optim=settings)
+    engine = NativeTrainEngine(policy, actor, 10, "cpu")
+    generator = torch.Generator().manual_seed(3)
+    parameters = [p for name, part in twin.parts().items() if name != "value_head" for p in part.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=settings.betas)
+    for _ in range(3):
+        inputs = {
+            "features": torch.randn(6, 6, generator=generator),
+            "tokens": torch.randint(7, (6, 2, 3), generator=generator),
+            "action_mask": torch.rand(6, 2, generator=generator) < 0.7,
+        }
+        metrics = engine.imitate(Batch(inputs), 0.01, 0.0)
+        loss, _ = twin.sft_loss(inputs)  # of the whole batch at once
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip_grad)
+        adamw.step()
+        assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    for name, tensor in twin.state_dict().items():
+        torch.testing.assert_close(policy.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+    assert engine.version == 3

@@ -11,8 +11,8 @@ from embodrl.config import load_config
 from embodrl.errors import ConfigError, EmbodrlError
 from embodrl.names import call_named, import_function
 from embodrl.registry import ADVANTAGES, LOSSES
-from embodrl.specs import MODELS
 from embodrl.runs.files import run_directory
+from embodrl.specs import MODELS
 
 ME = "test_user_functions"
 

@@ -81,7 +81,10 @@ class ToyPolicy(VLAPolicy):
         raise NotImplementedError
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-        raise NotImplementedError
+        logprobs = self.evaluate_actions(batch, SamplingParams(1.0, 0), False, False).logprobs
+        weight = batch["action_mask"][..., None].expand_as(logprobs).float()
+        nll = -(logprobs * weight).sum() / weight.sum().clamp(min=1.0)
+        return nll, {"nll": nll.detach()}
 
     def save_pretrained(self, directory: Path) -> None:
         raise NotImplementedError

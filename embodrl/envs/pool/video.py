@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.storage.atomic import atomic_file
+
 logger = logging.getLogger("embodrl.envs")
 
 
 class VideoWriter:
-    """Collects frames of the rows that are filmed; a finished video is named after its outcome.
+    """Collects frames of the recorded rows; a finished video is named after its outcome.
 
-    A video that can't be made is dropped with a warning: the episodes that are being played are worth more.
+    A video that can't be written is dropped with a warning: the episodes are worth more.
 
     Args:
-        fps: frames a second.
+        fps: frames per second.
     """
 
     def __init__(self, fps: float) -> None:
@@ -28,19 +29,19 @@ class VideoWriter:
         self._paths: dict[int, Path] = {}
 
     def start(self, row: int, path: str) -> None:
-        """Film the episode of ``row`` that is about to be played; ``path`` without suffix."""
+        """Record the episode of ``row`` that is about to start; ``path`` without suffix."""
         self._frames[row] = []
         self._paths[row] = Path(path)
 
     def rows(self, mask: NDArray[np.bool_]) -> list[int]:
-        """Return the filmed rows among those of ``mask bool[B]``."""
+        """Return the recorded rows among those of ``mask bool[B]``."""
         return [row for row in self._frames if mask[row]]
 
     def add(self, row: int, frame: NDArray[np.uint8]) -> None:
         """Add a frame ``uint8[H,W,3]``."""
         try:
             self._frames[row].append(frame.copy())
-        except Exception as error:  # noqa: BLE001  (whatever it is, the episode goes on without its video)
+        except Exception as error:  # noqa: BLE001  (any simulator's frame; the episode continues without its video)
             self._frames.pop(row)
             _warn(self._paths.pop(row), error)
 
@@ -48,15 +49,11 @@ class VideoWriter:
         """Write ``<path>_success.mp4`` or ``<path>_failure.mp4``, or nothing and a warning where that fails."""
         frames, path = self._frames.pop(row), self._paths.pop(row)
         target = path.with_name(f"{path.name}_{'success' if success else 'failure'}.mp4")
-        partial = target.with_name(f".{target.stem}.partial.mp4")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _encode(frames, partial, self._fps)
-            partial.rename(target)
-        except Exception as error:  # noqa: BLE001  (whatever it is, the episodes go on without this video)
+            with atomic_file(target) as partial:
+                _encode(frames, partial, self._fps)
+        except Exception as error:  # noqa: BLE001  (any codec may fail in its own way; the episodes matter more)
             _warn(target, error)
-            with contextlib.suppress(OSError):  # there may be no such directory
-                partial.unlink()
 
     def close(self) -> None:
         """Drop what was not finished."""

@@ -64,12 +64,27 @@ class FsdpTrainEngine(SharedTrainEngine):
         return {p: nn.Parameter(held(p).detach()) for p in trained}
 
     def evaluate(self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, **wanted: bool) -> EvalOutput:
-        logprobs, entropy, values = self.module(forward_inputs, sampling, wanted)
+        def compute(policy: VLAPolicy) -> tuple[Tensor | None, ...]:
+            output = policy.evaluate_actions(forward_inputs, sampling, **wanted)
+            return output.logprobs, output.entropy, output.values
+
+        logprobs, entropy, values = self.module(compute)
         if not torch.is_grad_enabled():
             # Without a backward pass nothing else gives up what was gathered, and it would be used again.
             for part in fsdp_modules(self.module):
                 part.reshard()
         return EvalOutput(logprobs, entropy, values)
+
+    def sft_loss(self, inputs: dict[str, Tensor], label_smoothing_bins: float) -> tuple[Tensor, dict[str, Tensor]]:
+        names: list[str] = []
+
+        def compute(policy: VLAPolicy) -> tuple[Tensor | None, ...]:
+            loss, scalars = policy.sft_loss(inputs, label_smoothing_bins)
+            names.extend(scalars)
+            return loss, *scalars.values()
+
+        loss, *scalars = self.module(compute)
+        return loss, dict(zip(names, scalars, strict=True))
 
     def _let_policy_train(self, train_policy: bool) -> None:
         self.policy_trains = train_policy

@@ -14,7 +14,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.training.objective import is_largest
 from embodrl.hybrid_engines.training.parallel import add_gradients, on_threads
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine, RowsT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 
@@ -69,7 +69,7 @@ class NativeTrainEngine(PolicyTrainEngine):
         return {name: frozen[name].data for name in names}
 
     def forward_backward(
-        self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
+        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         def compute(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             micro = minibatch[rows].to(self.device, non_blocking=True)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from embodrl.algorithms.advantages import Advantages, explained_variance
 from embodrl.algorithms.decoupled import proximal_columns, staleness_metrics, staleness_of
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 MAX_NONFINITE_IN_ROW = 5
 VALUE_GROUP = "value_head"
+RowsT = TypeVar("RowsT", bound=Batch)
+"""A minibatch: a flat ``TrajectoryBatch``, or the frames of supervised fine-tuning."""
 
 
 class PolicyTrainEngine(TrainEngine):
@@ -94,7 +97,7 @@ class PolicyTrainEngine(TrainEngine):
 
     @abstractmethod
     def forward_backward(
-        self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
+        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the gradients of a minibatch, micro-batch by micro-batch.
 
@@ -178,6 +181,27 @@ class PolicyTrainEngine(TrainEngine):
             "train/num_nonfinite": float(num_nonfinite),
             "train/early_stop": float(stopped),
         }
+
+    def sft_loss(self, inputs: dict[str, Tensor], label_smoothing_bins: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what ``VLAPolicy.sft_loss`` does."""
+        return self.policy.sft_loss(inputs, label_smoothing_bins)
+
+    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        self.onload()
+        self._set_learning_rates(LearningRates(policy=learning_rate, value=0.0), train_policy=True)
+        total = batch["action_mask"].sum().to(self.device)
+
+        def loss_fn(micro: Batch) -> LossOutput:
+            inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
+            weight = inputs["action_mask"].sum() / total
+            loss, scalars = self.sft_loss(inputs, label_smoothing_bins)
+            return LossOutput(loss * weight, {name: value * weight for name, value in scalars.items()})
+
+        loss, scalars = self.forward_backward(batch, loss_fn)
+        step = self.optimizer_step(loss)
+        self.version += 1
+        metrics = {"loss": float(loss)} | {name: float(value) for name, value in scalars.items()}
+        return metrics | {"grad_norm": step.grad_norm, "lr": learning_rate}
 
     def _critic_warmup(self, algorithm: AlgorithmConfig) -> int:
         """Return how many of the first updates leave the policy as it is."""

@@ -5,6 +5,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from embodrl.config.schema import FsdpConfig
 from embodrl.models.base import VLAPolicy
-from embodrl.types import SamplingParams
 
 DP, TP = "dp", "tp"
 """Mesh dimensions: data parallel, which FSDP cuts over, and tensor parallel."""
@@ -33,27 +33,21 @@ FLOAT32_PARTS = ("value_head", "noise_head")
 """Groups that compute in float32 whatever the rest does."""
 
 
-class Evaluation(nn.Module):
-    """The forward pass of an update, in a module whose outputs FSDP can see.
+class Forward(nn.Module):
+    """A forward pass through the policy, in a module whose outputs FSDP can see.
 
     Args:
-        policy: evaluated.
+        policy: that computes.
     """
 
     def __init__(self, policy: VLAPolicy) -> None:
         super().__init__()
         self.policy = policy
 
-    def forward(
-        self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, wanted: dict[str, bool]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return log-probs, entropy and values, as ``VLAPolicy.evaluate_actions``."""
-        output = self.policy.evaluate_actions(forward_inputs, sampling, **wanted)
-        # FSDP warns of views, on which something in place would lose its hooks.
-        found = (None if t is None else t.clone() for t in (output.logprobs, output.entropy, output.values))
-        logprobs, entropy, values = found
-        assert logprobs is not None
-        return logprobs, entropy, values
+    def forward(self, compute: Callable[[VLAPolicy], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+        """Return copies of what ``compute`` returns."""
+        # FSDP warns about views: an in-place operation on one would lose its hooks.
+        return tuple(None if tensor is None else tensor.clone() for tensor in compute(self.policy))
 
 
 def blocks_of(policy: VLAPolicy) -> list[nn.Module]:
@@ -72,7 +66,7 @@ def blocks_of(policy: VLAPolicy) -> list[nn.Module]:
     ]
 
 
-def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> Evaluation:
+def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> Forward:
     """Cut the weights of a policy over ``mesh[DP]``, block by block; gradients are summed, not averaged.
 
     Args:
@@ -81,7 +75,7 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> Eva
         config: what is gathered, and when it is given up.
 
     Returns:
-        The module to run instead of ``policy.evaluate_actions``.
+        The module to run forward passes with.
     """
     gathered = torch.bfloat16 if config.gather_dtype == "bf16" else None
     low = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -96,7 +90,7 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> Eva
     for name, part in policy.parts().items():
         if name in FLOAT32_PARTS:
             fully_shard(part, reshard_after_forward=False, mp_policy=same, **settings)
-    module = Evaluation(policy)
+    module = Forward(policy)
     fully_shard(module, reshard_after_forward=False, mp_policy=low, **settings)
     for part in fsdp_modules(module):
         part.set_gradient_divide_factor(1.0)

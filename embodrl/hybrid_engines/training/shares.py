@@ -20,7 +20,7 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.objective import is_largest
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine, RowsT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.hybrid_engines.training.sharding import DP, held
 from embodrl.models.base import VLAPolicy
@@ -75,7 +75,7 @@ class SharedTrainEngine(PolicyTrainEngine):
         return mine + [(torch.zeros(1, dtype=torch.int64), False)] * (len(shares[0]) - len(mine))
 
     def forward_backward(
-        self, minibatch: TrajectoryBatch, loss_fn: Callable[[TrajectoryBatch], LossOutput]
+        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}

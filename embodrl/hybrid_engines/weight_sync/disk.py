@@ -30,7 +30,8 @@ from embodrl.hybrid_engines.weight_sync.versions import (
     version_path,
     versions_in,
 )
-from embodrl.storage.files import safetensors_bytes, sync_directory, write_file
+from embodrl.storage.atomic import sync_directory, write_file
+from embodrl.storage.files import safetensors_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class DiskSender(WeightSender):
         sync_directory(staging)
         staging.rename(final)
         sync_directory(self.directory)
+        # Not atomic_file: the temporary name must not be taken for a file of the version, and OSErrors are
+        # reported as failures of weight sync.
         hidden = final / f".{STABLE}"
         write_file(hidden, iter([stable]))
         hidden.rename(final / STABLE)

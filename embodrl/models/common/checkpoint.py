@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
+from embodrl.storage.atomic import atomic_directory as atomic_directory  # part of the public module
+from embodrl.storage.files import write_safetensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -170,16 +167,16 @@ def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: 
         if size + num_bytes > max_shard_bytes and shards[-1]:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.detach().contiguous()
+        shards[-1][name] = tensor
         size += num_bytes
         total += num_bytes
     if len(shards) == 1:
-        save_file(shards[0], directory / SINGLE_FILE, metadata={"format": "pt"})
+        write_safetensors(directory / SINGLE_FILE, shards[0], {"format": "pt"})
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file_name, metadata={"format": "pt"})
+        write_safetensors(directory / file_name, shard, {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file_name))
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -206,27 +203,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a mapping as readable JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yield a new directory that becomes ``target`` when the block ends; on an error it is untouched."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    staging.chmod(0o755)
-    try:
-        yield staging
-        for path in staging.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        old = staging.with_name(staging.name + ".old")
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def source(config: ModelConfig) -> Path | None:

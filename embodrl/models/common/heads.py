@@ -18,6 +18,7 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import NoiseHead
 from embodrl.models.common.value_head import ValueHead
+from embodrl.storage.files import write_safetensors
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ def save_heads(directory: Path, value_head: ValueHead | None, noise_head: NoiseH
     """Write the heads that there are."""
     for head, name in ((value_head, VALUE_HEAD_FILE), (noise_head, NOISE_HEAD_FILE)):
         if head is not None:
-            checkpoint.save_file(head.state_dict(), directory / name)
+            write_safetensors(directory / name, head.state_dict())
 
 
 def _ignore(directory: Path | None, name: str, reason: str, report: LoadReport) -> None:

@@ -25,6 +25,7 @@ from embodrl.models.common.value_head import ValueHead
 from embodrl.models.gr00t.config import METADATA_FILE
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.processing import Gr00tProcessor, RobotStats
+from embodrl.storage.atomic import atomic_directory
 from embodrl.types import Observation
 
 SIGLIP_MEAN_AND_STD = 0.5
@@ -155,7 +156,7 @@ class Gr00tPolicy(FlowPolicy):
         directory appears, or is replaced, in one step.
         """
         config = self.model.config
-        with checkpoint.atomic_directory(directory) as staging:
+        with atomic_directory(directory) as staging:
             checkpoint.save_weights(merged_state_dict(self.model), staging)
             save_heads(staging, self.value_head, self.noise_head)
             checkpoint.write_json(staging / "config.json", config.to_dict())

@@ -32,6 +32,7 @@ from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.config import DINO_MEAN, DINO_STD, SIGLIP_MEAN, SIGLIP_STD
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla.processing import OpenVLAProcessor
+from embodrl.storage.atomic import atomic_directory
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 
@@ -187,7 +188,7 @@ class TokenPolicy(VLAPolicy):
         own, so that the rest is a plain OpenVLA checkpoint. The directory appears, or is replaced, in one step.
         """
         config = self.model.config
-        with checkpoint.atomic_directory(directory) as staging:
+        with atomic_directory(directory) as staging:
             checkpoint.save_weights(merged_state_dict(self.model), staging)
             self.save_extras(staging)
             checkpoint.write_json(staging / "config.json", self.config_dict())

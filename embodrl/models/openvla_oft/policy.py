@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from embodrl.config.model_schema import ModelConfig
 from embodrl.data.rng import RandomSource
-from embodrl.models.common import checkpoint
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
 from embodrl.models.common.sampling import draw
@@ -24,6 +23,7 @@ from embodrl.models.openvla.token_policy import TokenPolicy, exponential_noise
 from embodrl.models.openvla_oft.config import OWN_SECTION, PROPRIO_FILE
 from embodrl.models.openvla_oft.modeling import ProprioProjector, append_action_places, at_action_places
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor
+from embodrl.storage.files import write_safetensors
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 
 
@@ -118,4 +118,4 @@ class OpenVLAOFTPolicy(TokenPolicy):
         """Write the value head and the projector of the state; the latter not pickled, as public ones are."""
         super().save_extras(directory)
         if self.proprio_projector is not None:
-            checkpoint.save_file(merged_state_dict(self.proprio_projector), directory / PROPRIO_FILE)
+            write_safetensors(directory / PROPRIO_FILE, merged_state_dict(self.proprio_projector))

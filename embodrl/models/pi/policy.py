@@ -27,6 +27,7 @@ from embodrl.models.pi.modeling import PiContext, PiModel
 from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.stats import ASSETS, STATS_FILE, PiStats
 from embodrl.models.pi.weights import public_state
+from embodrl.storage.atomic import atomic_directory
 from embodrl.types import Observation
 
 TIME_ALPHA = 1.5
@@ -157,7 +158,7 @@ class PiPolicy(FlowPolicy):
         """
         config = self.model.config
         precision = str(self.model.dtype).removeprefix("torch.")
-        with checkpoint.atomic_directory(directory) as staging:
+        with atomic_directory(directory) as staging:
             state = merged_state_dict(self.model)
             checkpoint.save_weights(public_state(state, config.expert.width), staging)
             save_heads(staging, self.value_head, self.noise_head)

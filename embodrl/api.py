@@ -1,0 +1,307 @@
+"""The verbs as functions: what ``import embodrl`` offers beside types and registries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodrl.config.load import LoadedConfig
+from embodrl.config.load import load_config as _load_config
+from embodrl.errors import EmbodrlError
+
+if TYPE_CHECKING:
+    from embodrl.config.schema import Config
+    from embodrl.models.base import VLAPolicy
+    from embodrl.runs.collect import CollectResult
+    from embodrl.runs.evaluate import EvaluationResult
+    from embodrl.runs.train import TrainResult
+
+ConfigLike = LoadedConfig | Mapping[str, Any] | Sequence[str] | str | Path | None
+"""Overrides (``["env=toy", "runner.seed=3"]``), a mapping, the path of a YAML file, or a loaded one."""
+
+
+def __getattr__(name: str) -> Any:
+    # Results are defined beside the verbs, which import torch.
+    modules = {"TrainResult": "train", "EvaluationResult": "evaluate", "CollectResult": "collect"}
+    if name not in modules:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(f"embodrl.runs.{modules[name]}"), name)
+
+
+@dataclass(frozen=True)
+class SftResult:
+    """What supervised fine-tuning leaves behind.
+
+    Attributes:
+        output_dir: metrics and ``policy/``.
+        exit_code: 0 finished, 128 + N stopped by signal N; the policy so far is saved.
+    """
+
+    output_dir: Path
+    exit_code: int
+
+    @property
+    def policy_dir(self) -> Path:
+        """The policy in its public layout, for ``load_policy`` or ``model.warm_start``."""
+        return self.output_dir / "policy"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dictionary per logged step."""
+        for name in ("metrics.jsonl", "sft_metrics.jsonl"):
+            if (path := self.output_dir / name).is_file():
+                return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return []
+
+
+def load_config(config: ConfigLike = None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Compose presets, a mapping or YAML file, and overrides, and validate the result.
+
+    Args:
+        config: overrides, a mapping (``{"env": "toy", "runner": {"seed": 3}}``; a group's name as value chooses a
+            preset), the path of a YAML file, or None for the defaults.
+        overrides: further ones as on the command line, e.g. ``env=toy`` or ``runner.seed=3``; they win.
+
+    Returns:
+        The configuration: typed values in ``config``, ``origins`` of each, ``notes`` about odd settings.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    return _load(config, overrides)
+
+
+def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResult:
+    """Train a policy in a new run directory, as `embodrl train`.
+
+    Ctrl-C stops it after the iteration under way with a checkpoint (``exit_code`` 130). Signal handlers, torch's
+    thread count, determinism and random state are those of before when it returns.
+
+    Args:
+        config: as for ``load_config``.
+        overrides: as for ``load_config``.
+
+    Returns:
+        ``metrics`` (a list of rows), ``run_dir``, ``policy``, ``videos`` and ``exit_code``.
+
+    Raises:
+        EmbodrlError: the configuration is invalid, something is missing, or the run failed.
+    """
+    loaded = _measured(_load(config, overrides))
+    from embodrl.runs.train import run_training
+
+    with _torch_settings():
+        return run_training(loaded)
+
+
+def evaluate(
+    config: ConfigLike = None,
+    overrides: Sequence[str] = (),
+    *,
+    policy: VLAPolicy | str | Path | None = None,
+    output_dir: str | Path | None = None,
+) -> EvaluationResult:
+    """Measure a policy on fixed seeds, as `embodrl eval`.
+
+    Args:
+        config: as for ``load_config``; None with a policy of a run takes the run's configuration.
+        overrides: as for ``load_config``.
+        policy: a policy, or the path of a run, a checkpoint or a policy directory; None takes the configured one.
+        output_dir: new or empty; None makes one in the run's directory or outputs/.
+
+    Returns:
+        ``success_rate`` with its 95 % ``interval``, a record per episode in ``episodes``, ``report`` and ``videos``.
+
+    Raises:
+        EmbodrlError: the configuration is invalid, something is missing, or the simulator failed.
+    """
+    from embodrl.runs.evaluate import evaluate as run
+    from embodrl.runs.policies import find_policy
+    from embodrl.workers.policy import build_policy
+
+    make = build_policy
+    if isinstance(policy, (str, Path)):
+        source = find_policy(Path(policy))
+        make = source.make_policy
+        if config is None:
+            config, overrides = source.load_config(list(overrides)), ()
+        else:
+            chosen = _load(config, overrides)
+            if source.policy_dir is not None:
+                section = {"warm_start": str(source.policy_dir), "model_path": None}
+                model = chosen.config.model.model_copy(update=section)
+                chosen = replace(chosen, config=chosen.config.model_copy(update={"model": model}))
+            config, overrides = chosen, ()
+    elif policy is not None:
+        given = policy
+        make = lambda _: given  # noqa: E731
+    loaded = _measured(_load(config, overrides))
+    with _torch_settings():
+        return run(loaded.config, output_dir=Path(output_dir) if output_dir else None, make_policy=make)
+
+
+def collect(config: ConfigLike = None, overrides: Sequence[str] = ()) -> CollectResult:
+    """Gather demonstrations by scripted experts, as `embodrl collect`.
+
+    Args:
+        config: as for ``load_config``.
+        overrides: as for ``load_config``, e.g. ``collect.num_episodes=50``.
+
+    Returns:
+        ``output_dir``, ``num_episodes``, ``num_frames`` and the expert's ``success_rate`` by task.
+
+    Raises:
+        EmbodrlError: the configuration is invalid, something is missing, or the experts or the simulator failed.
+    """
+    loaded = _measured(_load(config, overrides, collecting=True))
+    from embodrl.runs.collect import collect as run
+
+    return run(loaded.config)
+
+
+def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
+    """Fine-tune a policy on demonstrations, as `embodrl sft`.
+
+    Args:
+        config: as for ``load_config``.
+        overrides: as for ``load_config``, e.g. ``sft.data_dir=data/push``.
+
+    Raises:
+        EmbodrlError: the configuration is invalid, there are no demonstrations, or the loss is not finite.
+    """
+    loaded = _load(config, overrides)
+    if loaded.config.sft.eval_interval:
+        loaded = _measured(loaded)
+    from embodrl.runs.sft import sft as run
+
+    with _torch_settings():
+        return SftResult(Path(loaded.config.sft.output_dir), run(loaded))
+
+
+def load_policy(path: str | Path, device: str = "auto", overrides: Sequence[str] = ()) -> VLAPolicy:
+    """Load a trained policy for inference.
+
+    >>> policy = embodrl.load_policy("outputs/my-run")                      # doctest: +SKIP
+    >>> actions = policy.predict(image, "push the cube to the target")     # doctest: +SKIP
+
+    Args:
+        path: a run, ``RUN/checkpoints/step_N``, or the directory of a policy, e.g. ``RUN/policy``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
+        overrides: of the run's configuration; for a policy outside of a run the configuration that it was trained
+            with, e.g. ``["model=pi0", "model.num_action_chunks=8"]``.
+
+    Returns:
+        The policy in evaluation mode; see ``VLAPolicy.predict``.
+
+    Raises:
+        EmbodrlError: there is no policy, or it does not fit the configuration.
+    """
+    import torch
+
+    from embodrl.runs.policies import find_policy
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = find_policy(Path(path))
+    return source.make_policy(source.load_config(list(overrides)).config, torch.device(device))
+
+
+def follow_weights(
+    run_dir: str | Path, versions: int | None = None, wait_s: float = 600.0
+) -> Iterator[tuple[int, EvaluationResult]]:
+    """Evaluate every new version of the weights that a run publishes (``rollout.publish_weights=true``).
+
+    The run may be on another machine that shares its directory. A version that is superseded while another one is
+    being evaluated is skipped.
+
+    Args:
+        run_dir: of the run.
+        versions: stop after so many; None: never.
+        wait_s: stop when no new version came for so many seconds.
+
+    Yields:
+        The version, that is the number of updates that the weights have seen, and its evaluation.
+
+    Raises:
+        EmbodrlError: this is no run, or its weights do not fit.
+    """
+    from embodrl.config.load import load_run
+    from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+    from embodrl.hybrid_engines.weight_sync.buckets import layout_of
+    from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
+    from embodrl.runs.evaluate import evaluation_of
+    from embodrl.runs.files import CONFIG_FILE
+    from embodrl.workers.env import make_pool
+    from embodrl.workers.evaluator import Evaluator
+    from embodrl.workers.policy import build_policy, configure_torch, num_threads
+
+    run_dir = Path(run_dir)
+    config = load_run(run_dir / CONFIG_FILE).config
+    with _torch_settings():
+        configure_torch(config)
+        policy = build_policy(config)
+        engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, 0, num_threads(config))
+        receiver = DiskReceiver(engine, run_dir / "weights", layout_of(policy))
+        try:
+            with make_pool(config, config.env.eval.total_num_envs, run_dir / "follow_logs") as pool:
+                evaluator = Evaluator(config, pool, engine)
+                done = 0
+                while versions is None or done < versions:
+                    report = receiver.receive(timeout_s=wait_s)
+                    if report is None:
+                        return
+                    yield report.version, evaluation_of(evaluator.run())
+                    done += 1
+        finally:
+            receiver.close()
+
+
+def _load(config: ConfigLike, overrides: Sequence[str], collecting: bool = False) -> LoadedConfig:
+    if isinstance(overrides, str):
+        overrides = [overrides]
+    if isinstance(config, LoadedConfig):
+        if overrides:
+            raise EmbodrlError(
+                "overrides can't be applied to a loaded configuration",
+                "pass them to load_config, or pass the YAML file or mapping itself",
+                code="overrides-after-loading",
+            )
+        return config
+    if config is None or isinstance(config, (str, Path, Mapping)):
+        source = Path(config) if isinstance(config, str) else config
+        return _load_config(list(overrides), source, collecting=collecting)
+    return _load_config([*config, *overrides], None, collecting=collecting)
+
+
+def _measured(loaded: LoadedConfig) -> LoadedConfig:
+    """Measure ``env.num_processes: auto`` on this machine, unless that was done before."""
+    if loaded.processes is None or loaded.processes.measured:
+        return loaded
+    import logging
+
+    from embodrl.runs.measure import measure_processes
+
+    number = measure_processes(loaded.config, loaded.processes, logging.getLogger(__name__).info)
+    config: Config = loaded.config
+    env = config.env.model_copy(update={"num_processes": number})
+    return replace(loaded, config=config.model_copy(update={"env": env}))
+
+
+@contextmanager
+def _torch_settings() -> Iterator[None]:
+    """Give torch's process-wide settings back: a notebook goes on with its own."""
+    import torch
+
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(mode)

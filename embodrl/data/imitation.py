@@ -1,0 +1,142 @@
+"""Demonstrations as batches to imitate: which ones a configuration means, whether they fit, and the shuffled stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.config.schema import Config, SftConfig
+from embodrl.data.demos import Demos
+from embodrl.data.lerobot import IMAGES, camera_key
+from embodrl.data.load import camera_names, load_demos
+from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.types import Observation
+
+
+def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Return ``uint8[N,V,H,W,3]`` shifted by up to ``largest`` pixels, edges repeated (Kostrikov et al., 2020)."""
+    if largest == 0:
+        return images
+    height, width = images.shape[2:4]
+    padded = np.pad(images, ((0, 0), (0, 0), (largest, largest), (largest, largest), (0, 0)), mode="edge")
+    shifts = rng.integers(0, 2 * largest + 1, size=(len(images), 2))
+    return np.stack([padded[i, :, y : y + height, x : x + width] for i, (y, x) in enumerate(shifts)])
+
+
+def load_configured_demos(config: Config) -> Demos:
+    """Load the demonstrations of ``config.sft``, of a LeRobot dataset those of the cameras in ``env.cameras``.
+
+    Raises:
+        EmbodrlError: there are none, they are damaged, or the cameras are ambiguous.
+    """
+    settings, cameras = config.sft, config.env.cameras
+    directory = Path(settings.data_dir)
+    present = camera_names(directory)
+    if present is None:
+        if settings.cameras is not None:
+            raise EmbodrlError(
+                f"{directory} is not a LeRobot dataset; camera names are unavailable",
+                "set sft.cameras=null",
+                code="sft-cameras-without-names",
+            )
+        return load_demos(directory, settings.max_episodes)
+    chosen = settings.cameras
+    if chosen is None:
+        chosen = tuple(camera.name for camera in cameras)
+        missing = [name for name in chosen if camera_key(name) not in present]
+        if missing and len(cameras) == len(present) == 1:
+            chosen = (present[0],)
+        elif missing:
+            names = ", ".join(key.removeprefix(IMAGES) for key in present) or "no cameras"
+            raise EmbodrlError(
+                f"{directory} has the cameras {names}, but not {', '.join(missing)} of env.cameras",
+                "list the dataset's cameras to use in sft.cameras, in the order of env.cameras",
+                code="sft-camera-missing",
+            )
+    return load_demos(directory, settings.max_episodes, chosen, (cameras[0].height, cameras[0].width))
+
+
+def check_demos(demos: Demos, config: Config) -> None:
+    """Reject demonstrations of another robot or view than the configured one.
+
+    Raises:
+        EmbodrlError: other action dimensions or cameras, or the robot's state is required and was not recorded.
+    """
+    source = config.sft.data_dir
+    action_dim, cameras = demos.actions.shape[1], demos.images.shape[1]
+    if action_dim != config.model.action_dim:
+        raise EmbodrlError(
+            f"actions in {source} have {action_dim} dimensions, model.action_dim is {config.model.action_dim}",
+            f"set model.action_dim={action_dim}, or use demonstrations of the policy's robot",
+            code="sft-action-dim",
+        )
+    if cameras != len(config.env.cameras):
+        raise EmbodrlError(
+            f"{source} has pictures of {cameras} cameras, env.cameras has {len(config.env.cameras)}",
+            "configure the cameras that the demonstrations were collected with, or re-collect them",
+            code="sft-num-cameras",
+        )
+    if config.env.include_state and demos.state.shape[1] == 0:
+        raise EmbodrlError(
+            f"env.include_state is true, and {source} holds no robot states",
+            "re-collect the demonstrations with env.include_state=true, or set env.include_state=false",
+            code="sft-no-state",
+        )
+
+
+class FrameBatches:
+    """Endless batches of frames, shuffled once per epoch; the order continues across epochs.
+
+    Args:
+        demos: where the frames come from.
+        settings: section ``sft``.
+        horizon: H, actions that the policy learns per frame.
+        seed: of the order and of the random shifts.
+        include_state: yield the robot's state; otherwise ``float32[N,0]``.
+    """
+
+    def __init__(self, demos: Demos, settings: SftConfig, horizon: int, seed: int, include_state: bool = False) -> None:
+        self.demos, self.settings, self.horizon = demos, settings, horizon
+        self._state = demos.state if include_state else demos.state[:, :0]
+        self._rng = np.random.default_rng(seed)
+        self._order = np.zeros(0, np.int64)
+
+    def next(self) -> tuple[Observation, Tensor, Tensor]:
+        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those inside the episode."""
+        size, demos = self.settings.batch_size, self.demos
+        while len(self._order) < size:
+            self._order = np.concatenate([self._order, self._rng.permutation(len(demos.actions))])
+        frames, self._order = self._order[:size], self._order[size:]
+        actions, inside = demos.action_chunks(frames, self.horizon)
+        observation = Observation(
+            images=shift_images(demos.images[frames], self.settings.random_shift_px, self._rng),
+            state=self._state[frames],
+            instruction=[demos.instructions[i] for i in demos.episode[frames]],
+            task_id=np.zeros(len(frames), np.int32),
+        )
+        return observation, torch.from_numpy(actions), torch.from_numpy(inside)
+
+    def state(self) -> tuple[dict[str, Any], Tensor]:
+        """Return the random state as JSON-able values, and ``int64[...]``, the frames left of the epoch."""
+        return dict(self._rng.bit_generator.state), torch.from_numpy(self._order.copy())
+
+    def load_state(self, rng: dict[str, Any], order: Tensor) -> None:
+        """Continue where ``state`` was taken.
+
+        Raises:
+            CheckpointError: it was taken with other demonstrations.
+        """
+        if order.numel() and int(order.max()) >= len(self.demos.actions):
+            raise CheckpointError(
+                f"the checkpoint was made with more than {int(order.max())} frames of demonstrations,"
+                f" {self.settings.data_dir} has {len(self.demos.actions)}",
+                "resume with the demonstrations that the run began with",
+                code="sft-other-demonstrations",
+            )
+        self._rng.bit_generator.state = rng
+        self._order = order.numpy().copy()

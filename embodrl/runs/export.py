@@ -1,0 +1,46 @@
+"""`embodrl export`: the policy of a checkpoint in its public layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from embodrl.config import load_run
+from embodrl.errors import CheckpointError, OutputError
+from embodrl.runs.files import CONFIG_FILE, export_policy
+from embodrl.runs.policies import STEP, PolicySource
+from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+
+
+def export_checkpoint(source: Path, directory: Path, overrides: list[str]) -> Checkpoint:
+    """Write the policy of a checkpoint in its public layout; read on the CPU. The run may still be training.
+
+    Args:
+        source: a run, whose newest intact checkpoint is taken, or ``RUN/checkpoints/step_N``.
+        directory: a new one.
+        overrides: of the run's configuration.
+
+    Returns:
+        the checkpoint.
+
+    Raises:
+        CheckpointError: this is no run, or it has no intact checkpoint.
+        OutputError: the directory exists or can't be written.
+    """
+    is_step = STEP.fullmatch(source.name) is not None and source.parent.name == "checkpoints"
+    run_dir = source.parent.parent if is_step else source
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{source} is not a run: it has no {CONFIG_FILE}",
+            "give the directory of a run, or RUN/checkpoints/step_N of one",
+            code="not-a-run",
+        )
+    if directory.exists():
+        raise OutputError(f"{directory} exists", "give a new directory", code="output-exists")
+    checkpoint = open_checkpoint(source) if is_step else newest_checkpoint(run_dir)
+    loaded = load_run(run_dir / CONFIG_FILE, overrides, resuming=True).with_absolute_paths()
+    on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
+    config = loaded.config.model_copy(update={"cluster": on_cpu})
+    export_policy(PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu")), directory)
+    return checkpoint

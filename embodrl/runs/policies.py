@@ -1,0 +1,106 @@
+"""Policies on disk: in a run, in one of its checkpoints, or exported; found, and loaded with their configuration."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from embodrl.config import LoadedConfig, load_config, load_run
+from embodrl.config.schema import Config
+from embodrl.errors import UsageError
+from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
+from embodrl.models.base import VLAPolicy
+from embodrl.runs.files import BEST_POLICY_DIR, CONFIG_FILE, POLICY_DIR, without_lost_warm_start
+from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
+from embodrl.workers.policy import build_policy
+
+STEP = re.compile(r"step_\d+")
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """A policy on disk.
+
+    Attributes:
+        policy_dir: the policy in its public layout; None if it is in ``checkpoint``.
+        checkpoint: of a run; None if it is in ``policy_dir``.
+        run_dir: the run that it is of, whose configuration applies; None for a policy elsewhere.
+    """
+
+    policy_dir: Path | None
+    checkpoint: Checkpoint | None
+    run_dir: Path | None
+
+    def load_config(self, overrides: list[str]) -> LoadedConfig:
+        """Return the configuration of the run, or one composed as usual for a policy elsewhere, with this policy.
+
+        Raises:
+            ConfigError: with every problem found.
+        """
+        if self.run_dir is None:
+            return load_config([*overrides, assignment("model.warm_start", self.policy_dir)])
+        texts = [assignment("runner.output_dir", self.run_dir), *overrides]
+        if self.policy_dir is not None:
+            key = "model_path" if _has_model_path(self.run_dir) else "warm_start"
+            texts.append(assignment(f"model.{key}", self.policy_dir))
+        return load_run(self.run_dir / CONFIG_FILE, texts, resuming=self.checkpoint is not None)
+
+    def make_policy(self, config: Config, device: torch.device | None = None) -> VLAPolicy:
+        """Build the policy of a configuration of ``load_config``; on the configured device if ``device`` is None.
+
+        Raises:
+            CheckpointError: the weights do not fit.
+        """
+        if self.checkpoint is None:
+            return build_policy(config, device)
+        policy = build_policy(without_lost_warm_start(config), device)
+        if self.checkpoint.state.get("sharded"):
+            read_whole(self.checkpoint.path, "policy", policy.state_dict())
+        else:
+            policy.load_state_dict(self.checkpoint.tensors("policy"))
+        return policy
+
+
+def find_policy(path: Path) -> PolicySource:
+    """Return the policy in ``RUN``, ``RUN/policy``, ``RUN/policy_best``, ``RUN/checkpoints/step_N`` (or the link
+    ``best``), or an exported directory.
+
+    A finished run has exported its policy; of another one it is that of the newest checkpoint.
+
+    Raises:
+        UsageError: there is no policy.
+        CheckpointError: the checkpoint is damaged.
+    """
+    path = path.expanduser()
+    if path.name == BEST and path.is_symlink():
+        path = path.parent / path.readlink()
+    run_dir = path.parent.parent if STEP.fullmatch(path.name) and path.parent.name == "checkpoints" else None
+    if run_dir is not None and (run_dir / CONFIG_FILE).is_file():
+        return PolicySource(None, open_checkpoint(path), run_dir)
+    if (path / "config.json").is_file():
+        of_run = path.name in (POLICY_DIR, BEST_POLICY_DIR) and (path.parent / CONFIG_FILE).is_file()
+        return PolicySource(path, None, path.parent if of_run else None)
+    if (path / CONFIG_FILE).is_file():
+        if (path / POLICY_DIR / "config.json").is_file():
+            return PolicySource(path / POLICY_DIR, None, path)
+        return PolicySource(None, newest_checkpoint(path), path)
+    what = f"{path} holds no policy" if path.exists() else f"{path} does not exist"
+    raise UsageError(
+        what,
+        "give the directory of a run (RUN), of one of its checkpoints (RUN/checkpoints/step_N), or of a policy that"
+        " `embodrl train`, `sft` or `export` wrote (RUN/policy)",
+        code="policy-not-found",
+    )
+
+
+def assignment(key: str, value: object) -> str:
+    """Return ``key='value'`` as a command-line override, whatever characters the value has."""
+    text = str(value).replace("'", "\\'")
+    return f"{key}='{text}'"
+
+
+def _has_model_path(run_dir: Path) -> bool:
+    return load_run(run_dir / CONFIG_FILE, resuming=True).config.model.model_path is not None

@@ -1,0 +1,128 @@
+"""How a run came about: command, versions, host, and what changed when it was resumed."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import embodrl
+from embodrl.config.load import leaf_keys
+from embodrl.reporting.provenance import PROVENANCE_FILE, read_provenance
+from embodrl.storage.json_file import write_json_file
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = (
+    *("torch", "numpy", "transformers", "safetensors", "pydantic", "ray", "vllm"),
+    *("mani_skill", "sapien", "gymnasium", "mujoco", "metaworld", "robosuite", "libero"),
+)
+TASK_KEYS = ("env.env_type", "env.tasks", "env.cameras", "env.id", "env.suite")
+"""A policy that was trained with other values of these acts in a task that it has not seen."""
+_GIT_TIMEOUT_S = 5.0
+
+
+def add_provenance(run_dir: Path, config_yaml: str, old_yaml: str | None, iteration: int) -> list[str]:
+    """Append a record of this process to ``provenance.json``, and log it.
+
+    Environment variables are not recorded: they may hold secrets.
+
+    Args:
+        run_dir: of the run.
+        config_yaml: the whole configuration of this process.
+        old_yaml: that of the process before; None for a new run.
+        iteration: done so far.
+
+    Returns:
+        lines for the console, one per changed key.
+
+    Raises:
+        OutputError: the file can't be written.
+    """
+    changes = {} if old_yaml is None else changed_keys(yaml.safe_load(old_yaml), yaml.safe_load(config_yaml))
+    record = describe_process() | {
+        "kind": "train" if old_yaml is None else "resume",
+        "from_iteration": iteration,
+        "changed": {key: list(pair) for key, pair in changes.items()},
+    }
+    write_json_file(run_dir / PROVENANCE_FILE, [*read_provenance(run_dir), record])
+    logger.info("command: %s", record["command"])
+    logger.info("embodrl %s, commit %s, host %s", record["embodrl"], record["commit"] or "unknown", record["host"])
+    lines = [f"from iteration {iteration + 1}: {key}: {old} -> {new}" for key, (old, new) in changes.items()]
+    for key in changes:
+        if key.startswith(TASK_KEYS):
+            logger.warning("%s changed: the policy so far was trained in another task or with other cameras", key)
+        elif key == "runner.seed":
+            logger.warning("runner.seed changed: this run can no longer be repeated with one seed")
+    return lines
+
+
+def describe_process() -> dict[str, Any]:
+    """Return command, start time, host and versions of this process."""
+    return {
+        "command": shlex.join(["embodrl", *sys.argv[1:]]) if _is_cli() else shlex.join(sys.argv),
+        "directory": str(Path.cwd()),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "embodrl": embodrl.__version__,
+        **git_state(Path(embodrl.__file__).resolve().parents[1]),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": _versions(),
+    }
+
+
+def git_state(directory: Path) -> dict[str, Any]:
+    """Return ``commit`` and ``dirty`` of a checkout; None of both where the directory is none, or git is missing."""
+    if not (directory / ".git").exists():
+        return {"commit": None, "dirty": None}
+    try:
+        commit = _git(directory, "rev-parse", "HEAD").strip()
+        dirty = bool(_git(directory, "status", "--porcelain", "--untracked-files=no").strip())
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": dirty}
+
+
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return dotted key -> (old, new) of the values that differ; keys that only one of both has are new or removed
+    settings of another version, not changes of the user.
+    """
+    values = {key: lookup_key(old, key) for key in leaf_keys(old)}
+    pairs = {key: (values[key], lookup_key(new, key)) for key in leaf_keys(new) if key in values}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def lookup_key(tree: Any, key: str) -> Any:
+    """Return the value of a dotted key, in which numbers are positions in lists."""
+    for part in key.split("."):
+        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+    return tree
+
+
+def _is_cli() -> bool:
+    return Path(sys.argv[0]).name in ("embodrl", "__main__.py")
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

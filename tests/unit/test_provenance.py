@@ -1,0 +1,72 @@
+"""provenance.json: who trained what, with which versions, and what a resumed run changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodrl.config import load_config
+from embodrl.reporting.provenance import read_provenance
+from embodrl.runs.files import summary_lines
+from embodrl.runs.provenance import add_provenance, changed_keys, git_state
+
+
+def test_records_are_appended_with_what_changed_and_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-the-user")
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/embodrl", "train", "runner.name=a b"])
+    old = load_config(["env=toy", "algorithm.gamma=0.97"]).to_yaml()
+    new = load_config(["env=toy", "algorithm.gamma=0.5", "env.tasks=[reach-green]"]).to_yaml()
+    assert add_provenance(tmp_path, old, None, 0) == []
+    lines = add_provenance(tmp_path, new, old, 30)
+    first, second = read_provenance(tmp_path)
+    assert (first["kind"], first["from_iteration"], first["changed"]) == ("train", 0, {})
+    assert first["command"] == "embodrl train 'runner.name=a b'"
+    assert first["packages"]["numpy"] == np.__version__
+    assert second["kind"] == "resume" and second["from_iteration"] == 30
+    assert second["changed"]["algorithm.gamma"] == [0.97, 0.5]
+    assert "from iteration 31: algorithm.gamma: 0.97 -> 0.5" in lines
+    assert "env.tasks changed" in caplog.text
+    assert "a-secret-of-the-user" not in (tmp_path / "provenance.json").read_text()
+
+
+def test_a_damaged_file_does_not_stop_a_run(tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text("[{")
+    assert read_provenance(tmp_path) == []
+
+
+def test_changes_leave_out_keys_of_other_versions_and_look_into_lists() -> None:
+    old = {"a": 1, "gone": 2, "cameras": [{"name": "x", "height": 64}]}
+    new = {"a": 1, "new": 3, "cameras": [{"name": "x", "height": 96}]}
+    assert changed_keys(old, new) == {"cameras.0.height": (64, 96)}
+
+
+def test_the_state_of_a_checkout(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == {"commit": None, "dirty": None}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert git_state(tmp_path) == {"commit": head, "dirty": False}
+    (tmp_path / "file").write_text("2")
+    assert git_state(tmp_path) == {"commit": head, "dirty": True}
+
+
+def test_a_finished_run_ends_with_its_gain_and_the_next_command(tmp_path: Path) -> None:
+    rows = [{"iteration": i, "eval/success_rate": rate, "eval/episodes": 16.0} for i, rate in ((0, 0.375), (9, 0.5625))]
+    (tmp_path / "policy_best").mkdir()
+    done, following = summary_lines(load_config(["env=toy"]).config, tmp_path, rows)
+    # Wilson's interval of 9 in 16, from a table: 33.2 to 76.9 %
+    assert done == "done: evaluation success 37.5 -> 56.2 % (95 % interval 33 to 77 %)"
+    config, policy = tmp_path / "config.yaml", tmp_path / "policy"
+    assert following == f"next: embodrl eval --config {config} model.warm_start={policy}"
+    rows[0]["iteration"], rows[1]["iteration"] = 0, 5
+    worse = {"iteration": 9, "eval/success_rate": 0.5, "eval/episodes": 16.0}
+    assert "56.2 % after iteration 5" in summary_lines(load_config(["env=toy"]).config, tmp_path, [*rows, worse])[1]
