@@ -34,11 +34,10 @@ class LiberoConfig(EnvConfig):
 
 def derive(env: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the tasks of ``env.suite`` and the step limit of published evaluations."""
-    chosen = env.get("suite")
-    if chosen is None:
+    if "suite" not in env:
         return {}, ""
-    # an unknown suite is one problem, not three
-    suite = SUITES.get(chosen) if isinstance(chosen, str) else None
+    # a missing or unknown suite is one problem, not three
+    suite = SUITES.get(str(env["suite"]))
     suite = suite or next(iter(SUITES.values()))
     return {"tasks": list(suite.tasks), "max_episode_steps": suite.max_episode_steps}, "suite"
 
