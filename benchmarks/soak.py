@@ -1,13 +1,305 @@
-"""``make soak``: a long run under random faults. ``python benchmarks/soak.py --help`` shows the options."""
+"""A long run under random faults: do memory, files and processes stay what they are, and is every step counted?
+
+Simulator processes are killed (SIGKILL) or stopped (SIGSTOP, so that they hang) at random; so is, if asked for, the
+training process, which is then resumed from its last checkpoint.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from embodrl.bench.soak import Plan, main
+import psutil
+from rich.console import Console
+from rich.table import Table
+from soak_verdict import Check, Sample, check_faults, check_leaks, check_memory, check_steps
+
+from embodrl.bench.hardware import describe_hardware
+from embodrl.reporting.sinks import METRICS_FILE, read_metrics
+from embodrl.storage.json_file import write_json_file
+
+MIB = 1 << 20
+MARK = "EMBODRL_SOAK"
+POLL_S = 0.2
+SAMPLE_S = 2.0
+STOPPED_PART = 0.25  # of the faults: stopped, not killed
+NUM_ENVS, STEPS, CHUNK = 8, 40, 5
+END_S = 300.0
+WARM_ITERATIONS = 3  # before the time counts, and before the first fault
+SETTINGS = (
+    "model=openvla",
+    f"model.num_action_chunks={CHUNK}",
+    "model.warm_start=null",
+    "env.num_processes=2",
+    f"env.train.total_num_envs={NUM_ENVS}",
+    f"env.train.max_steps_per_rollout_epoch={STEPS}",
+    "env.train.ignore_terminations=true",  # so that the number of steps is known
+    f"env.max_episode_steps={STEPS // 2}",
+    f"env.eval.total_num_envs={NUM_ENVS}",
+    "env.max_restarts=1000000",
+    f"actor.global_batch_size={NUM_ENVS * STEPS // CHUNK}",
+    "actor.micro_batch_size=16",
+    "actor.optim.critic_warmup_iterations=0",  # what training needs is there from the first iteration on
+    "runner.max_iterations=1000000",
+    "runner.eval_interval=0",
+    "runner.eval_at_start=false",
+    "runner.save_interval=2",  # the first one, whose memory stays, is to lie within the warm-up
+    "runner.logger.tensorboard=false",
+    "runner.logger.console=plain",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a soak does.
+
+    Attributes:
+        minutes: how long.
+        output: new directory of the run and of the results.
+        settings: arguments of ``embodrl train``, such as env=maniskill.
+        fault_every_s: mean time between two faults of simulators.
+        kill_training_every_s: time between two deaths of the training process; 0 for none.
+        seed: of the faults.
+    """
+
+    minutes: float
+    output: Path
+    settings: tuple[str, ...]
+    fault_every_s: float = 20.0
+    kill_training_every_s: float = 0.0
+    seed: int = 0
+
+
+@dataclass
+class Record:
+    """What happened.
+
+    Attributes:
+        samples: of the processes.
+        faults: time in seconds, and what was done.
+        pids: of all processes that the run has had.
+        resumed: how often the run was resumed.
+        exit_code: of the last process of the run.
+    """
+
+    samples: list[Sample] = field(default_factory=list[Sample])
+    faults: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    resumed: int = 0
+    exit_code: int | None = None
+
+
+def shared_memories(pid: int) -> set[str]:
+    """Return the inodes of the memories of simulators that a process maps."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return {line.split()[4] for line in maps.splitlines() if "memfd:embodrl-env" in line}
+
+
+class Soak:
+    """One soak: ``run`` returns what happened; nothing of it is left."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.run_dir = plan.output / "run"
+        self.record = Record()
+        self._token = secrets.token_hex(8)
+        self._dice = random.Random(plan.seed)
+        self._start = time.monotonic()
+        self._driver: subprocess.Popen[bytes] | None = None
+        # One simulator lives as long as the training process: those that are killed are too young to show a leak.
+        self._spared = 0
+
+    def run(self) -> Record:
+        """Train until the time is over, with faults."""
+        self.plan.output.mkdir(parents=True, exist_ok=True)
+        self._launch("train", f"runner.output_dir={self.run_dir}", *SETTINGS, *self.plan.settings)
+        every = self.plan.kill_training_every_s
+        try:
+            while len(read_metrics(self.run_dir / METRICS_FILE)) < WARM_ITERATIONS and self._process.poll() is None:
+                time.sleep(POLL_S)
+            self._start = time.monotonic()
+            end = self._start + 60 * self.plan.minutes
+            next_fault, next_sample = self._next_fault(), self._start
+            next_death = self._start + every if every else float("inf")
+            while (now := time.monotonic()) < end and self._process.poll() is None:
+                if now >= next_sample:
+                    self._sample()
+                    next_sample = now + SAMPLE_S
+                if now >= next_fault and self._fault():
+                    next_fault = self._next_fault()
+                if now >= next_death and list(self.run_dir.glob("checkpoints/step_*")):
+                    self._kill_training()
+                    next_death = time.monotonic() + every
+                time.sleep(POLL_S)
+            self._process.terminate()
+            self.record.exit_code = self._process.wait(END_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+        return self.record
+
+    def leftovers(self) -> list[int]:
+        """Return the processes of the run that are still there; they carry its mark in their environment."""
+        mark = f"{MARK}={self._token}".encode()
+        found: list[int] = []
+        for process in psutil.process_iter():
+            try:
+                if mark in Path(f"/proc/{process.pid}/environ").read_bytes() and process.status() != "zombie":
+                    found.append(process.pid)
+            except (OSError, psutil.Error):
+                continue
+        return found
+
+    @property
+    def _process(self) -> subprocess.Popen[bytes]:
+        assert self._driver is not None
+        return self._driver
+
+    def _launch(self, *arguments: str) -> None:
+        environ = {**os.environ, MARK: self._token, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "embodrl", *arguments]
+        with (self.plan.output / "output.log").open("ab") as log:
+            self._driver = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+
+    def _next_fault(self) -> float:
+        return time.monotonic() + self._dice.uniform(0.5, 1.5) * self.plan.fault_every_s
+
+    def _simulators(self) -> list[psutil.Process]:
+        """Return the simulator processes that are ready, the oldest first: they have mapped what they share."""
+        found: list[psutil.Process] = []
+        try:
+            children = sorted(psutil.Process(self._process.pid).children(), key=lambda child: child.create_time())
+        except psutil.Error:
+            return found
+        for child in children:
+            try:
+                if shared_memories(child.pid):
+                    found.append(child)
+            except OSError:
+                continue  # it has just gone
+        return found
+
+    def _sample(self) -> None:
+        try:
+            driver = psutil.Process(self._process.pid)
+            workers = tuple(child.memory_full_info().uss / MIB for child in self._simulators())
+            self.record.samples.append(
+                Sample(
+                    round(time.monotonic() - self._start, 1),
+                    round(driver.memory_full_info().uss / MIB, 2),
+                    tuple(round(size, 2) for size in workers),
+                    driver.num_fds(),
+                    len(shared_memories(driver.pid)),
+                    len(driver.children()),
+                )
+            )
+        except (psutil.Error, OSError):
+            pass  # one of them has just gone
+
+    def _fault(self) -> bool:
+        """Kill or stop a simulator other than the one that is spared; return whether there was one."""
+        ready = self._simulators()
+        if not ready:
+            return False
+        if self._spared not in [process.pid for process in ready]:
+            self._spared = ready[0].pid
+        others = [process for process in ready if process.pid != self._spared]
+        if not others:
+            return False
+        victim = self._dice.choice(others)
+        stop = self._dice.random() < STOPPED_PART
+        try:
+            if victim.status() == psutil.STATUS_STOPPED:
+                return False  # it has had its fault
+            victim.send_signal(signal.SIGSTOP if stop else signal.SIGKILL)
+        except psutil.Error:
+            return False
+        self.record.faults.append((round(time.monotonic() - self._start, 1), "stopped" if stop else "killed"))
+        return True
+
+    def _kill_training(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.record.faults.append((round(time.monotonic() - self._start, 1), "training killed"))
+        self.record.resumed += 1
+        self._launch("resume", str(self.run_dir))
+
+
+def judge(soak: Soak, processes: int = 2) -> list[Check]:
+    """Return all checks of a soak that is over."""
+    record, rows = soak.record, read_metrics(soak.run_dir / METRICS_FILE)
+    sent = sum(1 for _, what in record.faults if what != "training killed")
+    left = soak.leftovers()
+    code = record.exit_code
+    checks = [Check("the run ends as it should", code == 128 + signal.SIGTERM, f"exit code {code} after SIGTERM")]
+    checks.append(Check("no process is left", not left, ", ".join(map(str, left)) or "none"))
+    if len(record.samples) < 2:
+        return [*checks, Check("samples", False, f"{len(record.samples)}: it ended too soon, see output.log")]
+    checks += [*check_memory(record.samples), *check_leaks(record.samples, processes)]
+    log = (soak.plan.output / "output.log").read_text(errors="replace")
+    faults = check_faults(len(re.findall(r"restart \d+ of", log)), sent, processes * (1 + record.resumed))
+    return [*checks, *check_steps(rows, NUM_ENVS * STEPS, CHUNK), faults]
+
+
+def draw(record: Record, path: Path, title: str) -> None:
+    """Plot the memory of driver and simulators, with a line for every fault."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    minutes = [sample.time_s / 60 for sample in record.samples]
+    axis.plot(minutes, [sample.driver_mib for sample in record.samples], label="driver")
+    spared = [s.workers_mib[0] if s.workers_mib else float("nan") for s in record.samples]
+    axis.plot(minutes, spared, label="the simulator process that is spared")
+    for time_s, what in record.faults:
+        axis.axvline(time_s / 60, color="tab:red" if what == "training killed" else "0.85", lw=0.8, zorder=0)
+    axis.set(xlabel="minutes", ylabel="memory of its own (MiB)", title=title, ylim=(0, None))
+    axis.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(plan: Plan, console: Console | None = None) -> int:
+    """Soak, judge, write ``soak.json`` and ``soak.png``; return 0 if everything was as it should be."""
+    console = console or Console()
+    soak = Soak(plan)
+    record = soak.run()
+    checks = judge(soak)
+    passed = all(check.passed for check in checks)
+    minutes = round((record.samples[-1].time_s if record.samples else 0.0) / 60, 1)
+    content: dict[str, Any] = {
+        "passed": passed,
+        "minutes": minutes,
+        "settings": [*SETTINGS, *plan.settings],
+        "faults": {
+            what: sum(1 for _, w in record.faults if w == what) for what in sorted({w for _, w in record.faults})
+        },
+        "checks": [asdict(check) for check in checks],
+        "hardware": describe_hardware(),
+        "samples": [asdict(sample) for sample in record.samples],
+        "faults_at_s": record.faults,
+    }
+    write_json_file(plan.output / "soak.json", content)
+    draw(record, plan.output / "soak.png", f"{minutes} minutes, {len(record.faults)} faults")
+    table = Table(title=f"soak of {minutes} minutes, {len(record.faults)} faults")
+    for column in ("", "check", "found"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row("[green]ok[/]" if check.passed else "[bold red]failed[/]", check.name, check.found)
+    console.print(table)
+    console.print(f"[green]passed[/]: {plan.output}" if passed else f"[bold red]failed[/]: see {plan.output}")
+    return 0 if passed else 1
 
 
 def plan() -> Plan:

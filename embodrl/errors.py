@@ -115,11 +115,13 @@ class PipelineProblem:
         node: name of the node; "" for the whole pipeline.
         message: what is wrong.
         hint: what to change.
+        code: stable identifier, listed in docs/errors.md.
     """
 
     node: str
     message: str
     hint: str
+    code: str = "pipeline"
 
     def __str__(self) -> str:
         return f"node '{self.node}': {self.message}" if self.node else self.message
@@ -137,7 +139,9 @@ class PipelineError(EmbodrlError):
     def __init__(
         self, message: str, hint: str = "", problems: tuple[PipelineProblem, ...] = (), *, code: str | None = None
     ) -> None:
-        lines = [f"\n  {number}. {p}\n     hint: {p.hint}" for number, p in enumerate(problems, start=1)]
+        lines = [
+            f"\n  {number}. {p}\n     hint: {p.hint}\n     code: {p.code}" for number, p in enumerate(problems, start=1)
+        ]
         super().__init__(message + "".join(lines), hint, code=code)
         self.problems = problems
 
@@ -270,8 +274,8 @@ class WeightSyncError(EmbodrlError):
     """Weights did not reach a rollout; it keeps the version that it had."""
 
 
-class TornSyncError(WeightSyncError):
-    """A sync began and did not come to its end, or a part of it is missing."""
+class IncompleteSyncError(WeightSyncError):
+    """A weight sync began and did not complete, or a part of it is missing."""
 
 
 class WeightChecksumError(WeightSyncError):

@@ -27,14 +27,20 @@ def import_object(path: str) -> Any:
     """
     module_name, separator, attribute = path.partition(":")
     if not separator or not module_name or not attribute:
-        raise EmbodrlError(f"'{path}' is not of the form module:attribute", "write my_package.my_module:my_function")
+        raise EmbodrlError(
+            f"'{path}' is not of the form module:attribute",
+            "write my_package.my_module:my_function",
+            code="function-path",
+        )
     module = importlib.import_module(module_name)
     try:
         return getattr(module, attribute)
     except AttributeError as error:
         near = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
         hint = f"did you mean {module_name}:{near}?" if near else f"define it in {module_name}"
-        raise EmbodrlError(f"module '{module_name}' has no attribute '{attribute}'", hint) from error
+        raise EmbodrlError(
+            f"module '{module_name}' has no attribute '{attribute}'", hint, code="function-missing"
+        ) from error
 
 
 def nearest_module(missing: str) -> str:
@@ -56,13 +62,17 @@ def import_function(path: str) -> Callable[..., Any]:
     except EmbodrlError:
         raise
     except Exception as error:  # a user's module may raise anything
-        hint = "mend the module, or put its directory on PYTHONPATH"
+        hint = "fix the module, or put its directory on PYTHONPATH"
         if isinstance(error, ModuleNotFoundError) and error.name and _is_part(error.name, path.partition(":")[0]):
             near = nearest_module(error.name)
             hint = f"did you mean '{near}'? Or put the directory of the module on PYTHONPATH" if near else hint
-        raise EmbodrlError(f"importing '{path}' failed: {type(error).__name__}: {error}", hint) from error
+        raise EmbodrlError(
+            f"importing '{path}' failed: {type(error).__name__}: {error}", hint, code="function-import"
+        ) from error
     if not callable(found):
-        raise EmbodrlError(f"'{path}' is a {type(found).__name__}, not a function", "name a function")
+        raise EmbodrlError(
+            f"'{path}' is a {type(found).__name__}, not a function", "name a function", code="function-not-callable"
+        )
     return found
 
 
@@ -76,13 +86,16 @@ def import_workflow(path: str) -> Any:
     if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run_episode", None)):
         raise EmbodrlError(
             f"'{path}' is no class with `async def run_episode(self, engine, env, task)`",
-            "name a subclass of embodrl.workers.workflow.RolloutWorkflow",
+            "name a subclass of embodrl.RolloutWorkflow",
+            code="workflow-class",
         )
     try:
         return found()
     except Exception as error:  # a user's class may raise anything
         raise EmbodrlError(
-            f"making '{path}' failed: {type(error).__name__}: {error}", "give it a constructor without arguments"
+            f"making '{path}' failed: {type(error).__name__}: {error}",
+            "give it a constructor without arguments",
+            code="workflow-constructor",
         ) from error
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from enum import StrEnum
+from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
 
 from embodrl.cli.common import Debug, JsonFile, execute
+from embodrl.errors import UsageError
 
 
 class Benchmark(StrEnum):
@@ -23,6 +27,15 @@ class Benchmark(StrEnum):
     envs = "envs"
     weight_sync = "weight-sync"
     rollout_backends = "rollout"
+
+
+IN_REPOSITORY = {
+    Benchmark.asynchrony: "asynchrony",
+    Benchmark.tasks: "task_runner",
+    Benchmark.weight_sync: "weight_sync",
+    Benchmark.rollout_backends: "rollout_backends",
+}
+"""Benchmarks of embodrl itself, which stay out of the wheel; the others measure a user's machine."""
 
 
 def bench(
@@ -54,6 +67,27 @@ def bench(
             from embodrl.storage.json_file import check_json_file
 
             check_json_file(json)
-        return importlib.import_module(f"embodrl.bench.{name.name}").main(json)
+        return load_benchmark(name).main(json)
 
     execute(action, debug)
+
+
+def load_benchmark(name: Benchmark) -> ModuleType:
+    """Return the module of a benchmark: from the package, or from ``benchmarks/`` of a checkout.
+
+    Raises:
+        UsageError: it is only in the repository, and embodrl was installed from a wheel.
+    """
+    module = IN_REPOSITORY.get(name)
+    if module is None:
+        return importlib.import_module(f"embodrl.bench.{name.name}")
+    directory = Path(__file__).resolve().parents[2] / "benchmarks"
+    if not (directory / f"{module}.py").is_file():
+        raise UsageError(
+            f"the benchmark '{name.value}' is part of the repository, not of the installed package",
+            f"clone the repository, then: python benchmarks/{module}.py",
+            code="bench-not-installed",
+        )
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+    return importlib.import_module(module)

@@ -33,6 +33,6 @@ def evaluate(
         loaded = load_measured(overrides, config)
         from embodrl.runs import evaluate as verb
 
-        return verb.evaluate(loaded.config, json, output).exit_code
+        return verb.evaluate(loaded, json, output).exit_code
 
     execute(action, debug)

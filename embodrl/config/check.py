@@ -161,7 +161,7 @@ def describe(error: ValidationError, tree: Node, schema: type[Config]) -> list[t
         message = f"{_show(value)} {_reason(item, value)}"
         near = nearest(str(value), options) if options and isinstance(value, (str, bool, int)) else ""
         hint = f"write {key}={near}" if near else _hint(item["type"], key, value, allowed)
-        result[key] = ConfigProblem(key, message, origin, allowed, near, hint)
+        result[key] = ConfigProblem(key, message, origin, allowed, near, hint, code=_code(item["type"]))
     return list(result.items())
 
 
@@ -208,6 +208,17 @@ REASONS = {
     "too_long": "has too many items",
     "missing": "has too few items",
 }
+
+
+def _code(kind: str) -> str:
+    """Return the code of a kind of pydantic error."""
+    if kind == "literal_error":
+        return "config-choice"
+    if kind in ("too_short", "too_long", "missing"):
+        return "config-length"
+    if kind.startswith(("greater_than", "less_than")) or kind == "finite_number":
+        return "config-range"
+    return "config-type" if kind in REASONS else "config-value"
 
 
 def _reason(item: Any, value: Any) -> str:
@@ -267,7 +278,9 @@ def unknown_key(key: str, origin: str, schema: type[BaseModel]) -> ConfigProblem
     hint = f"write {near}" if near else "remove it; see docs/configuration.md for all keys"
     if not section and near in Config.model_fields and model_of(Config.model_fields[near].annotation):
         hint = f"write {near}.KEY=VALUE, or {near}=PRESET for a preset"
-    return ConfigProblem(key, f"there is no such key in {where}", origin, ", ".join(names), near, hint)
+    return ConfigProblem(
+        key, f"there is no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key"
+    )
 
 
 def section_model(key: str, schema: type[BaseModel]) -> type[BaseModel] | None:

@@ -93,11 +93,15 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
         key = text.partition("=")[0] or "(argument)"
         if text.startswith("-"):
             hint = "options go before a lone '--' or are listed by --help; settings are written key=value"
-            problems.append(ConfigProblem(text, "is not an option of this command", origin, hint=hint))
+            problems.append(
+                ConfigProblem(text, "is not an option of this command", origin, hint=hint, code="argument-option")
+            )
             continue
         if text.startswith("=") or text == "~" or ("=" not in text and not text.startswith("~")):
             hint = "write section.key=VALUE; a YAML file is given with --config FILE"
-            problems.append(ConfigProblem(key, "is not of the form key=value", origin, "key=value", hint=hint))
+            problems.append(
+                ConfigProblem(key, "is not of the form key=value", origin, "key=value", hint=hint, code="argument-form")
+            )
             continue
         try:
             parsed = parser.parse_override(text)
@@ -106,18 +110,30 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             reason = f"can't be parsed{f' near {near[1]}' if near else ''}"
             hint = "write key=value without blanks, e.g. runner.seed=3 or env.tasks=[PushCube-v1,PullCube-v1];"
             hint += " quote text that holds blanks or any of , : ~ [ ] { } ( ) = as \"runner.name='my run'\""
-            problems.append(ConfigProblem(key, reason, origin, "key=value", hint=hint))
+            problems.append(ConfigProblem(key, reason, origin, "key=value", hint=hint, code="argument-syntax"))
             continue
         if parsed.is_sweep_override():
             hint = f"give one value; a list is written {key}=[...], and several runs are several commands"
             problems.append(
-                ConfigProblem(key, "is a sweep over several values, which a run can't have", origin, hint=hint)
+                ConfigProblem(
+                    key,
+                    "is a sweep over several values, which a run can't have",
+                    origin,
+                    hint=hint,
+                    code="argument-sweep",
+                )
             )
         elif parsed.package is not None:
             hint = f"write {parsed.key_or_group.split('/')[0]}=PRESET, and single keys as section.key=value"
-            problems.append(ConfigProblem(key, "puts a preset into another section with '@'", origin, hint=hint))
+            problems.append(
+                ConfigProblem(
+                    key, "puts a preset into another section with '@'", origin, hint=hint, code="argument-package"
+                )
+            )
         elif parsed.is_delete() and "=" in text:
-            problems.append(ConfigProblem(key, "has both '~' and a value", origin, hint="write ~key alone"))
+            problems.append(
+                ConfigProblem(key, "has both '~' and a value", origin, hint="write ~key alone", code="argument-delete")
+            )
         else:
             value = None if parsed.is_delete() else parsed.value()
             arguments.append(Argument(parsed.key_or_group, value, text, parsed.is_delete()))
@@ -131,7 +147,13 @@ def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
         top = group.split("/")[0].split(".")[0]
         hint = "choose a preset as group=name; set a single key as section.key=value"
         return ConfigProblem(
-            group, f"there is no preset group '{group}'", origin, ", ".join(known), nearest(top, known), hint
+            group,
+            f"there is no preset group '{group}'",
+            origin,
+            ", ".join(known),
+            nearest(top, known),
+            hint,
+            "preset-group-unknown",
         )
     names = presets(group)
     if name in names or (name is None and group in OPTIONAL):
@@ -145,7 +167,7 @@ def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
         hint = "write the name of a preset; a YAML file of your own is given with --config FILE"
     if group == "pipeline" and isinstance(name, str) and ":" in name:
         hint = f"a function of yours is given as pipeline.fn={name}"
-    return ConfigProblem(group, message, origin, ", ".join(names), near, hint)
+    return ConfigProblem(group, message, origin, ", ".join(names), near, hint, "preset-unknown")
 
 
 def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem]:
@@ -155,7 +177,13 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
         if argument.key == "hydra" or argument.key.startswith(("hydra.", "hydra/")):
             hint = "remove it; embodrl uses Hydra to choose presets only"
             problems.append(
-                ConfigProblem(argument.key, "Hydra's own settings can't be changed", str(argument.origin), hint=hint)
+                ConfigProblem(
+                    argument.key,
+                    "Hydra's own settings can't be changed",
+                    str(argument.origin),
+                    hint=hint,
+                    code="hydra-setting",
+                )
             )
             continue
         if argument.delete and lookup(tree, argument.key) is None:
@@ -167,7 +195,7 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
         wrong = put(tree, argument.key, value)
         if wrong:
             hint = "give the whole list, or put it into a file given with --config"
-            problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), hint=hint))
+            problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), hint=hint, code="argument-target"))
     return problems
 
 
@@ -219,6 +247,7 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
                 "Hydra's defaults list is not read from a file of yours",
                 str(defaults.origin),
                 hint=hint,
+                code="config-defaults-list",
             )
         )
     section = tree.children.pop("presets", None)
@@ -233,6 +262,7 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
                 str(section.origin),
                 ", ".join(groups()),
                 hint=hint,
+                code="config-presets-mapping",
             )
         )
         return {}, problems
@@ -289,7 +319,13 @@ def compose_resolved(path: Path, overrides: list[str]) -> Composition:
         if is_choice(argument):
             hint = "change single keys, or start a new run"
             problems.append(
-                ConfigProblem(argument.key, "the presets of a run are fixed", str(argument.origin), hint=hint)
+                ConfigProblem(
+                    argument.key,
+                    "the presets of a run are fixed",
+                    str(argument.origin),
+                    hint=hint,
+                    code="preset-of-a-run",
+                )
             )
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
     return Composition(tree, {}, problems)

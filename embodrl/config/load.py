@@ -14,9 +14,10 @@ from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.rules import run_rules
-from embodrl.config.rules.base import what_is
+from embodrl.config.rules.base import Context, what_is
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.names import nearest
 from embodrl.specs import ENVS
@@ -34,13 +35,29 @@ class LoadedConfig:
         choices: preset group -> preset, as far as the user chose.
         notes: settings that are allowed but have no effect or an odd one here.
         processes: what ``env.num_processes: auto`` became; None where a number was given.
+        obstacles: of a plan: why the run could not be started on this machine.
     """
 
     config: Config
     origins: dict[str, Origin]
+    solution: Solution
     choices: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     processes: ProcessChoice | None = None
+    obstacles: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+
+    @property
+    def deployment(self) -> Deployment:
+        """Where everything of the run is.
+
+        Raises:
+            EmbodrlError: a GPU is asked for, and the machine does not list any.
+        """
+        return self.solution.deployment
+
+    def with_config(self, config: Config) -> LoadedConfig:
+        """Return the same with other, valid values; what is placed follows them."""
+        return replace(self, config=config, solution=solve(config, self.solution.machine, self.solution.planning))
 
     def with_absolute_paths(self) -> LoadedConfig:
         """Return the same with absolute paths to the directories of the model, so that it holds from any directory."""
@@ -115,14 +132,14 @@ def finish(
     config, invalid, wrong = validate(tree, schema)
     problems += wrong
     invalid |= {problem.key for problem in removed}
-    errors, notes = run_rules(config, tree, invalid, resuming, planning, collecting)
-    problems += errors
+    solution = solve(config, planning=planning)
+    report = run_rules(Context(config, tree, solution, resuming, collecting), invalid, planning)
+    problems += report.errors
     if problems:
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
-    return LoadedConfig(
-        config, {key: origin_of_value(tree, key) for key in keys}, composition.choices, notes, processes
-    )
+    origins = {key: origin_of_value(tree, key) for key in keys}
+    return LoadedConfig(config, origins, solution, composition.choices, report.notes, processes, report.obstacles)
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:
@@ -168,20 +185,31 @@ def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
             full = f"{key}.{name}" if key else name
             if "." in name or not name:  # from a mapping on the command line; files are checked when read
                 hint = "write sections as nested mappings: {runner: {seed: 3}}"
-                problems.append(ConfigProblem(full, "is a dotted or empty key", str(child.origin), hint=hint))
+                problems.append(
+                    ConfigProblem(
+                        full, "is a dotted or empty key", str(child.origin), hint=hint, code="config-dotted-key"
+                    )
+                )
                 del node.children[name]
             elif SPECIAL_KEY.fullmatch(name):
                 hint = "remove it; models, environments and algorithms are chosen by their registered names"
                 message = (
                     "names an object to build; embodrl never builds objects or calls functions from a configuration"
                 )
-                problems.append(ConfigProblem(full, message, str(child.origin), hint=hint))
+                problems.append(ConfigProblem(full, message, str(child.origin), hint=hint, code="config-special-key"))
                 del node.children[name]
             elif child.value == "???":
                 hint = f"give it, e.g. {full}=VALUE on the command line"
                 message = "is missing: its value is '???'"
                 problems.append(
-                    ConfigProblem(full, message, str(child.origin), allowed_values(full, schema)[0], hint=hint)
+                    ConfigProblem(
+                        full,
+                        message,
+                        str(child.origin),
+                        allowed_values(full, schema)[0],
+                        hint=hint,
+                        code="config-missing-value",
+                    )
                 )
                 del node.children[name]
     return problems
@@ -202,7 +230,9 @@ def resolve_references(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
                 hint += "; resolvers such as oc.env are not run" if ":" in wrong else ""
                 message = f"the reference '${{{wrong}}}' {error.args[1]}"
                 near = "" if wrong in known else nearest(wrong, known)
-                problems.append(ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint))
+                problems.append(
+                    ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint, code="config-reference")
+                )
     for problem in problems:
         prune(tree, problem.key)
     return problems
@@ -249,7 +279,11 @@ def import_extensions(tree: Node) -> list[ConfigProblem]:
         wrong = import_extension(item.value) if isinstance(item.value, str) else None
         if wrong is not None:
             message, hint = wrong
-            problems.append(ConfigProblem("extensions", message, str(item.origin), "package.module", hint=hint))
+            problems.append(
+                ConfigProblem(
+                    "extensions", message, str(item.origin), "package.module", hint=hint, code="extension-import"
+                )
+            )
     return problems
 
 
@@ -269,5 +303,5 @@ def import_extension(name: str) -> tuple[str, str] | None:
     try:
         importlib.import_module(name)
     except Exception as error:  # noqa: BLE001  (a user's module may raise anything; it is reported)
-        return f"importing '{name}' failed: {type(error).__name__}: {error}", "mend the module"
+        return f"importing '{name}' failed: {type(error).__name__}: {error}", "fix the module"
     return None

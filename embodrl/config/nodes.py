@@ -149,8 +149,8 @@ class _Reader:
     def origin(self, node: yaml.Node) -> Origin:
         return Origin(self.kind, self.name, int(node.start_mark.line) + 1)
 
-    def problem(self, key: str, node: yaml.Node, message: str, hint: str) -> None:
-        self.problems.append(ConfigProblem(key or "(file)", message, str(self.origin(node)), hint=hint))
+    def problem(self, key: str, node: yaml.Node, message: str, hint: str, *, code: str) -> None:
+        self.problems.append(ConfigProblem(key or "(file)", message, str(self.origin(node)), hint=hint, code=code))
 
     def read(self, node: yaml.Node, key: str, depth: int = 0) -> Node:
         origin = self.origin(node)
@@ -158,16 +158,26 @@ class _Reader:
         self.count += 1
         if self.count > MAX_NODES:  # aliases of aliases grow without bound
             if self.count == MAX_NODES + 1:
-                self.problem(key, node, f"has more than {MAX_NODES} values", "write aliases (*name) out")
+                self.problem(
+                    key, node, f"has more than {MAX_NODES} values", "write aliases (*name) out", code="config-yaml-size"
+                )
             return Node(None, origin)
         if depth > 20:
-            self.problem(key, node, "is nested more than 20 levels deep", "the configuration has at most four levels")
+            self.problem(
+                key,
+                node,
+                "is nested more than 20 levels deep",
+                "the configuration has at most four levels",
+                code="config-yaml-depth",
+            )
             return Node(None, origin)
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, key, tag, origin)
         if tag not in STANDARD_TAGS:
             self.tagged.add(key)
-            self.problem(key, node, f"has the YAML tag '{tag}'", "remove it; tags are never run")
+            self.problem(
+                key, node, f"has the YAML tag '{tag}'", "remove it; tags are never run", code="config-yaml-tag"
+            )
         if isinstance(node, yaml.SequenceNode):
             return Node([self.read(item, f"{key}.{i}", depth + 1) for i, item in enumerate(node.value)], origin)
         assert isinstance(node, yaml.MappingNode)
@@ -176,7 +186,9 @@ class _Reader:
     def scalar(self, node: yaml.ScalarNode, key: str, tag: str, origin: Origin) -> Node:
         if tag != "tag:yaml.org,2002:str":
             self.tagged.add(key)
-            self.problem(key, node, f"has the YAML tag '{tag}'", "remove it; tags are never run")
+            self.problem(
+                key, node, f"has the YAML tag '{tag}'", "remove it; tags are never run", code="config-yaml-tag"
+            )
             return Node(None, origin)
         text = str(node.value)
         return Node(parse_scalar(text) if node.style is None else text, origin)
@@ -185,7 +197,13 @@ class _Reader:
         result: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                self.problem(key, key_node, "has a key that is a list or a mapping", "keys are plain words")
+                self.problem(
+                    key,
+                    key_node,
+                    "has a key that is a list or a mapping",
+                    "keys are plain words",
+                    code="config-yaml-key",
+                )
                 continue
             name = str(key_node.value)
             full = f"{key}.{name}" if key else name
@@ -194,13 +212,23 @@ class _Reader:
             if name in result:
                 first = result[name].origin.line
                 self.problem(
-                    full, key_node, f"is given twice in one mapping, first in line {first}", "remove one of them"
+                    full,
+                    key_node,
+                    f"is given twice in one mapping, first in line {first}",
+                    "remove one of them",
+                    code="config-duplicate-key",
                 )
             elif "." in name or not name:
                 hint = "write sections as nested mappings: 'runner: {seed: 3}'"
-                self.problem(full, key_node, "is a dotted or empty key", hint)
+                self.problem(full, key_node, "is a dotted or empty key", hint, code="config-dotted-key")
             elif name == "<<":
-                self.problem(full, key_node, "is a YAML merge key", "write the keys out, or put them into a preset")
+                self.problem(
+                    full,
+                    key_node,
+                    "is a YAML merge key",
+                    "write the keys out, or put them into a preset",
+                    code="config-yaml-merge-key",
+                )
             elif full not in self.tagged:
                 result[name] = child
         return Node(result, origin)
@@ -229,7 +257,11 @@ def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[Con
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         problem = ConfigProblem(
-            "(file)", f"can't read '{name}': {reason}", name, hint="give the path of a readable YAML file"
+            "(file)",
+            f"can't read '{name}': {reason}",
+            name,
+            hint="give the path of a readable YAML file",
+            code="config-file-unreadable",
         )
         return empty, [problem]
     return parse_yaml(text, name, kind)
@@ -245,24 +277,46 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
         mark = error.problem_mark
         line = int(mark.line) + 1 if mark else 0
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
-        hint = "mend the YAML: keys of one mapping are indented alike, with spaces, and a blank follows each colon"
-        return empty, [ConfigProblem("(file)", f"is not YAML: {what}", f"{name}:{line}", hint=hint)]
+        hint = "fix the YAML: indent the keys of one mapping alike, with spaces, and put a space after each colon"
+        return empty, [
+            ConfigProblem("(file)", f"is not YAML: {what}", f"{name}:{line}", hint=hint, code="config-yaml-syntax")
+        ]
     except ReaderError as error:
         line = text[: error.position].count("\n") + 1
         hint = "remove the character; YAML is text"
-        return empty, [ConfigProblem("(file)", f"is not YAML: {error.reason}", f"{name}:{line}", hint=hint)]
+        return empty, [
+            ConfigProblem(
+                "(file)", f"is not YAML: {error.reason}", f"{name}:{line}", hint=hint, code="config-yaml-syntax"
+            )
+        ]
     except RecursionError:
-        return empty, [ConfigProblem("(file)", "is nested far too deep", name, hint="write at most 20 levels")]
+        return empty, [
+            ConfigProblem(
+                "(file)", "is nested far too deep", name, hint="write at most 20 levels", code="config-yaml-depth"
+            )
+        ]
     if not documents:
         return empty, []
     if len(documents) > 1:
         origin = str(Origin(kind, name, int(documents[1].start_mark.line) + 1))
         return empty, [
-            ConfigProblem("(file)", "has several YAML documents", origin, hint="remove the '---' between them")
+            ConfigProblem(
+                "(file)",
+                "has several YAML documents",
+                origin,
+                hint="remove the '---' between them",
+                code="config-yaml-documents",
+            )
         ]
     if not isinstance(documents[0], yaml.MappingNode):
         found = f"{name}:1"
         return empty, [
-            ConfigProblem("(file)", "is not a mapping", found, hint="write keys and values, e.g. 'runner: {seed: 3}'")
+            ConfigProblem(
+                "(file)",
+                "is not a mapping",
+                found,
+                hint="write keys and values, e.g. 'runner: {seed: 3}'",
+                code="config-yaml-mapping",
+            )
         ]
     return reader.read(documents[0], ""), reader.problems

@@ -86,27 +86,40 @@ def check_nodes(specs: list[NodeSpec]) -> list[PipelineProblem]:
 def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
     """Yield what is wrong with a node, whatever the others."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
-        yield PipelineProblem(spec.name, "is not a name", "use lower-case letters, digits and _, e.g. reward_shaping")
+        yield PipelineProblem(
+            spec.name,
+            "is not a name",
+            "use lower-case letters, digits and _, e.g. reward_shaping",
+            code="pipeline-node-name",
+        )
     elif spec.name in TAKEN:
         message = f"its time would be the metric time/{spec.name}_s, which means something else"
-        yield PipelineProblem(spec.name, message, "choose another name")
+        yield PipelineProblem(spec.name, message, "choose another name", code="pipeline-node-taken")
     if isinstance(spec.deps, str):
-        yield PipelineProblem(spec.name, f"deps is the text '{spec.deps}'", f"write deps=('{spec.deps}',)")
+        yield PipelineProblem(
+            spec.name, f"deps is the text '{spec.deps}'", f"write deps=('{spec.deps}',)", code="pipeline-deps-text"
+        )
     elif twice := sorted({name for name in spec.deps if spec.deps.count(name) > 1}):
-        yield PipelineProblem(spec.name, f"depends on '{twice[0]}' more than once", "name it once")
+        yield PipelineProblem(
+            spec.name, f"depends on '{twice[0]}' more than once", "name it once", code="pipeline-dep-duplicate"
+        )
     if spec.role not in ROLES:
         near = nearest(str(spec.role), list(ROLES))
         hint = f"did you mean '{near}'?" if near else f"choose one of {', '.join(ROLES)}"
-        yield PipelineProblem(spec.name, f"unknown role '{spec.role}'; known: {', '.join(ROLES)}", hint)
+        yield PipelineProblem(
+            spec.name, f"unknown role '{spec.role}'; known: {', '.join(ROLES)}", hint, code="pipeline-role-unknown"
+        )
     if type(spec.retries) is not int or spec.retries < 0:
-        yield PipelineProblem(spec.name, f"retries is {spec.retries!r}", "give a number from 0")
+        yield PipelineProblem(
+            spec.name, f"retries is {spec.retries!r}", "give a number from 0", code="pipeline-retries"
+        )
     elif spec.retries and spec.role == "train":
         message = "a further attempt would repeat the optimizer steps that the first has taken"
-        yield PipelineProblem(spec.name, message, "set its retries to 0")
+        yield PipelineProblem(spec.name, message, "set its retries to 0", code="pipeline-retries")
     try:
         fn, label = resolve(spec.fn)
     except EmbodrlError as error:
-        yield PipelineProblem(spec.name, error.message, error.hint or "correct the name")
+        yield PipelineProblem(spec.name, error.message, error.hint or "correct the name", error.code)
     else:
         if not isinstance(spec.deps, str):
             yield from _check_signature(spec, fn, label)
@@ -116,22 +129,24 @@ def _check_signature(spec: NodeSpec, fn: Callable[..., Any], label: str) -> Iter
     call = type(fn).__call__ if not inspect.isroutine(fn) else fn
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(kind(fn) or kind(call) for kind in kinds):
-        message = f"{label} is a coroutine or a generator, and nobody would run it"
-        yield PipelineProblem(spec.name, message, "write a plain function; it may call asyncio.run")
+        message = f"{label} is a coroutine or a generator, which is never awaited"
+        yield PipelineProblem(
+            spec.name, message, "write a plain function; it may call asyncio.run", code="pipeline-fn-coroutine"
+        )
         return
     wanted = f"(context{''.join(f', {name}' for name in spec.deps)})"
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         message = f"the parameters of {label} can't be read"
-        yield PipelineProblem(spec.name, message, f"wrap it in a function of {wanted}")
+        yield PipelineProblem(spec.name, message, f"wrap it in a function of {wanted}", code="pipeline-fn-signature")
         return
     try:
         signature.bind(*range(1 + len(spec.deps)))
     except TypeError:
         message = f"{label}{signature} can't be called with {wanted}"
         hint = "one positional parameter for the context, and one for each of deps"
-        yield PipelineProblem(spec.name, message, hint)
+        yield PipelineProblem(spec.name, message, hint, code="pipeline-fn-signature")
 
 
 def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
@@ -141,7 +156,9 @@ def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
             if name not in names:
                 near = nearest(name, [known for known in names if known != spec.name])
                 hint = f"did you mean '{near}'?" if near else f"add it; there are {', '.join(names)}"
-                yield PipelineProblem(spec.name, f"depends on '{name}', which is not there", hint)
+                yield PipelineProblem(
+                    spec.name, f"depends on '{name}', which is not there", hint, code="pipeline-dep-unknown"
+                )
 
 
 def _cycles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
@@ -152,7 +169,12 @@ def _cycles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
         path = [] if spec.name in told else _cycle_through(spec.name, deps)
         if path:
             told |= set(path)
-            yield PipelineProblem(spec.name, f"is in a cycle: {' -> '.join(path)}", "remove one of these dependencies")
+            yield PipelineProblem(
+                spec.name,
+                f"is in a cycle: {' -> '.join(path)}",
+                "remove one of these dependencies",
+                code="pipeline-cycle",
+            )
 
 
 def _cycle_through(name: str, deps: dict[str, tuple[str, ...]]) -> list[str]:
@@ -175,23 +197,32 @@ def _unused(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     for spec in specs:
         if spec.name not in used and spec.role not in ENDS:
             hint = "name it in the deps of a node, or give it the role 'sink'"
-            yield PipelineProblem(spec.name, "nobody uses its output", hint)
+            yield PipelineProblem(spec.name, "its output is not used", hint, code="pipeline-output-unused")
 
 
 def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     train = [spec.name for spec in specs if spec.role == "train"]
     if not train:
-        yield PipelineProblem("", "no node has the role 'train'", "add one, e.g. embodrl.pipelines.nodes:train")
+        yield PipelineProblem(
+            "",
+            "no node has the role 'train'",
+            "add one, e.g. embodrl.pipelines.nodes:train",
+            code="pipeline-role-missing",
+        )
     for name in train[1:]:
         message = f"has the role 'train', and so has '{train[0]}'"
-        yield PipelineProblem(name, message, "one node trains; several losses are one function of algorithm.loss_type")
+        hint = "one node trains; combine several losses in one function for algorithm.loss_type"
+        yield PipelineProblem(name, message, hint, code="pipeline-role-twice")
     rollouts = [spec.name for spec in specs if spec.role == "rollout"]
     for name in rollouts[1:]:
         message = f"has the role 'rollout', and so has '{rollouts[0]}', which gathers the same episodes"
-        yield PipelineProblem(name, message, "raise algorithm.rollout_epoch for more of them in an update")
+        yield PipelineProblem(
+            name, message, "raise algorithm.rollout_epoch for more of them per update", code="pipeline-role-twice"
+        )
     for role in ("rollout", "sync"):
         if all(spec.role != role for spec in specs):
-            yield PipelineProblem("", f"no node has the role '{role}'", f"add one, e.g. embodrl.pipelines.nodes:{role}")
+            hint = f"add one, e.g. embodrl.pipelines.nodes:{role}"
+            yield PipelineProblem("", f"no node has the role '{role}'", hint, code="pipeline-role-missing")
 
 
 def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
@@ -203,10 +234,10 @@ def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     for spec in specs:
         if spec.role in ("rollout", "dynamic_sampling") and spec.name not in upstream(train, deps):
             message = f"'{train}', which trains, does not depend on it"
-            yield PipelineProblem(spec.name, message, f"lead its output to '{train}'")
+            yield PipelineProblem(spec.name, message, f"connect its output to '{train}'", code="pipeline-disconnected")
         elif spec.role == "sync" and train not in upstream(spec.name, deps):
             message = f"does not depend on '{train}', so the weights might be those before the update"
-            yield PipelineProblem(spec.name, message, f"name '{train}' in its deps")
+            yield PipelineProblem(spec.name, message, f"name '{train}' in its deps", code="pipeline-disconnected")
 
 
 def upstream(name: str, deps: dict[str, tuple[str, ...]]) -> set[str]:

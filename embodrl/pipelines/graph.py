@@ -93,7 +93,11 @@ class Pipeline:
         """
         if name in self._specs:
             message = f"pipeline '{self.name}' has a node '{name}' already"
-            raise PipelineError(message, "choose another name", (PipelineProblem(name, message, "rename one"),))
+            raise PipelineError(
+                message,
+                "choose another name",
+                (PipelineProblem(name, message, "rename one", code="pipeline-node-duplicate"),),
+            )
         kept = deps if isinstance(deps, str) else tuple(deps)
         self._specs[name] = NodeSpec(name, fn, cast(tuple[str, ...], kept), role, retries)
         return self
@@ -197,13 +201,15 @@ class Graph:
             return error
         if isinstance(error, InterruptedError):
             hint = "a node that can be interrupted, such as a rollout, comes before the one that trains"
-            return PipelineError(f"interrupted once training had begun, {text}", hint)
-        hint = "mend the function; --debug shows where it happened"
-        return PipelineError(f"{type(error).__name__}: {error}\n  {text}", hint)
+            return PipelineError(f"interrupted once training had begun, {text}", hint, code="pipeline-interrupted")
+        hint = "fix the function; rerun with --debug for the traceback"
+        return PipelineError(f"{type(error).__name__}: {error}\n  {text}", hint, code="pipeline-node-raised")
 
     def _outcome(self, node: Node, result: Any) -> tuple[Any, Metrics]:
         try:
             return outcome_of(result)
         except TypeError as error:
             message = f"node '{node.name}' ({node.label}) of the pipeline '{self.name}' returned {error}"
-            raise PipelineError(message, "return value, (value, {name: number}) or None") from error
+            raise PipelineError(
+                message, "return value, (value, {name: number}) or None", code="pipeline-node-result"
+            ) from error

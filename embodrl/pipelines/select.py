@@ -95,10 +95,12 @@ def make_pipeline(config: Config) -> Pipeline:
         raise
     except Exception as error:  # a user's function may raise anything
         message = f"{path} raised {type(error).__name__}: {error}"
-        raise EmbodrlError(message, "it is called with the configuration, a Config, alone") from error
+        raise EmbodrlError(
+            message, "it is called with the configuration, a Config, alone", code="pipeline-fn-raised"
+        ) from error
     if not isinstance(made, Pipeline):
         hint = "return the Pipeline itself, which embodrl builds"
-        raise EmbodrlError(f"{path} returned {type(made).__name__}, not a Pipeline", hint)
+        raise EmbodrlError(f"{path} returned {type(made).__name__}, not a Pipeline", hint, code="pipeline-fn-type")
     return made
 
 
@@ -110,10 +112,10 @@ def unmet_needs(pipeline: Pipeline, config: Config) -> list[PipelineProblem]:
         if wanted and not present:
             message = f"{need.setting} needs a node of the role '{need.role}', and there is none"
             hint = f"add one, e.g. embodrl.pipelines.nodes:{need.role}; leave pipeline.name out; or set {need.switch}"
-            problems.append(PipelineProblem("", message, hint))
+            problems.append(PipelineProblem("", message, hint, code="pipeline-role-needed"))
         elif present and need.only_then and not wanted:
             message = f"a node has the role '{need.role}', which needs {need.setting}"
-            problems.append(PipelineProblem("", message, "set it, or leave the node out"))
+            problems.append(PipelineProblem("", message, "set it, or leave the node out", code="pipeline-role-unused"))
     return [*problems, *_wrong_order(pipeline, config)]
 
 
@@ -126,7 +128,8 @@ def _wrong_order(pipeline: Pipeline, config: Config) -> Iterator[PipelineProblem
         for giver, given in pipeline.roles.items():
             if role in users.get(given, ()) and giver not in before:
                 message = f"needs what '{giver}' adds to the batch, and does not come after it"
-                yield PipelineProblem(name, message, f"let it get the batch from '{giver}', directly or through others")
+                hint = f"take its batch from '{giver}', directly or through other nodes"
+                yield PipelineProblem(name, message, hint, code="pipeline-order")
 
 
 def find_problems(config: Config) -> list[PipelineProblem]:
@@ -134,9 +137,9 @@ def find_problems(config: Config) -> list[PipelineProblem]:
     try:
         pipeline = make_pipeline(config)
     except PipelineError as error:
-        return list(error.problems) or [PipelineProblem("", error.message, error.hint)]
+        return list(error.problems) or [PipelineProblem("", error.message, error.hint, error.code)]
     except EmbodrlError as error:
-        return [PipelineProblem("", error.message, error.hint or "put its directory on PYTHONPATH")]
+        return [PipelineProblem("", error.message, error.hint or "put its directory on PYTHONPATH", error.code)]
     return [*pipeline.problems(), *unmet_needs(pipeline, config)]
 
 

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.deployment import Deployment
 from embodrl.errors import ChannelClosed, ChannelTimeout
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
-from embodrl.scheduler.placement import solve
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.async_rollout import Player, make_players
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.rollout import RolloutState, RolloutWorker
 from embodrl.workers.rollout_source import rollout_worker
 from embodrl.workers.share import Share, share_config
 from embodrl.workers.stage import Shard
-from embodrl.workers.weight_link import WeightInbox, make_receiver
+from embodrl.workers.weights import ReceiverThread, make_receiver
 
 
 def channel_names(rank: int) -> dict[str, str]:
@@ -54,21 +54,22 @@ class RolloutProcess(Worker):
 
     Args:
         config: the whole run.
+        deployment: where everything of it is.
         log_dir: where the output of the simulators goes.
     """
 
-    def __init__(self, config: Config, log_dir: str | None = None) -> None:
+    def __init__(self, config: Config, deployment: Deployment, log_dir: str | None = None) -> None:
         for module in config.extensions:
             importlib.import_module(module)
-        configure_torch(config)
+        threads = deployment.threads_of(deployment.of("rollout")[self.rank])
+        configure_torch(config, threads=threads)
         share = Share(self.rank, self.world_size)
         mine = share_config(config, share)
-        placement = solve(config)
         self.pool = make_pool(
             mine,
             mine.env.train.total_num_envs,
             None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}",
-            places=placement.of("env")[share.rows(config.env.num_processes)],
+            places=deployment.of("env")[share.rows(config.env.num_processes)],
         )
         self.pool.start_async()
         try:
@@ -78,8 +79,6 @@ class RolloutProcess(Worker):
         except BaseException:
             self.pool.close()
             raise
-        neighbours = sum(place.node == self.context.node for place in placement.of("rollout"))
-        threads = max(1, num_threads(config) // neighbours)
         self.config, self.share = mine, share
         self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count))
         self.engine.may_offload = config.rollout.enable_offload
@@ -87,7 +86,7 @@ class RolloutProcess(Worker):
         self.evaluator = Evaluator(mine, self.pool, self.engine, should_stop=self._should_stop)
         self._source: RolloutWorker | None = None
         self._player: Player | None = None
-        self._inbox: WeightInbox | None = None
+        self._inbox: ReceiverThread | None = None
         self._call, self._stopped = -1, False
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -117,8 +116,8 @@ class RolloutProcess(Worker):
             self._inbox.close()
         target = _Weights(self)
         layout = layout_of(self.policy)
-        receiver = make_receiver(options["kind"], target, options, self.channels["weights"], self.rank, layout)
-        self._inbox = WeightInbox(receiver, self.channels["answers"], options["generation"])
+        receiver = make_receiver(target, options, self.channels["weights"], self.rank, layout)
+        self._inbox = ReceiverThread(receiver, self.channels["answers"], options["generation"])
 
     def close(self) -> None:
         """End the simulators."""

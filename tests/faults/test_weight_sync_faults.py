@@ -44,7 +44,7 @@ def test_a_sender_that_is_killed_midway_leaves_the_old_version(tmp_path, groups,
     if kind == "disk":
         assert answer is None  # it was never marked STABLE
     else:
-        assert answer["error"] == "TornSyncError"
+        assert answer["error"] == "IncompleteSyncError"
         assert ("stopped after" if kind == "memory" else "was lost at") in answer["message"]
     assert actor.state().result(CALL_S) == [(0, Net().become(0).sums())]
     trainer.restart(0, START_S)

@@ -7,16 +7,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from embodrl.errors import ConfigError, EmbodrlError
+from embodrl.errors import ConfigError, EmbodrlError, PipelineError
 
 
 @contextmanager
 def raises_code(
     code: str, error_type: type[EmbodrlError] = EmbodrlError
 ) -> Iterator[pytest.ExceptionInfo[EmbodrlError]]:
-    """Like ``pytest.raises``, for an error with that code; a ``ConfigError`` has it among its problems' codes."""
+    """Like ``pytest.raises``, for an error with that code; or one with it among its problems."""
     with pytest.raises(error_type) as caught:
         yield caught
     error = caught.value
-    codes = [problem.code for problem in error.problems] if isinstance(error, ConfigError) else [error.code]
+    problems = error.problems if isinstance(error, (ConfigError, PipelineError)) else ()
+    codes = [problem.code for problem in problems] or [error.code]
     assert code in codes, f"expected code {code}, got {codes}: {error}"

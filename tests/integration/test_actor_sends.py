@@ -56,7 +56,7 @@ def test_two_processes_that_train_and_two_that_play_have_the_losses_of_one(whole
     for mine, theirs in list(zip(rows, native, strict=True))[1:3]:  # later ones may draw another action
         for name in LOSSES:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5)
-    assert "2 rollout process(es), weights by collective from the process of rank 0 that trains" in log_of(whole)
+    assert "2 rollout process(es), weights by collective from the training process of rank 0" in log_of(whole)
 
 
 @pytest.mark.parametrize(

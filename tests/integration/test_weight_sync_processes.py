@@ -118,7 +118,7 @@ def test_a_sender_that_fails_midway_leaves_the_old_version(tmp_path, pair, kind)
         if kind == "disk":
             assert answer is None  # it was never marked STABLE
         else:
-            assert answer["error"] == "TornSyncError" and "lost its mind" in answer["message"]
+            assert answer["error"] == "IncompleteSyncError" and "lost its mind" in answer["message"]
     assert pair.states() == [(0, Net().become(0).sums())] * pair.actors
     pair.sync(2)
     assert pair.states() == [(2, Net().become(2).sums())] * pair.actors
@@ -133,7 +133,7 @@ def test_weights_of_another_model_are_refused(tmp_path, one_to_two, kind):
     assert first["error"] == "WeightLayoutError" and "(2, 16) instead of (2, 8)" in first["message"]
     untouched = (-1, Net().become(-1).sums())
     if kind == "collective":  # they vote
-        assert second["error"] == "TornSyncError" and "another receiver refused" in second["message"]
+        assert second["error"] == "IncompleteSyncError" and "another receiver refused" in second["message"]
         with pytest.raises(WorkerRaised, match="a receiver refused"):
             sent.result(CALL_S)
         assert pair.states() == [untouched] * 2

@@ -11,7 +11,10 @@ ALGORITHMS = [
     Wrong("estimator without a name", "algorithm.adv_type", "module:attribute", ("algorithm.adv_type='math:'",)),
     Wrong("loss that is no function", "algorithm.loss_type", "not a function", ("algorithm.loss_type='math:pi'",)),
     Wrong(
-        "loss of another kind", "algorithm.loss_type", "unknown parameter 'a'", ("algorithm.loss_type='difflib:ndiff'",)
+        "loss of another kind",
+        "algorithm.loss_type",
+        "has an unknown parameter",
+        ("algorithm.loss_type='difflib:ndiff'",),
     ),
     Wrong(
         "group estimator without groups",

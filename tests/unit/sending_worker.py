@@ -19,8 +19,8 @@ class CountingWorker(ActorWorker):
     @dispatch()
     def count(self, bucket_bytes: int) -> None:
         """Begin to count."""
-        assert self._sender is not None
-        self._sender.bucket_bytes = bucket_bytes
+        assert self.sending is not None and self.sending.sender is not None
+        self.sending.sender.bucket_bytes = bucket_bytes
         self.counter, self.names = PeakCounter(), 0
 
         def counted(tensor: Any) -> Any:

@@ -76,9 +76,9 @@ def test_a_configuration_comes_from_overrides_a_mapping_or_a_file(tmp_path: Path
     path.write_text("presets: {env: toy}\nrunner: {seed: 5}\n")
     for given in (path, str(path)):
         assert embodrl.load_config(given).config.runner.seed == 5
-    with raises_code("config"):
+    with raises_code("config-unknown-key"):
         embodrl.load_config({"runner": {"sed": 4}})
-    with raises_code("config"):
+    with raises_code("preset-unknown"):
         embodrl.load_config({"env": "toi"})
     with raises_code("overrides-after-loading"):
         embodrl.train(loaded, ["runner.seed=1"])

@@ -14,6 +14,7 @@ from config_cases_cluster import CLUSTER
 from config_cases_data import DATA
 from config_cases_families import FAMILIES
 from config_cases_libero import LIBERO
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config import rules as rule_package
@@ -136,7 +137,7 @@ def test_algorithm_without_critic(change: str, key: str, says: str) -> None:
 
 @pytest.mark.usefixtures("_more_algorithms")
 def test_model_without_value_head() -> None:
-    with pytest.raises(ConfigError, match="has no value head"):
+    with raises_code("model-has-value-heads"):
         load_config(["model.model_type=headless"])
 
 
@@ -144,7 +145,7 @@ def test_wandb_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     from embodrl.config.rules import runner
 
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"embodrl\[wandb\]"):
+    with raises_code("wandb-is-installed"):
         load_config(["runner.logger.wandb_mode=offline"])
 
 
@@ -152,7 +153,7 @@ def test_output_without_permission(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     from embodrl.config.rules import runner
 
     monkeypatch.setattr(runner.os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(ConfigError, match="can't be written to"):
+    with raises_code("outputs-can-be-written"):
         load_config([f"runner.output_dir={tmp_path}/run"])
 
 
@@ -187,10 +188,10 @@ def test_rules_wait_for_valid_types() -> None:
 
 def test_unreadable_file(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.yaml", tmp_path):
-        with pytest.raises(ConfigError, match="can't read"):
+        with raises_code("config-file-unreadable"):
             load_config([], path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="UTF-8"):
+    with raises_code("config-file-unreadable"):
         load_config([], tmp_path / "binary.yaml")
 
 
@@ -199,5 +200,5 @@ def test_bomb_of_aliases(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     path.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="more than 10000 values"):
+    with raises_code("config-yaml-size"):
         load_config([], path)

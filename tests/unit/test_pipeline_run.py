@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.data.batch import Batch
@@ -83,7 +84,7 @@ def test_what_is_no_pair_with_metrics_is_a_value(value: Any) -> None:
 
 @pytest.mark.parametrize("metrics", [{"a": "fast"}, {1: 1.0}, {"a": torch.zeros(2)}, {"iteration": 3}])
 def test_metrics_are_numbers_by_name(metrics: Any) -> None:
-    with pytest.raises(PipelineError, match=r"node 'rollout' .* of the pipeline 'test' returned (the|a) metric"):
+    with raises_code("pipeline-node-result"):
         walk(source(lambda: (None, metrics)).add_node("train", ends, ("rollout",), "train"))
 
 
@@ -211,7 +212,7 @@ def test_interruptions_are_never_tried_again(error: BaseException) -> None:
 def test_an_interruption_after_training_has_begun_is_an_error() -> None:
     node = Unsteady(9, InterruptedError())
     pipeline = source(a_batch).add_node("train", lambda context, batch: batch, ("rollout",), "train")
-    with pytest.raises(PipelineError, match="interrupted once training had begun, in node 'late'"):
+    with raises_code("pipeline-interrupted"):
         walk(pipeline.add_node("late", node, ("train",), "sink", retries=5))
     assert len(node.seen) == 1
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from embodrl.bench.soak_verdict import Sample, check_faults, check_leaks, check_memory, check_steps, growth
+from soak_verdict import Sample, check_faults, check_leaks, check_memory, check_steps, growth
 
 FLAT = [Sample(float(t), 100.0, (40.0, 42.0), 30, 2, 2) for t in range(100)]
 

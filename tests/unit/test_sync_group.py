@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from embodrl.errors import TornSyncError, WorkerDied
-from embodrl.hybrid_engines.weight_sync.group import SyncGroup, cancel_meeting, open_meeting
+from embodrl.errors import IncompleteSyncError, WorkerDied
+from embodrl.hybrid_engines.weight_sync.group import SyncGroup, cancel_rendezvous, open_rendezvous
 from embodrl.scheduler.launchers.base import free_port
 
 LONG_S = 300.0
@@ -31,26 +31,26 @@ def test_who_waits_is_told_that_another_has_died(address: str) -> None:
             raise WorkerDied("rollout[1] was killed")
         asked.set()
 
-    meeting = open_meeting(address, 3)
+    rendezvous = open_rendezvous(address, 3)
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(SyncGroup, address, 1, 3, meet_s=LONG_S)
+        waiting = threads.submit(SyncGroup, address, 1, 3, connect_s=LONG_S)
         with pytest.raises(WorkerDied):
-            SyncGroup(address, 0, 3, meet_s=LONG_S, check=check, meeting=meeting)
-        with pytest.raises(TornSyncError, match="called it off"):
+            SyncGroup(address, 0, 3, connect_s=LONG_S, check=check, rendezvous=rendezvous)
+        with pytest.raises(IncompleteSyncError, match="cancelled it"):
             waiting.result(LONG_S / 10)
-    del meeting
+    del rendezvous
 
 
 def test_a_meeting_that_was_called_off_before_it_began(address: str) -> None:
-    meeting = open_meeting(address, 2)
-    cancel_meeting(meeting)
-    with pytest.raises(TornSyncError, match="called it off"):
-        SyncGroup(address, 1, 2, meet_s=LONG_S)
+    rendezvous = open_rendezvous(address, 2)
+    cancel_rendezvous(rendezvous)
+    with pytest.raises(IncompleteSyncError, match="cancelled it"):
+        SyncGroup(address, 1, 2, connect_s=LONG_S)
 
 
 def test_nobody_at_the_address() -> None:
-    with pytest.raises(TornSyncError, match="were to meet at tcp"):
-        SyncGroup(f"tcp://127.0.0.1:{free_port('127.0.0.1')}", 1, 2, meet_s=LONG_S, find_s=1.0)
+    with pytest.raises(IncompleteSyncError, match="did not connect at tcp"):
+        SyncGroup(f"tcp://127.0.0.1:{free_port('127.0.0.1')}", 1, 2, connect_s=LONG_S, find_s=1.0)
 
 
 def test_leaving_wakes_those_who_wait_within_a_sync(address: str) -> None:
@@ -61,18 +61,18 @@ def test_leaving_wakes_those_who_wait_within_a_sync(address: str) -> None:
         assert threads.submit(receiver.all_agree, True) and sender.all_agree(True)
         waiting = threads.submit(receiver.broadcast, torch.empty(4, dtype=torch.uint8))
         sender.close()
-        with pytest.raises(TornSyncError, match="lost at a bucket"):
+        with pytest.raises(IncompleteSyncError, match="lost at a bucket"):
             waiting.result(LONG_S / 10)
     assert receiver.broken
-    with pytest.raises(TornSyncError, match="has lost a process"):
+    with pytest.raises(IncompleteSyncError, match="has lost a process"):
         receiver.describe(None)
 
 
 def test_the_sender_listens_at_its_address_alone() -> None:
     port = free_port("127.0.0.1")
-    meeting = open_meeting(f"tcp://127.0.0.1:{port}", 2)
+    rendezvous = open_rendezvous(f"tcp://127.0.0.1:{port}", 2)
     listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and not c.raddr]
     assert listening == ["127.0.0.1"]
-    with pytest.raises(TornSyncError, match="can't be sent from"):
-        open_meeting(f"tcp://127.0.0.1:{port}", 2)
-    del meeting
+    with pytest.raises(IncompleteSyncError, match="cannot be sent from"):
+        open_rendezvous(f"tcp://127.0.0.1:{port}", 2)
+    del rendezvous

@@ -2,9 +2,9 @@
 
 import pytest
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
-from embodrl.scheduler.placement import ProcessPlace
 
 
 class Placed:
@@ -27,36 +27,20 @@ FAR = Placed([(0, 0)], [(1, 0)])
 
 
 @pytest.mark.parametrize(
-    ("placed", "same_process", "wanted"),
-    [
-        (CPU, True, "shared"),
-        (CPU, False, "memory"),
-        (DISJOINT, False, "memory"),
-        (SAME_GPUS, False, "memory"),
-        (FAR, False, "collective"),
-    ],
+    ("placed", "expected"), [(CPU, "memory"), (DISJOINT, "memory"), (SAME_GPUS, "memory"), (FAR, "collective")]
 )
-def test_the_kind_follows_from_the_placement(placed, same_process, wanted):
-    assert choose_weight_sync(placed, same_process) == wanted
+def test_the_kind_follows_from_the_placement(placed, expected):
+    assert choose_weight_sync(placed) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "placed", "same_process", "message"),
-    [
-        ("shared", CPU, False, "different processes, which share no memory"),
-        ("collective", CPU, True, "one process, which has nobody to send to"),
-        ("memory", FAR, False, "machine 1 has a rollout and no trainer"),
-        ("memroy", CPU, False, r"there is no weight sync 'memroy'(.|\n)*did you mean 'memory'"),
-    ],
-)
-def test_a_kind_that_can_not_work_is_refused(kind, placed, same_process, message):
-    with pytest.raises(EmbodrlError, match=message):
-        choose_weight_sync(placed, same_process, kind)
+def test_memory_between_machines_is_refused():
+    with pytest.raises(EmbodrlError, match="machine 1 has a rollout and no trainer"):
+        choose_weight_sync(FAR, "memory")
 
 
-def test_a_kind_that_can_work_is_taken():
+def test_a_kind_that_works_is_used():
     for kind in ("memory", "collective", "disk"):
-        assert choose_weight_sync(DISJOINT, False, kind) == kind
+        assert choose_weight_sync(DISJOINT, kind) == kind
 
 
 def test_nccl_needs_a_gpu_for_each():

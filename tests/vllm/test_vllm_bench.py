@@ -11,7 +11,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make test-vllm` makes an environment that has it", allow_module_level=True)
 
-from embodrl.bench import rollout_backends
+import rollout_backends
 
 pytestmark = pytest.mark.timeout(1800)
 

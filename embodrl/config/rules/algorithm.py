@@ -359,7 +359,7 @@ def kl_has_a_gradient(context: Context) -> Iterator[Finding]:
 
 
 @note("algorithm", "actor.optim", "model.add_value_head")
-def keys_without_effect(context: Context) -> Iterator[Finding]:
+def algorithm_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that do nothing beside the others."""
     for key, idle, reason in _inert(context):
         if idle and context.by_user(key):

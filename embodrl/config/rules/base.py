@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from embodrl.config.nodes import Node, Origin, lookup, origin_of
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, defaults_of
+from embodrl.deployment import Deployment, Solution
 from embodrl.errors import ConfigProblem
 from embodrl.specs import ENVS, MODELS, ModelSpec, SimulatorSpec
 
@@ -50,16 +51,21 @@ class Context:
     Attributes:
         config: the values.
         tree: with origins.
+        solution: what could be placed.
         resuming: a checkpoint has the weights.
-        planning: nothing will be started, so this machine need not be able to.
         collecting: demonstrations will be collected.
     """
 
     config: Config
     tree: Node
+    solution: Solution
     resuming: bool = False
-    planning: bool = False
     collecting: bool = False
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """Where everything is; None if that is not known, which rules of their own report."""
+        return self.solution.found
 
     @cached_property
     def _defaults(self) -> Any:
@@ -120,10 +126,18 @@ Check = Callable[[Context], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check and the keys that it reads; it is skipped while one of them is invalid."""
+    """A check and the keys that it reads; it is skipped while one of them is invalid.
+
+    Attributes:
+        check: yields what is wrong.
+        keys: what it reads.
+        here: whether it is about this machine or the programs on it: no error of a plan, which starts nothing, but an
+            obstacle that the plan lists.
+    """
 
     check: Check
     keys: tuple[str, ...]
+    here: bool = False
 
     @property
     def code(self) -> str:
@@ -138,17 +152,17 @@ class RuleSet:
     rules: list[Rule] = field(default_factory=list[Rule])
     notes: list[Rule] = field(default_factory=list[Rule])
 
-    def rule(self, *keys: str) -> Callable[[Check], Check]:
-        """Register a check whose findings are errors."""
-        return self._register(self.rules, keys)
+    def rule(self, *keys: str, here: bool = False) -> Callable[[Check], Check]:
+        """Register a check whose findings are errors; ``here``: see ``Rule``."""
+        return self._register(self.rules, keys, here)
 
     def note(self, *keys: str) -> Callable[[Check], Check]:
-        """Register a check whose findings are reported without stopping anything."""
+        """Register a check whose findings are printed, but do not stop anything."""
         return self._register(self.notes, keys)
 
-    def _register(self, rules: list[Rule], keys: tuple[str, ...]) -> Callable[[Check], Check]:
+    def _register(self, rules: list[Rule], keys: tuple[str, ...], here: bool = False) -> Callable[[Check], Check]:
         def add(check: Check) -> Check:
-            rules.append(Rule(check, keys))
+            rules.append(Rule(check, keys, here))
             return check
 
         return add

@@ -76,4 +76,4 @@ def graph_is_sound(context: Context) -> Iterator[Finding]:
     key = "pipeline.name" if pipeline.fn is None else "pipeline.fn"
     problems: list[PipelineProblem] = import_object(FIND_PROBLEMS)(config)
     for problem in problems:
-        yield Finding(key, str(problem), problem.hint)
+        yield Finding(key, str(problem), problem.hint, code=problem.code)

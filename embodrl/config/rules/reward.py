@@ -54,7 +54,7 @@ def encoder_exists(context: Context) -> Iterator[Finding]:
 
 
 @note("reward")
-def keys_without_effect(context: Context) -> Iterator[Finding]:
+def reward_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that only matter with a function."""
     reward = context.config.reward
     for name in type(reward).model_fields:

@@ -1,26 +1,49 @@
-"""What every kind of weight sync has in common: versions, full and partial syncs, and what fits a policy."""
+"""Weight sync: what all transports share: versions, full and partial syncs, checksums, fit with the policy.
+
+A sync is a header, the tensors in buckets, and an end with their number. Receivers keep the buckets in host memory and
+touch the policy only when everything has arrived and fits: a sync that fails leaves the policy as it was.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from embodrl.errors import EmbodrlError, WeightLayoutError, WeightVersionError
-from embodrl.hybrid_engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Layout, Named, gathered, num_bytes
+from embodrl.errors import (
+    EmbodrlError,
+    IncompleteSyncError,
+    WeightChecksumError,
+    WeightLayoutError,
+    WeightSyncError,
+    WeightVersionError,
+)
+from embodrl.hybrid_engines.weight_sync.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    Layout,
+    Named,
+    buckets,
+    checksum,
+    gathered,
+    num_bytes,
+)
 
-DEFAULT_STALL_TIMEOUT_S = 60.0
+HINT = "the previous version stays in use; the next sync brings newer weights"
+
+
+def no_check() -> None:
+    """Check nothing: the default where nothing can have died."""
 
 
 class WeightTarget(Protocol):
-    """What takes weights over, between two batches: a rollout engine."""
+    """A policy in use that accepts new weights between two batches: a rollout engine."""
 
     def update_weights(self, weights: Iterable[Named], version: int) -> None:
-        """Take over weights that have seen ``version`` updates."""
+        """Use weights of this version (the number of updates behind them) from now on."""
         ...
 
 
@@ -29,8 +52,8 @@ class Header:
     """Which weights a sync carries.
 
     Attributes:
-        version: updates that they have seen.
-        base: the full sync that it builds on; its own version if it is full.
+        version: number of updates behind them.
+        base: version of the full sync that this one builds on; its own version if it is full.
     """
 
     version: int
@@ -38,7 +61,7 @@ class Header:
 
     @property
     def full(self) -> bool:
-        """Every tensor of the policy travels."""
+        """Every tensor of the policy is included."""
         return self.base == self.version
 
 
@@ -47,10 +70,10 @@ class SyncReport:
     """What a sync moved.
 
     Attributes:
-        version: updates that the weights have seen.
-        full: every tensor, or only what trains.
+        version: number of updates behind the weights.
+        full: every tensor, or only the trained ones.
         num_tensors: how many.
-        num_bytes: of them together.
+        num_bytes: their total size.
         seconds: from the first tensor to the last.
     """
 
@@ -61,114 +84,136 @@ class SyncReport:
     seconds: float
 
 
-def _finish(stream: Iterator[Named], error: Exception) -> None:
-    """Gather what is left with the other ranks, which know of no error; should that fail as well, ``error`` tells."""
-    try:
-        for _ in stream:
-            pass
-    except Exception as further:  # noqa: BLE001 - it must not take the place of the error that is raised
-        error.add_note(f"what was left could not be gathered either: {type(further).__name__}: {further}")
-
-
 class WeightSender(ABC):
-    """The side of the weights that train.
+    """The sending side.
 
     Args:
-        trained: names that travel after the first full sync (``trained_names``); None sends everything each time.
-        bucket_bytes: tensors that are gathered and moved at a time.
+        trained: names to send after the first full sync (``trained_names``); None sends everything each time.
+        bucket_bytes: size of the tensors that are gathered and moved at a time.
 
     Attributes:
-        version: of the last sync that was begun, None before the first.
+        version: of the last sync that was started, None before the first.
         base: of the last full one.
+
+    Raises:
+        EmbodrlError: ``bucket_bytes`` is not positive.
     """
 
     def __init__(self, trained: Collection[str] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         if bucket_bytes < 1:
-            raise EmbodrlError(f"weight sync: bucket_bytes is {bucket_bytes}", "give at least 1, e.g. 268435456")
+            raise EmbodrlError(f"weight sync: bucket_bytes is {bucket_bytes}", "use at least 1, e.g. 268435456")
         self.trained = None if trained is None else frozenset(trained)
         self.bucket_bytes = bucket_bytes
         self.version: int | None = None
         self.base: int | None = None
 
-    def send(self, weights: Iterable[Named], version: int, full: bool = False) -> SyncReport:
-        """Send weights; every rank that holds shards of them calls this, with the same arguments.
+    def send(
+        self, weights: Iterable[Named], version: int, full: bool = False, check: Callable[[], None] = no_check
+    ) -> SyncReport:
+        """Send weights; all ranks that hold shards of them call this, with the same arguments.
 
         Args:
             weights: names and tensors; a ``DTensor`` is gathered when its turn comes.
-            version: updates that they have seen, more than in the last call, whether that succeeded or not.
-            full: send everything, though ``trained`` is given; for receivers that are new.
+            version: number of updates behind them, above that of the last call, whether that succeeded or not.
+            full: send everything although ``trained`` is set; for new receivers.
+            check: called while the sender waits; raises if a receiver has died.
 
         Raises:
-            WeightVersionError: the version does not grow.
+            WeightVersionError: the version does not increase.
             WeightLayoutError: a name of ``trained`` is not among the weights.
             WeightSyncError: they did not reach every receiver.
         """
         if self.version is not None and version <= self.version:
             raise WeightVersionError(
-                f"weights of version {version} can't follow version {self.version}", "send only newer weights"
+                f"weights of version {version} cannot follow version {self.version}", "send only newer weights"
             )
-        # Decided before anything can fail, so that all ranks that gather agree on what comes next.
+        # Decided before anything can fail: all ranks that gather must agree on what the next sync contains.
         full = full or self.trained is None or self.base is None
         self.version, self.base = version, version if full else self.base
         assert self.base is not None
-        clock, moved = time.perf_counter(), _Count()
+        clock, moved = time.perf_counter(), [0, 0]
         stream = self._stream(weights, full, moved)
         try:
-            self._send(Header(version, self.base), stream)
+            self._send(Header(version, self.base), stream, check)
         except Exception as error:
-            _finish(stream, error)
+            # The other ranks do not know of the error and gather to the end, which needs this rank.
+            try:
+                for _ in stream:
+                    pass
+            except Exception as further:  # noqa: BLE001 - must not replace the error that is raised
+                error.add_note(f"gathering the remaining weights failed, too: {type(further).__name__}: {further}")
             raise
-        return SyncReport(version, full, moved.tensors, moved.num_bytes, time.perf_counter() - clock)
+        return SyncReport(version, full, *moved, time.perf_counter() - clock)
 
-    def _stream(self, weights: Iterable[Named], full: bool, moved: _Count) -> Iterator[Named]:
+    def _stream(self, weights: Iterable[Named], full: bool, moved: list[int]) -> Iterator[Named]:
+        """Yield whole tensors, and count them and their bytes in ``moved``."""
         missing = set(self.trained or ())
         for name, tensor in weights:
             missing.discard(name)
             if full or (self.trained is not None and name in self.trained):
-                moved.tensors += 1
-                moved.num_bytes += num_bytes(tensor)
-                yield name, self._whole(name, tensor)
+                moved[0] += 1
+                moved[1] += num_bytes(tensor)
+                yield name, gathered(tensor)
         if missing:
             raise WeightLayoutError(
                 f"{len(missing)} trained names are not among the weights, e.g. '{min(missing)}'",
                 "take the names from trained_names() of the same policy",
             )
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        return gathered(tensor)
-
     @abstractmethod
-    def _send(self, header: Header, stream: Iterator[Named]) -> None:
+    def _send(self, header: Header, stream: Iterator[Named], check: Callable[[], None]) -> None:
         """Move a stream of whole tensors."""
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Free what the sender holds."""
-
-
-@dataclass
-class _Count:
-    tensors: int = 0
-    num_bytes: int = 0
+        """Release what the sender holds."""
 
 
 class GatherOnly(WeightSender):
     """For the ranks of a sharded trainer that send nothing themselves: they only take part in gathering."""
 
-    def _send(self, header: Header, stream: Iterator[Named]) -> None:
+    def _send(self, header: Header, stream: Iterator[Named], check: Callable[[], None]) -> None:
         for _ in stream:
             pass
 
 
+class StreamSender(WeightSender):
+    """Sends header, buckets and end as messages; a transport says how."""
+
+    def _send(self, header: Header, stream: Iterator[Named], check: Callable[[], None]) -> None:
+        num_buckets = num_tensors = 0
+        failure: Exception | None = None
+        end: dict[str, Any]
+        try:
+            self._put({"sync": "begin", "version": header.version, "base": header.base}, (), check)
+            for bucket in buckets(stream, self.bucket_bytes):
+                message = {"sync": "bucket", "version": header.version, "index": num_buckets}
+                self._put(message, bucket, check)
+                num_buckets += 1
+                num_tensors += len(bucket)
+            end = {"buckets": num_buckets, "tensors": num_tensors}
+        except Exception as error:  # noqa: BLE001 - raised by _finish, after the receivers know
+            failure, end = error, {"reason": str(error)}
+        self._finish({"sync": "end", "version": header.version, **end}, failure, check)
+
+    @abstractmethod
+    def _put(self, message: dict[str, Any], bucket: Iterable[Named], check: Callable[[], None]) -> None:
+        """Send a message to all receivers, with the tensors of a bucket."""
+
+    @abstractmethod
+    def _finish(self, end: dict[str, Any], failure: Exception | None, check: Callable[[], None]) -> None:
+        """Send the last message, and raise ``failure`` if there is one."""
+
+
 class WeightReceiver(ABC):
-    """The side of a policy that acts. A sync that fails leaves the policy as it was.
+    """The receiving side. A sync that fails leaves the policy as it was.
 
     Args:
-        target: takes the weights over.
-        layout: names and shapes of its policy (``layout_of``), which must be met before it is touched; None where
-            the target itself checks them.
+        target: accepts the weights.
+        layout: names and shapes of its policy (``layout_of``), compared before it is touched; None where the target
+            checks them itself.
 
     Attributes:
-        version: of the weights that it took over last, None before the first.
+        version: of the weights that were accepted last, None before the first.
         base: of the last full sync among them.
     """
 
@@ -177,62 +222,160 @@ class WeightReceiver(ABC):
         self.version: int | None = None
         self.base: int | None = None
 
+    @property
+    def is_broken(self) -> bool:
+        """Nothing can be received any more."""
+        return False
+
     @abstractmethod
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
-        """Take over newer weights, if there are some; call it between two chunks.
+        """Accept newer weights if there are any; to be called between two chunks.
 
         Args:
             timeout_s: seconds to wait for a sync to begin.
 
         Returns:
-            what was taken over, None if nothing has begun in time.
+            what was accepted, None if nothing began in time.
 
         Raises:
-            TornSyncError: a sync began and did not come to its end.
-            WeightChecksumError: a tensor has other bytes than it was sent with.
-            WeightVersionError: the version does not grow, or its full sync was never received.
-            WeightLayoutError: names or shapes are not those of the policy.
+            IncompleteSyncError: a sync began and did not complete.
+            WeightChecksumError: the bytes of a tensor changed on the way.
+            WeightVersionError: the version does not increase, or the full sync that it builds on was never received.
+            WeightLayoutError: names or shapes do not fit the policy.
         """
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Free what the receiver holds."""
+        """Release what the receiver holds."""
 
     def _check_version(self, header: Header) -> None:
         if self.version is not None and header.version <= self.version:
             raise WeightVersionError(
                 f"weights of version {header.version} came after version {self.version}",
-                "make a new receiver if the run went back to an older checkpoint",
+                "create a new receiver if the run went back to an older checkpoint",
             )
         if not header.full and header.base != self.base:
             have = "no full version" if self.base is None else f"the full version {self.base}"
             raise WeightVersionError(
-                f"version {header.version} holds only what trains and builds on version {header.base}; here is {have}",
+                f"version {header.version} holds only trained weights and builds on version {header.base}; this"
+                f" receiver has {have}",
                 "send once with full=True",
             )
 
-    def _check_layout(self, header: Header, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Find out before anything is copied."""
-        if self.layout is None:
-            return
-        unknown = sorted(shapes.keys() - self.layout.keys())
-        missing = sorted(self.layout.keys() - shapes.keys()) if header.full else []
-        other = sorted(n for n, shape in shapes.items() if n in self.layout and self.layout[n] != shape)
-        found = [f"{len(unknown)} unknown names, e.g. '{unknown[0]}'"] if unknown else []
-        if missing:
-            found.append(f"{len(missing)} names are missing, e.g. '{missing[0]}'")
-        if other:
-            first = f"'{other[0]}' is {shapes[other[0]]} instead of {self.layout[other[0]]}"
-            found.append(f"{len(other)} have other shapes, e.g. {first}")
-        if found:
-            raise WeightLayoutError(
-                f"weights of version {header.version} do not fit the policy: {'; '.join(found)}",
-                "give trainer and rollout the same model settings",
+    def _accept(self, header: Header, tensors: Mapping[str, Tensor], clock: float) -> SyncReport:
+        self.target.update_weights(tensors.items(), header.version)
+        self.version, self.base = header.version, header.base
+        size = sum(num_bytes(tensor) for tensor in tensors.values())
+        return SyncReport(header.version, header.full, len(tensors), size, time.perf_counter() - clock)
+
+
+class StreamReceiver(WeightReceiver):
+    """Receives header, buckets and end as messages; a transport says how."""
+
+    def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
+        begin = self._begin(timeout_s)
+        if begin is None:
+            return None
+        clock = time.perf_counter()
+        header = Header(begin["version"], begin["base"])
+        tensors: dict[str, Tensor] = {}
+        num_buckets, failure = 0, None
+        try:
+            self._check_version(header)
+        except WeightSyncError as error:
+            failure = error
+        # After a failure, too, it reads to the end: the others of a collective wait for it, and a pipe must be empty.
+        while (message := self._next(header, num_buckets))["sync"] != "end":
+            if failure is None:
+                try:
+                    tensors |= self._unpacked(header, message, num_buckets)
+                except WeightSyncError as error:
+                    failure = error
+                num_buckets += 1
+        try:
+            if failure is None:
+                self._check_complete(header, message, num_buckets, len(tensors))
+                check_layout(header.version, {n: tuple(t.shape) for n, t in tensors.items()}, self.layout, header.full)
+        except WeightSyncError as error:
+            failure = error
+        agreed = self._vote(failure is None)
+        if failure is not None:
+            raise failure
+        if not agreed:
+            raise IncompleteSyncError(f"another receiver refused the weights of version {header.version}", HINT)
+        return self._accept(header, tensors, clock)
+
+    @abstractmethod
+    def _begin(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the first message of a sync, None if none comes in time."""
+
+    @abstractmethod
+    def _next(self, header: Header, num_buckets: int) -> dict[str, Any]:
+        """Return the next message; raise if there will be none."""
+
+    @abstractmethod
+    def _tensors(self, message: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of a bucket."""
+
+    def _vote(self, agree: bool) -> bool:
+        """Return whether all receivers of this sync can accept it."""
+        return agree
+
+    def _unpacked(self, header: Header, message: dict[str, Any], expected: int) -> dict[str, Tensor]:
+        if message["index"] != expected:
+            raise IncompleteSyncError(
+                f"weights of version {header.version}: bucket {message['index']} came where {expected} was due", HINT
+            )
+        tensors = self._tensors(message)
+        for name, crc32 in (message["checksums"] or {}).items():
+            check_bytes(name, header.version, checksum(tensors[name]), crc32)
+        return tensors
+
+    def _check_complete(self, header: Header, end: dict[str, Any], num_buckets: int, num_tensors: int) -> None:
+        if "reason" in end:
+            raise IncompleteSyncError(
+                f"weights of version {header.version} stopped after {num_buckets} buckets: the sender failed with:"
+                f" {end['reason']}",
+                HINT,
+            )
+        if (end["buckets"], end["tensors"]) != (num_buckets, num_tensors):
+            raise IncompleteSyncError(
+                f"weights of version {header.version}: {num_buckets} of {end['buckets']} buckets with"
+                f" {num_tensors} of {end['tensors']} tensors came",
+                HINT,
             )
 
-    def _took(self, header: Header) -> None:
-        self.version, self.base = header.version, header.base
+
+def check_layout(version: int, shapes: Layout, layout: Layout | None, full: bool) -> None:
+    """Compare the names and shapes of weights with those of a policy.
+
+    Raises:
+        WeightLayoutError: they differ.
+    """
+    if layout is None:
+        return
+    unknown = sorted(shapes.keys() - layout.keys())
+    missing = sorted(layout.keys() - shapes.keys()) if full else []
+    other = sorted(n for n, shape in shapes.items() if n in layout and layout[n] != shape)
+    found = [f"{len(unknown)} unknown names, e.g. '{unknown[0]}'"] if unknown else []
+    if missing:
+        found.append(f"{len(missing)} names are missing, e.g. '{missing[0]}'")
+    if other:
+        first = f"'{other[0]}' is {shapes[other[0]]} instead of {layout[other[0]]}"
+        found.append(f"{len(other)} have other shapes, e.g. {first}")
+    if found:
+        raise WeightLayoutError(
+            f"weights of version {version} do not fit the policy: {'; '.join(found)}",
+            "use the same model settings for trainer and rollout",
+        )
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """Return the shapes of tensors by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def check_bytes(name: str, version: int, found: int, expected: int) -> None:
+    """Compare checksums.
+
+    Raises:
+        WeightChecksumError: they differ.
+    """
+    if found != expected:
+        raise WeightChecksumError(
+            f"weights of version {version}: '{name}' has the checksum {found:08x} instead of {expected:08x}", HINT
+        )

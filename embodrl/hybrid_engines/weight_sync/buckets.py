@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodrl.errors import TornSyncError
+from embodrl.errors import IncompleteSyncError
 from embodrl.models.base import VLAPolicy
 from embodrl.storage.files import raw_bytes
 
@@ -21,7 +21,7 @@ DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a tensor without gradient; of a ``DTensor`` the whole, which every rank of its mesh must ask for."""
+    """Return a tensor without gradient; a ``DTensor`` is gathered, which is a collective call of its mesh."""
     whole: Any = getattr(tensor, "full_tensor", None)
     return (tensor if whole is None else whole()).detach()
 
@@ -34,8 +34,8 @@ def num_bytes(tensor: Tensor) -> int:
 def buckets(stream: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
     """Yield the tensors in groups of at most ``bucket_bytes``; a larger tensor is a group of its own.
 
-    A group is emptied when the next is asked for, so that only one is alive at a time (and one tensor, which did not
-    fit). Who needs its tensors longer copies them.
+    A group is cleared when the next one is requested, so that only one is alive at a time (and the tensor that did not
+    fit). Callers that need its tensors for longer copy them.
     """
     bucket: list[Named] = []
     size = 0
@@ -62,12 +62,12 @@ def as_tensor(raw: Tensor, dtype: str, shape: list[int]) -> Tensor:
     """Return bytes ``uint8[N]`` as a tensor of a named dtype and a shape, in the same memory.
 
     Raises:
-        TornSyncError: there is no such dtype, or the bytes do not make up the shape.
+        IncompleteSyncError: there is no such dtype, or the bytes do not make up the shape.
     """
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or torch.Size(shape).numel() * kind.itemsize != raw.numel():
-        raise TornSyncError(
-            f"{raw.numel()} bytes are no tensor {dtype}{shape}", "run the same version of embodrl everywhere"
+        raise IncompleteSyncError(
+            f"{raw.numel()} bytes are not a tensor {dtype}{shape}", "use the same version of embodrl everywhere"
         )
     return raw.view(kind).reshape(shape)
 
@@ -75,14 +75,14 @@ def as_tensor(raw: Tensor, dtype: str, shape: list[int]) -> Tensor:
 def checksum(tensor: Tensor) -> int:
     """Return the CRC-32 of a tensor's bytes.
 
-    It is the fastest of the standard library, beside which ``blake2b`` takes five times as long, and finds every burst
-    of errors up to 32 bits; it is no protection against an attacker.
+    The fastest checksum of the standard library (``blake2b`` takes five times as long). It detects every error burst
+    up to 32 bits; it does not protect against an attacker.
     """
     return zlib.crc32(raw_bytes(tensor)) if tensor.numel() else 0
 
 
 def trained_names(policy: VLAPolicy) -> frozenset[str]:
-    """Return the names in ``state_dict`` of what training changes: the trainable parameters, and all buffers."""
+    """Return the ``state_dict`` names that training changes: the trainable parameters and all buffers."""
     trained = {id(p) for group in policy.trainable_groups().values() for p in group}
     fixed = {name for name, p in policy.named_parameters(remove_duplicate=False) if id(p) not in trained}
     return frozenset(policy.state_dict().keys() - fixed)

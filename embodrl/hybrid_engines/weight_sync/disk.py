@@ -1,55 +1,87 @@
-"""Through a directory: also between machines that share storage, and for processes that come and go."""
+"""Weight sync through a directory: between machines that share storage, and for processes that come and go.
+
+``DIR/v000012/`` holds safetensors files, ``manifest.json`` (file, place, dtype, shape and CRC-32 of every tensor) and,
+written last, ``STABLE`` with the SHA-256 of the manifest: a version without it does not exist for readers.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
+import re
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodrl.errors import TornSyncError, WeightSyncError, WeightVersionError
-from embodrl.hybrid_engines.weight_sync.base import Header, SyncReport, WeightReceiver, WeightSender, WeightTarget
+import torch
+from torch import Tensor
+
+from embodrl.errors import IncompleteSyncError, WeightSyncError, WeightVersionError
+from embodrl.hybrid_engines.weight_sync.base import (
+    HINT,
+    Header,
+    SyncReport,
+    WeightReceiver,
+    WeightSender,
+    WeightTarget,
+    check_bytes,
+    check_layout,
+)
 from embodrl.hybrid_engines.weight_sync.buckets import (
     DEFAULT_BUCKET_BYTES,
     Layout,
     Named,
+    as_tensor,
     buckets,
+    checksum,
     dtype_name,
     num_bytes,
+    trained_names,
 )
-from embodrl.hybrid_engines.weight_sync.versions import (
-    MANIFEST,
-    STABLE,
-    StoredVersion,
-    make_manifest,
-    read_header,
-    version_path,
-    versions_in,
-)
+from embodrl.models.base import VLAPolicy
 from embodrl.storage.atomic import sync_directory, write_file
 from embodrl.storage.files import safetensors_bytes
 
 logger = logging.getLogger(__name__)
 
 VERSIONS_KEPT = 2
+FORMAT = 1
+MANIFEST, STABLE = "manifest.json", "STABLE"
+_NAME = re.compile(r"v(\d{6,})")
 _STAGING = ".writing_"
 _POLL_S = 0.05
+
+
+def version_path(directory: Path, version: int) -> Path:
+    """Return the directory of a version."""
+    return directory / f"v{version:06d}"
+
+
+def versions_in(directory: Path, stable: bool = True) -> list[int]:
+    """Return the versions in a directory, the newest first; unfinished ones only with ``stable=False``."""
+    if not directory.is_dir():
+        return []
+    found = [(int(m[1]), path) for path in directory.iterdir() if (m := _NAME.fullmatch(path.name))]
+    return sorted((version for version, path in found if not stable or (path / STABLE).is_file()), reverse=True)
 
 
 class DiskSender(WeightSender):
     """Writes each version under a temporary name, renames it, and marks it STABLE last; removes old ones.
 
-    One sender writes to a directory at a time. It goes on after the newest version that it finds there.
+    Only one sender may write to a directory at a time. It continues after the newest version that it finds there.
 
     Args:
-        directory: of the versions; made if missing.
+        directory: of the versions; created if missing.
         trained: see WeightSender; the first version that a sender writes is full.
         bucket_bytes: see WeightSender; a bucket is a file.
-        keep: newest versions kept; those that they build on stay, too.
+        keep: newest versions kept; those that they build on are kept, too.
     """
 
     def __init__(
@@ -66,17 +98,13 @@ class DiskSender(WeightSender):
         self.version = next(iter(versions_in(self.directory)), None)
 
     def drop_newer(self, version: int) -> None:
-        """Remove what a run wrote after the checkpoint that it now continues from.
-
-        Args:
-            version: updates that the weights of the checkpoint have seen.
-        """
+        """Remove versions above this one, which a run wrote after the checkpoint that it is resumed from."""
         for other in versions_in(self.directory, stable=False):
             if other > version:
                 self._remove(version_path(self.directory, other))
         self.version, self.base = next(iter(versions_in(self.directory)), None), None
 
-    def _send(self, header: Header, stream: Iterator[Named]) -> None:
+    def _send(self, header: Header, stream: Iterator[Named], check: Callable[[], None]) -> None:
         final = version_path(self.directory, header.version)
         staging = self.directory / f"{_STAGING}{final.name}"
         try:
@@ -91,7 +119,7 @@ class DiskSender(WeightSender):
             shutil.rmtree(staging, ignore_errors=True)
             raise WeightSyncError(
                 f"weights of version {header.version} could not be written to {self.directory}: {error.strerror}",
-                "free some room, or sync through another directory; readers keep the version before",
+                "free disk space, or sync through another directory; readers keep the previous version",
             ) from error
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
@@ -103,25 +131,27 @@ class DiskSender(WeightSender):
         files: dict[str, int] = {}
         for bucket in buckets(stream, self.bucket_bytes):
             name = f"bucket_{len(files):05d}.safetensors"
-            files[name] = write_file(staging / name, _noting(dict(bucket), name, tensors))
-        manifest, stable = make_manifest(header, tensors, files)
+            files[name] = write_file(staging / name, _recorded(dict(bucket), name, tensors))
+        content = {"format": FORMAT, "version": header.version, "base": header.base, "files": files, "tensors": tensors}
+        manifest = json.dumps(content, indent=1).encode()
         write_file(staging / MANIFEST, iter([manifest]))
         sync_directory(staging)
         staging.rename(final)
         sync_directory(self.directory)
+        marker = {"version": header.version, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
         # Not atomic_file: the temporary name must not be taken for a file of the version, and OSErrors are
         # reported as failures of weight sync.
         hidden = final / f".{STABLE}"
-        write_file(hidden, iter([stable]))
+        write_file(hidden, iter([json.dumps(marker).encode()]))
         hidden.rename(final / STABLE)
         sync_directory(final)
 
     def _prune(self) -> None:
-        """Remove old versions, but none that a kept one builds on."""
+        """Remove old versions, except those that a kept one builds on."""
         kept = versions_in(self.directory)[: self.keep]
         try:
-            kept += [read_header(self.directory, version).base for version in kept]
-        except TornSyncError as error:
+            kept += [StoredVersion.open(self.directory, version).header.base for version in kept]
+        except IncompleteSyncError as error:
             logger.warning("no old weights are removed: %s", error)
             return
         for version in versions_in(self.directory, stable=False):
@@ -130,14 +160,14 @@ class DiskSender(WeightSender):
 
     def _remove(self, path: Path) -> None:
         try:
-            (path / STABLE).unlink(missing_ok=True)  # first, so that nobody takes what is left for a whole version
+            (path / STABLE).unlink(missing_ok=True)  # first, so that no reader takes the rest for a whole version
             shutil.rmtree(path)
         except OSError as error:
             logger.warning("old weights %s could not be removed: %s", path, error)
 
 
-def _noting(bucket: dict[str, Any], file: str, tensors: dict[str, dict[str, Any]]) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file, and note where each tensor lies in it and its checksum."""
+def _recorded(bucket: dict[str, Tensor], file: str, tensors: dict[str, dict[str, Any]]) -> Iterator[bytes | memoryview]:
+    """Yield a safetensors file, and record place and checksum of each of its tensors in ``tensors``."""
     pieces = safetensors_bytes(bucket)
     header = bytes(next(pieces))
     yield header
@@ -152,103 +182,150 @@ def _noting(bucket: dict[str, Any], file: str, tensors: dict[str, dict[str, Any]
             yield piece
 
 
-class DiskReceiver(WeightReceiver):
-    """Takes over the newest STABLE version. It is read twice, a tensor at a time: whole, to compare every checksum,
-    and then into the policy. Its files stay open meanwhile, so that removing it does no harm on a local disk. Should
-    storage fail between the two readings, the version before is read back.
-
-    Args:
-        target: see WeightReceiver.
-        directory: of the sender.
-        layout: see WeightReceiver.
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version on disk whose manifest is intact.
 
     Attributes:
-        intact: False if storage failed while the policy was written and there was no version to go back to.
+        path: its directory.
+        header: which weights.
+        files: sizes in bytes by name.
+        tensors: facts of each tensor by name.
+    """
+
+    path: Path
+    header: Header
+    files: dict[str, int]
+    tensors: dict[str, dict[str, Any]]
+
+    @classmethod
+    def open(cls, directory: Path, version: int) -> StoredVersion:
+        """Read a version's manifest.
+
+        Raises:
+            IncompleteSyncError: it is missing or damaged.
+        """
+        path = version_path(directory, version)
+        try:
+            manifest = (path / MANIFEST).read_bytes()
+            marker: dict[str, Any] = json.loads((path / STABLE).read_bytes())
+            content: dict[str, Any] = json.loads(manifest)
+            header = Header(int(content["version"]), int(content["base"]))
+            found = cls(path, header, content["files"], content["tensors"])
+            written, expected = hashlib.sha256(manifest).hexdigest(), marker["manifest_sha256"]
+        except FileNotFoundError as error:
+            raise _incomplete(path, f"{Path(error.filename).name} is missing") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _incomplete(path, f"it cannot be read: {error}") from error
+        if written != expected:
+            raise _incomplete(path, f"{MANIFEST} is not the one that {STABLE} was written for")
+        if (content["format"], header.version) != (FORMAT, version):
+            raise _incomplete(path, f"{MANIFEST} has format {content['format']} and is of version {header.version}")
+        return found
+
+    @property
+    def shapes(self) -> Layout:
+        """Of the tensors by name."""
+        return {name: tuple(facts["shape"]) for name, facts in self.tensors.items()}
+
+    def read(self) -> dict[str, Tensor]:
+        """Return all tensors, in host memory.
+
+        Raises:
+            IncompleteSyncError: a file is missing, has another size than it was written with, or cannot be read.
+            WeightChecksumError: the bytes of a tensor are not those that were written.
+        """
+        tensors: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            try:
+                # All are opened first: on a local disk they can then be read even if the sender removes the version.
+                streams = {name: stack.enter_context((self.path / name).open("rb")) for name in self.files}
+                for file, size in self.files.items():
+                    if (found := os.fstat(streams[file].fileno()).st_size) != size:
+                        raise _incomplete(self.path, f"{file} has {found} bytes instead of {size}")
+                for name, facts in self.tensors.items():
+                    raw = torch.empty(int(facts["num_bytes"]), dtype=torch.uint8)
+                    streams[facts["file"]].seek(facts["offset"])
+                    if streams[facts["file"]].readinto(raw.numpy().data) != len(raw):
+                        raise _incomplete(self.path, f"{facts['file']} ends within '{name}'")
+                    check_bytes(name, self.header.version, checksum(raw), int(facts["crc32"]))
+                    tensors[name] = as_tensor(raw, facts["dtype"], facts["shape"])
+            except FileNotFoundError as error:
+                raise _incomplete(self.path, f"{Path(error.filename).name} is missing") from error
+            except OSError as error:
+                raise _incomplete(self.path, f"it cannot be read: {error.strerror}") from error
+        return tensors
+
+
+def _incomplete(path: Path, problem: str) -> IncompleteSyncError:
+    return IncompleteSyncError(f"weights in {path}: {problem}", HINT)
+
+
+class DiskReceiver(WeightReceiver):
+    """Accepts the newest STABLE version. It is read into host memory and compared with its checksums before.
+
+    Args:
+        target, layout: see WeightReceiver.
+        directory: of the sender.
     """
 
     def __init__(self, target: WeightTarget, directory: Path, layout: Layout | None = None) -> None:
         super().__init__(target, layout)
-        self.directory, self.intact = Path(directory), True
-        self._serving: list[StoredVersion] = []  # a full version, and perhaps one that builds on it
+        self.directory = Path(directory)
 
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
-        """See WeightReceiver; a version is taken over once, and those in between are passed over."""
+        """See WeightReceiver; versions between the present and the newest one are skipped."""
         deadline = time.monotonic() + timeout_s
-        while (version := self._newest()) is None:
+        while (version := next(iter(versions_in(self.directory)), self.version)) == self.version:
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_S)
+        assert version is not None
         clock = time.perf_counter()
-        stored = self._open(version)
-        try:
-            header = stored[-1].header
-            shapes = {name: shape for one in stored for name, shape in one.shapes.items()}
-            self._check_layout(Header(version, version) if len(stored) > 1 else header, shapes)
-            for one in stored:
-                one.verify()
-            moved = self._take(stored, header)
-        except BaseException:
-            self._close(stored)
-            raise
-        return SyncReport(version, header.full, *moved, time.perf_counter() - clock)
-
-    def _newest(self) -> int | None:
-        """Return the newest version if it is not the one that acts.
-
-        Raises:
-            WeightVersionError: it is older.
-        """
-        newest = next(iter(versions_in(self.directory)), None)
-        if newest is not None and self.version is not None and newest < self.version:
-            self._check_version(Header(newest, newest))
-        return None if newest == self.version else newest
-
-    def _open(self, version: int) -> list[StoredVersion]:
-        """Open a version, and what it builds on where that is not in the policy already."""
-        found = [StoredVersion.open(self.directory, version)]
-        base = found[0].header.base
-        if base not in (version, self.base):
+        if self.version is not None and version < self.version:
+            self._check_version(Header(version, version))
+        stored = [StoredVersion.open(self.directory, version)]
+        header = stored[0].header
+        if header.base not in (version, self.base):
             try:
-                found.insert(0, StoredVersion.open(self.directory, base))
+                stored.insert(0, StoredVersion.open(self.directory, header.base))
             except WeightSyncError as error:
-                self._close(found)
                 raise WeightVersionError(
-                    f"version {version} holds only what trains and builds on version {base}: {error.message}",
+                    f"version {version} holds only trained weights and builds on version {header.base}:"
+                    f" {error.message}",
                     "send once with full=True",
                 ) from error
-        return found
+        shapes = {name: shape for one in stored for name, shape in one.shapes.items()}
+        check_layout(version, shapes, self.layout, full=stored[0].header.full)
+        tensors: dict[str, Tensor] = {}
+        for one in reversed(stored):  # the newer one first: the sender keeps what it builds on for longer
+            tensors = one.read() | tensors
+        return self._accept(header, tensors, clock)
 
-    def _take(self, stored: list[StoredVersion], header: Header) -> tuple[int, int]:
-        """Copy versions that have been verified into the policy; return the number of tensors and bytes."""
+
+class WeightPublisher:
+    """Writes every version to a directory for processes outside of the run: the first one whole, then trained weights.
+
+    A full disk costs a version, not the run.
+
+    Args:
+        directory: of the versions.
+        policy: that trains.
+        version: number of updates behind its weights; versions that an earlier process wrote after it are removed.
+    """
+
+    def __init__(self, directory: Path, policy: VLAPolicy, version: int) -> None:
+        self._sender = DiskSender(directory, trained_names(policy))
+        self._sender.drop_newer(version - 1)
+        self._failed = False
+
+    def publish(self, weights: Iterable[Named], version: int) -> None:
+        """Write a version unless it exists."""
+        if self._sender.version is not None and version <= self._sender.version:
+            return
         try:
-            self.target.update_weights(_chain(stored), header.version)
-        except Exception as error:
-            self.intact = bool(self._serving) and self.version is not None
-            if self.intact and self.version is not None:
-                self.target.update_weights(_chain(self._serving), self.version)
-            else:
-                error.add_note("the policy holds parts of two versions: it must not act until a full sync succeeds")
-            raise
-        self.intact = True
-        full = stored[0].header.full
-        kept = [] if full else self._serving[:1]
-        self._close([one for one in self._serving if one not in kept])
-        self._serving = kept + stored
-        self._took(header)
-        return sum(len(one.tensors) for one in stored), sum(one.num_bytes for one in stored)
-
-    def _close(self, stored: list[StoredVersion]) -> None:
-        for one in stored:
-            one.close()
-
-    def close(self) -> None:
-        """Close the files of the version that acts."""
-        self._close(self._serving)
-        self._serving = []
-
-
-def _chain(stored: list[StoredVersion]) -> Iterator[Named]:
-    """Yield the tensors of a full version and of one that builds on it, each name once, the newest."""
-    newer = stored[-1].tensors if len(stored) > 1 else {}
-    for one in stored:
-        yield from one.read(without=newer if one is not stored[-1] else ())
+            self._sender.send(weights, version, full=self._failed)
+            self._failed = False
+        except WeightSyncError as error:
+            self._failed = True
+            logger.error("%s", error)

@@ -7,21 +7,23 @@ without any training. The ideal of (a) and (b) is the busier of the two sides, a
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import slow_env
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.decoupled import set_proximal
-from embodrl.bench import slow_env
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.config.schema import Config
+from embodrl.deployment import solve
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
@@ -46,7 +48,7 @@ MANISKILL = ("env=maniskill", "model=openvla", "env.video.enabled=false")
 SLOW = (
     "env=toy",
     "model=openvla_oft",
-    "extensions=[embodrl.bench.slow_env]",
+    "extensions=[slow_env]",
     "env.num_processes=4",
     "env.pin_cpus=false",
     "env.train.total_num_envs=16",
@@ -147,7 +149,7 @@ def compare(overrides: tuple[str, ...], iterations: int, env_type: str | None = 
         return load_config([*overrides, *further, f"runner.max_iterations={length}"]).config
 
     plain = configure()
-    configure_torch(plain, "rollout")
+    configure_torch(plain, solve(plain).deployment.of("rollout")[0])
     rows: dict[str, Any] = {}
     with make_pool(plain, plain.env.train.total_num_envs, env_type=env_type) as pool:
 
@@ -180,7 +182,7 @@ def overlap(iterations: int) -> dict[str, float]:
     times: dict[str, float] = {}
     for stages in (1, 2):
         config = load_config([*SLOW, "model=openvla", f"rollout.pipeline_stages={stages}"]).config
-        configure_torch(config, "rollout")
+        configure_torch(config, solve(config).deployment.of("rollout")[0])
         with make_pool(config, config.env.train.total_num_envs, env_type=slow_env.CONSTANT) as pool:
             sides = build(config, pool)
             sides.source.gather(0)
@@ -237,3 +239,10 @@ def main(json_path: Path | None = None) -> int:
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
+
+
+if __name__ == "__main__":
+    # Imported by name, since processes that are started must find the classes of this file.
+    import asynchrony
+
+    sys.exit(asynchrony.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

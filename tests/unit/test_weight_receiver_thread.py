@@ -5,8 +5,8 @@ import queue
 
 import pytest
 
-from embodrl.errors import TornSyncError
-from embodrl.workers.weight_link import WeightInbox
+from embodrl.errors import IncompleteSyncError
+from embodrl.workers.weights import ReceiverThread
 
 
 class Refusing:
@@ -14,6 +14,8 @@ class Refusing:
 
     def __init__(self, error):
         self.errors = [error]
+
+    is_broken = False
 
     def receive(self, timeout_s=None):
         if self.errors:
@@ -32,17 +34,17 @@ class Answers(queue.Queue):
 @pytest.mark.parametrize(
     ("error", "level", "told"),
     [
-        (TornSyncError("4 of 5 buckets came"), logging.WARNING, "weights were not taken over: 4 of 5 buckets came"),
-        (RuntimeError("no memory"), logging.ERROR, "no more weights are taken over"),
+        (IncompleteSyncError("4 of 5 buckets came"), logging.WARNING, "weight update rejected: 4 of 5 buckets came"),
+        (RuntimeError("no memory"), logging.ERROR, "no further weight updates are accepted"),
     ],
 )
 def test_a_refusal_is_answered_and_in_the_log_of_the_process(caplog, error, level, told):
     answers = Answers()
-    inbox = WeightInbox(Refusing(error), answers, 3)  # type: ignore[arg-type]
+    inbox = ReceiverThread(Refusing(error), answers, 3)  # type: ignore[arg-type]
     try:
         answer = answers.get(timeout=60.0)
     finally:
         inbox.close()
     assert answer["generation"] == 3 and answer["version"] is None and str(error) in answer["problem"]
-    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(level, told)]
+    assert [(r.levelno, r.getMessage().splitlines()[0]) for r in caplog.records] == [(level, told)]
     assert (caplog.records[0].exc_info is not None) == (level == logging.ERROR)

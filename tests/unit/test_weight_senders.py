@@ -13,7 +13,7 @@ import pytest
 import torch
 from sending_worker import CountingWorker
 from sync_parts import Target
-from tiny_training import train, training_config
+from tiny_training import deployment_of, train, training_config
 from torch import Tensor
 
 from embodrl.config.schema import Config
@@ -26,12 +26,11 @@ from embodrl.scheduler.group import Handle, WorkerGroup
 from embodrl.scheduler.launchers.base import Outcome
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
-from embodrl.scheduler.placement import ProcessPlace
-from embodrl.workers import actor_end
+from embodrl.workers import weights
 from embodrl.workers.actor import GroupTrainEngine
-from embodrl.workers.actor_end import ActorEnd, sends_weights
 from embodrl.workers.policy import build_policy, configure_torch
-from embodrl.workers.weight_link import WeightInbox, WeightLink
+from embodrl.workers.rollout_group import sends_weights
+from embodrl.workers.weights import ReceiverThread, RemoteSender, WeightChannel
 
 PIPE = "weights_0"
 ALGORITHM = {"update_epoch": 1}
@@ -54,15 +53,14 @@ class Bench:
         self.channels = SharedChannel(PIPE, 8), SharedChannel("answers", 8)
         pipe, answers = self.channels
         self.policy, acting = build_policy(config), build_policy(config)
-        places = (ProcessPlace("actor", 0),)
-        self.engine = GroupTrainEngine(config, self.policy, None, places, self.launcher, {PIPE: pipe})
+        self.engine = GroupTrainEngine(config, deployment_of(config), self.policy, None, self.launcher, {PIPE: pipe})
         self.target = Target(acting)  # type: ignore[arg-type]
-        end = ActorEnd(self.engine.group, {PIPE: pipe}, trained_names(self.policy))
-        self.link = WeightLink("memory", end, [pipe], [answers], directory)
+        end = RemoteSender(self.engine.group, {PIPE: pipe}, trained_names(self.policy))
+        self.link = WeightChannel("memory", end, [pipe], [answers], directory)
         options = self.link.options()
         self.link.open(options)
         receiver = MemoryReceiver(self.target, pipe, layout_of(acting))
-        self.inbox = WeightInbox(receiver, answers, options["generation"])
+        self.inbox = ReceiverThread(receiver, answers, options["generation"])
 
     def close(self) -> None:
         self.inbox.close()
@@ -118,7 +116,7 @@ def test_a_state_that_was_loaded_is_not_overwritten(bench: Bench) -> None:
 
 def test_an_old_version_is_an_error_of_the_sync_and_not_of_the_process(bench: Bench) -> None:
     bench.link.send((), 3)
-    with pytest.raises(WeightSyncError, match="version 3 can't follow version 3"):
+    with pytest.raises(WeightSyncError, match="version 3 cannot follow version 3"):
         bench.link.send((), 3)
     bench.link.send((), 4)
     assert bench.target.version == 4
@@ -128,8 +126,8 @@ def test_weights_left_in_a_directory_are_an_error_of_the_sync(bench: Bench, tmp_
     old = tmp_path / "v000007"
     old.mkdir()
     (old / "STABLE").write_text("")
-    with pytest.raises(WeightSyncError, match="holds weights already"):
-        bench.link.end.open({"kind": "disk", "directory": str(tmp_path)}, lambda: None)
+    with pytest.raises(WeightSyncError, match="already holds weights"):
+        bench.link.sender.open({"kind": "disk", "directory": str(tmp_path)})
 
 
 PIPES = {f"weights_{rank}": LocalChannel(f"weights_{rank}", 2) for rank in range(2)}
@@ -144,7 +142,11 @@ class Group:
     def check(self) -> None: ...
 
     def call(self, method: str, *_: Any) -> Handle:
-        return Handle(method, {0: self.future}, list, lambda rank: "")
+        future = self.future
+        if method == "make_sender":
+            future = Future()
+            future.set_result(Outcome(None, 0.0))
+        return Handle(method, {0: future}, list, lambda rank: "")
 
     def finish(self) -> None:
         if isinstance(self.answer, Exception):
@@ -161,7 +163,7 @@ def test_a_training_process_that_fails_is_not_taken_for_one_that_plays(error: Wo
     """Those would be brought up anew."""
     group: Any = Group(error)
     with pytest.raises(WorkerError, match=r"actor|memory") as caught:
-        ActorEnd(group, PIPES, ["a"]).send((), 1, group.finish)
+        RemoteSender(group, PIPES, ["a"]).send((), 1, group.finish)
     assert type(caught.value) is WorkerError and group.killed
 
 
@@ -175,7 +177,7 @@ def test_one_that_plays_and_dies_is_told_when_the_sender_is_free_again() -> None
         raise WorkerDied("rollout[1] was killed", rank=1)
 
     with pytest.raises(WorkerDied, match=r"rollout\[1\]"):
-        ActorEnd(group, PIPES, ["a"]).send((), 1, check)
+        RemoteSender(group, PIPES, ["a"]).send((), 1, check)
     assert asked == [0] and group.future.done() and not group.killed
 
 
@@ -191,15 +193,15 @@ def test_the_pipe_of_one_that_has_gone_is_emptied_for_the_sender() -> None:
         raise WorkerDied("rollout[1] was killed", rank=1)
 
     with pytest.raises(WorkerDied, match=r"rollout\[1\]"):
-        ActorEnd(group, pipes, ["a"]).send((), 1, check)
+        RemoteSender(group, pipes, ["a"]).send((), 1, check)
     assert [pipe.free_places() for pipe in pipes.values()] == [1, 2]
 
 
 def test_a_meeting_is_called_off_when_one_that_plays_dies() -> None:
     group: Any = Group(None)
-    end = ActorEnd(group, PIPES, ["a"])
+    end = RemoteSender(group, PIPES, ["a"])
     calls: list[str] = []
-    end._meeting = SimpleNamespace(set=lambda key, value: (calls.append(key), group.finish()))  # type: ignore[assignment]
+    end._rendezvous = SimpleNamespace(set=lambda key, value: (calls.append(key), group.finish()))  # type: ignore[assignment]
 
     def check() -> None:
         raise WorkerDied("rollout[1] was killed", rank=1)
@@ -211,11 +213,16 @@ def test_a_meeting_is_called_off_when_one_that_plays_dies() -> None:
 
 def test_who_sends() -> None:
     apart = {"actor": {"own_process": True}, "rollout": {"own_process": True}}
-    assert sends_weights(training_config(**apart))
-    assert not sends_weights(training_config(actor={"own_process": True}))
-    assert not sends_weights(training_config(rollout={"own_process": True}))
     ahead = {"runner": {"max_staleness": 1}, "algorithm": {"decoupled": {"enabled": True}}}
-    assert not sends_weights(training_config(**apart, **ahead))
+
+    def sends(**changes: Any) -> bool:
+        config = training_config(**changes)
+        return sends_weights(config, deployment_of(config))
+
+    assert sends(**apart)
+    assert not sends(actor={"own_process": True})
+    assert not sends(rollout={"own_process": True})
+    assert not sends(**apart, **ahead)
 
 
 @pytest.mark.slow
@@ -224,13 +231,17 @@ def test_shards_are_gathered_a_bucket_at_a_time_and_only_those_that_travel(tmp_p
     configure_torch(config)
     policy = build_policy(config)
     launcher = ProcessLauncher()
-    group = WorkerGroup(CountingWorker, "actor", config=config)
+    group = WorkerGroup(CountingWorker, "actor", config=config, deployment=deployment_of(config, 2))
     try:
         channels = {PIPE: launcher.channel(PIPE, 4), "answers": launcher.channel("answers", 4)}
         group.launch(2, launcher, channels, timeout_s=600.0)
         names = trained_names(policy)
-        link = WeightLink(
-            "memory", ActorEnd(group, {PIPE: channels[PIPE]}, names), [channels[PIPE]], [channels["answers"]], tmp_path
+        link = WeightChannel(
+            "memory",
+            RemoteSender(group, {PIPE: channels[PIPE]}, names),
+            [channels[PIPE]],
+            [channels["answers"]],
+            tmp_path,
         )
         options = link.options()
         link.open(options)
@@ -240,7 +251,7 @@ def test_shards_are_gathered_a_bucket_at_a_time_and_only_those_that_travel(tmp_p
         with torch.no_grad():
             for parameter in acting.parameters():
                 parameter.zero_()
-        inbox = WeightInbox(
+        inbox = ReceiverThread(
             MemoryReceiver(Target(acting), channels[PIPE], layout_of(acting)),  # type: ignore[arg-type]
             channels["answers"],
             options["generation"],
@@ -270,7 +281,7 @@ def test_the_death_of_a_process_is_the_cause_of_what_another_raises():
     thread = threading.Timer(0.2, futures[1].set_exception, (died,))
     thread.start()
     handle = SimpleNamespace(futures=futures)
-    assert actor_end._cause(handle, told) is died  # type: ignore[arg-type]
+    assert weights._cause(handle, told) is died  # type: ignore[arg-type]
     futures[1] = Future()
     futures[1].set_result(None)
-    assert actor_end._cause(handle, told) is told  # type: ignore[arg-type]
+    assert weights._cause(handle, told) is told  # type: ignore[arg-type]

@@ -1,9 +1,0 @@
-"""Inference benchmark: ``python benchmarks/inference.py [FILE.json]``; the same as ``embodrl bench inference``."""
-
-import sys
-from pathlib import Path
-
-from embodrl.bench.inference import main
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

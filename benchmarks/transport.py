@@ -1,9 +1,0 @@
-"""Transport benchmark: ``python benchmarks/transport.py [FILE.json]``; the same as ``embodrl bench transport``."""
-
-import sys
-from pathlib import Path
-
-from embodrl.bench.transport import main
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))
