@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from embodrl.config.check import allowed_values, model_of
 from embodrl.config.compose import describe, groups, presets
-from embodrl.config.rules import NOTES, RULES, Rule
+from embodrl.config.rules import Rule, shipped_rules
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
 from embodrl.config.show import flow
 from embodrl.specs import ENVS, MODELS
@@ -197,20 +197,11 @@ def rule_rows(rules: list[Rule]) -> list[str]:
 
 def page() -> str:
     """Return the whole page."""
-    sets = [(spec.name, rules) for registry in (ENVS, MODELS) for spec in registry.all() for rules in spec.rules]
-    sets = [(name, rules) for name, rules in sets if name in (*ENVS.builtin, *MODELS.builtin)]
-    seen = {id(rules): rules for _, rules in sets}.values()  # families share some
-    errors, odd = ([*RULES], [*NOTES])
-    for one in seen:
-        errors, odd = [*errors, *one.rules], [*odd, *one.notes]
-    rules = [
-        "## Rules between keys",
-        "",
-        "A configuration that breaks one of these is refused.",
-        "",
-        *rule_rows(errors),
-    ]
-    notes = ["A configuration that is odd in one of these ways is accepted, with a note.", "", *rule_rows(odd)]
+    shipped = shipped_rules()
+    rules = ["## Rules between keys", "", "A configuration that breaks one of these is refused.", ""]
+    rules += rule_rows(shipped.rules)
+    notes = ["A configuration that is odd in one of these ways is accepted, with a note.", ""]
+    notes += rule_rows(shipped.notes)
     return "\n".join([INTRODUCTION, *preset_part(), *schema_part(), PLACEMENT, *rules, *notes]).rstrip() + "\n"
 
 
