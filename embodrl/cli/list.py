@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
+from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import Debug, execute
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.errors import ConfigError, ConfigProblem
@@ -38,7 +39,15 @@ class Kind(StrEnum):
 
 
 def list_names(
-    kind: Annotated[Kind | None, typer.Argument(help="leave it out for everything", show_default=False)] = None,
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KIND",
+            help=f"{', '.join(Kind)}; leave it out for everything",
+            show_default=False,
+            autocompletion=one_of(Kind),
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Argument(
@@ -60,8 +69,9 @@ def list_names(
     """
 
     def action() -> None:
-        load_extensions(settings or [])
-        kinds = [kind] if kind else list(Kind)
+        first, rest = (None, [kind]) if kind and "=" in kind else (kind, [])
+        load_extensions([*rest, *(settings or [])])
+        kinds = [Kind(choose(first, Kind, "kind"))] if first else list(Kind)
         print("\n\n".join(f"{one.value}\n{SECTIONS[one]()}" for one in kinds))
 
     execute(action, debug)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embodrl.cli.app import add, make_app
 from embodrl.cli.common import EXIT_ERROR, ConfigFile, Debug, Overrides, execute, show_notes
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from embodrl.deployment import ProcessPlace
     from embodrl.preflight.plan import Plan
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = make_app()
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object", show_default=False)]
 MAX_ROWS = 40
 
@@ -31,7 +32,6 @@ def about() -> None:
     """
 
 
-@app.command()
 def train(
     overrides: Overrides = None, config: ConfigFile = None, json_output: Json = False, debug: Debug = False
 ) -> None:
@@ -196,3 +196,6 @@ def _show_memory(plan: Plan, console: Console) -> None:
             )
     for line in plan.memory.hints:
         console.print(f"  hint: {line}", soft_wrap=True)
+
+
+add(app, train)

@@ -35,6 +35,12 @@ def schema_of(tree: Node) -> type[Config]:
     return schema_for(DEFAULT_ENV if env is None else env.value, DEFAULT_MODEL if model is None else model.value)
 
 
+def shipped_schemas() -> list[type[Config]]:
+    """Return schemas that together have every key of the built-in simulators and models."""
+    with_envs = [schema_for(name, DEFAULT_MODEL) for name in ENVS.builtin]
+    return [*with_envs, *(schema_for(DEFAULT_ENV, name) for name in MODELS.builtin)]
+
+
 def take_foreign(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
     """Remove settings of other simulators and models, and retired ones, from a tree.
 

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 from embodrl.config.check import schema_keys
-from embodrl.config.schema import schema_for
-from embodrl.specs import ENVS, MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 
