@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from embodrl.config.check import schema_keys
+from embodrl.config.check import schema_keys, shipped_schemas
 
 ROOT = Path(__file__).resolve().parents[2]
 
