@@ -94,7 +94,12 @@ def load_extensions(settings: list[str]) -> None:
             tree.children["extensions"] = from_plain(argument.value, argument.origin)
         else:
             message = "is no setting of `embodrl list`"
-            problems.append(ConfigProblem(argument.key, message, str(argument.origin), "extensions"))
+            hint = "give extensions=[MODULE,...], or no setting"
+            problems.append(
+                ConfigProblem(
+                    argument.key, message, str(argument.origin), "extensions", hint=hint, code="config-unknown-key"
+                )
+            )
     problems += import_extensions(tree)
     if problems:
         raise ConfigError(problems)
