@@ -48,7 +48,9 @@ JsonFile = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error", show_default=False)]
 
 
-def load(overrides: list[str] | None, config_file: Path | None, collecting: bool = False) -> LoadedConfig:
+def load(
+    overrides: list[str] | None, config_file: Path | None, collecting: bool = False, evaluating: bool = False
+) -> LoadedConfig:
     """Load the configuration and print its notes to stderr; see ``load_config``.
 
     Raises:
@@ -56,7 +58,7 @@ def load(overrides: list[str] | None, config_file: Path | None, collecting: bool
     """
     from embodrl.config import load_config
 
-    loaded = load_config(overrides or [], config_file, collecting=collecting)
+    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
     show_notes(loaded.notes)
     choice = loaded.processes
     if choice is not None and not choice.measured:
@@ -70,6 +72,7 @@ def load_measured(
     config_file: Path | None,
     needed: Callable[[Config], bool] = lambda _: True,
     collecting: bool = False,
+    evaluating: bool = False,
 ) -> LoadedConfig:
     """As ``load``, for verbs that start simulators: ``env.num_processes=auto`` is measured if it has not been.
 
@@ -78,6 +81,7 @@ def load_measured(
         config_file: of the user's.
         needed: tells whether simulators will be started.
         collecting: for `embodrl collect`.
+        evaluating: for `embodrl eval`.
 
     Raises:
         ConfigError: with every problem found.
@@ -85,12 +89,12 @@ def load_measured(
     """
     from embodrl.config import load_config
 
-    loaded = load_config(overrides or [], config_file, collecting=collecting)
+    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
         from embodrl.runs.measure import measure_processes
 
         measure_processes(loaded.config, loaded.processes, lambda line: print(line, flush=True))
-    return load(overrides, config_file, collecting)
+    return load(overrides, config_file, collecting, evaluating)
 
 
 def split_path(arguments: list[str] | None) -> tuple[Path | None, list[str]]:

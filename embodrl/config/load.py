@@ -82,6 +82,7 @@ def load_config(
     config_file: Path | Mapping[str, Any] | None = None,
     planning: bool = False,
     collecting: bool = False,
+    evaluating: bool = False,
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
@@ -91,25 +92,29 @@ def load_config(
             which ``{group: name}`` chooses a preset, too.
         planning: nothing will be started, so machines may be described that are not there.
         collecting: for `embodrl collect`, which not all environments and tasks are for.
+        evaluating: for `embodrl eval`: notes about training are left out.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose(overrides, config_file), planning=planning, collecting=collecting)
+    return finish(compose(overrides, config_file), planning=planning, collecting=collecting, evaluating=evaluating)
 
 
-def load_run(path: Path, overrides: list[str] | None = None, resuming: bool = False) -> LoadedConfig:
+def load_run(
+    path: Path, overrides: list[str] | None = None, resuming: bool = False, evaluating: bool = False
+) -> LoadedConfig:
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
 
     Args:
         path: of the file.
         overrides: command-line arguments.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
+        evaluating: notes about training are left out.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose_resolved(path, overrides or []), resuming)
+    return finish(compose_resolved(path, overrides or []), resuming, evaluating=evaluating)
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
@@ -118,7 +123,11 @@ def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
 
 
 def finish(
-    composition: Composition, resuming: bool = False, planning: bool = False, collecting: bool = False
+    composition: Composition,
+    resuming: bool = False,
+    planning: bool = False,
+    collecting: bool = False,
+    evaluating: bool = False,
 ) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
@@ -133,7 +142,7 @@ def finish(
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=planning)
-    report = run_rules(Context(config, tree, solution, resuming, collecting), invalid, planning)
+    report = run_rules(Context(config, tree, solution, resuming, collecting, evaluating), invalid, planning)
     problems += report.errors
     if problems:
         raise ConfigError(problems)

@@ -184,7 +184,7 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
         stop.graceful = True
         trainer.run()
         engine.fetch()
-        export_policy(policy, directory / POLICY_DIR)
+        export_policy(policy, directory / POLICY_DIR, config)
         if trainer.step < settings.max_steps:
             progress.message(
                 f"stopped by a signal after {trainer.step} of {settings.max_steps} steps;"

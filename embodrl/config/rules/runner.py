@@ -126,15 +126,12 @@ def stale_data_is_corrected(context: Context) -> Iterator[Finding]:
 
 @note("runner.eval_interval", "env.eval", "env.video")
 def evaluation_happens(context: Context) -> Iterator[Finding]:
-    """Settings of evaluations that do not happen."""
-    if context.config.runner.eval_interval == 0 and not context.config.runner.eval_at_start:
-        for key in ("env.eval.num_episodes", "env.eval.seed", "env.video.every_eval"):
-            if context.by_user(key):
-                yield Finding(
-                    key,
-                    "has no effect on training: runner.eval_interval is 0",
-                    "leave it out, or set runner.eval_interval",
-                )
+    """The last iteration is always evaluated, and filmed; with no other evaluation, every_eval changes nothing."""
+    runner = context.config.runner
+    only_the_last = runner.eval_interval == 0 and not runner.eval_at_start
+    if only_the_last and not context.evaluating and context.by_user("env.video.every_eval"):
+        message = "has no effect: with runner.eval_interval 0 the last iteration alone is evaluated"
+        yield Finding("env.video.every_eval", message, "leave it out, or set runner.eval_interval")
 
 
 @note("collect")
