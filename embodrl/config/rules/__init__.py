@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from embodrl.config.rules import (
@@ -64,13 +64,16 @@ class Report:
     obstacles: list[ConfigProblem]
 
 
-def run_rules(context: Context, invalid: set[str], planning: bool = False) -> Report:
+def run_rules(
+    context: Context, invalid: set[str], planning: bool = False, further_rules: Sequence[Rule] = ()
+) -> Report:
     """Run every rule whose keys have a valid type.
 
     Args:
         context: the values, with the schema's default where one was invalid, and where they came from.
         invalid: keys whose value was invalid.
         planning: nothing will be started, so what this machine lacks is an obstacle instead of an error.
+        further_rules: of packages above this one.
     """
 
     def run(rules: Iterable[Rule]) -> list[ConfigProblem]:
@@ -79,7 +82,7 @@ def run_rules(context: Context, invalid: set[str], planning: bool = False) -> Re
 
     specs = [spec for spec in (context.simulator, context.family) if spec is not None]
     chosen = [rules for spec in specs for rules in spec.rules]
-    every = [*RULES, *(rule for one in chosen for rule in one.rules)]
+    every = [*RULES, *(rule for one in chosen for rule in one.rules), *further_rules]
     notes = [*NOTES, *(note for one in chosen for note in one.notes)]
     notes = [note for note in notes if not (context.evaluating and note.is_about_training)]
     later = [rule for rule in every if planning and rule.here]
