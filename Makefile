@@ -6,10 +6,15 @@ SHELL := bash
 
 BIN := .venv/bin
 ARGS ?=
-PYTEST_WORKERS ?= 3
+CORES := $(shell nproc 2>/dev/null || echo 2)
+PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
+<<<<<<< HEAD
+.PHONY: help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm soak lint format warm-start clean
+=======
 .PHONY: help setup train test test-long test-megatron test-ray test-simulators test-vllm soak lint format docs warm-start clean
+>>>>>>> main
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -20,6 +25,27 @@ setup: ## create .venv with all dependencies; does nothing if it is up to date
 train: setup ## train OpenVLA on ManiSkill PushCube
 	@$(BIN)/embodrl train env=maniskill model=openvla $(ARGS)
 
+<<<<<<< HEAD
+# One thread per process: the pytest workers fill the cores already, one more than there are cores as many tests wait for
+# processes. All tests of a file stay in one worker; unit tests, which are many and small, come last.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SPREAD := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+test: setup ## run the tests, but for the long ones (8 minutes on two cores)
+	@$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
+
+test-fast: setup ## run the unit and parity tests (2 minutes on two cores)
+	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/parity $(ARGS)
+
+# Workers and simulators start as users start them, not forked from a process that has their imports.
+test-all: setup ## run every test, the long ones as well (an hour and more)
+	@EMBODRL_TESTS_COLD=1 $(PYTEST) $(SPREAD) $(ARGS)
+
+test-long: setup ## run the long tests that the target test leaves out
+	@$(PYTEST) -n $(PYTEST_WORKERS) -m long $(ARGS)
+
+test-gpu: setup ## run the tests that need a CUDA GPU
+	@$(PYTEST) -n 0 -m gpu $(ARGS)
+=======
 # One thread per process: the workers already use all cores (one worker more than cores, since many tests wait for
 # subprocesses). All tests of a file run in one process; the many small unit tests run last.
 test: setup ## run the tests
@@ -27,6 +53,7 @@ test: setup ## run the tests
 
 test-long: setup ## run the long tests that `make test` skips
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m long $(ARGS)
+>>>>>>> main
 
 test-megatron: setup ## install megatron-core and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'

@@ -19,6 +19,7 @@ from embodrl.config.rules import (
     rollout_processes,
     runner,
     simulators,
+    sizes,
 )
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
 from embodrl.errors import ConfigProblem
@@ -46,6 +47,7 @@ __all__ = [
     "runner",
     "shipped_rules",
     "simulators",
+    "sizes",
 ]
 
 
