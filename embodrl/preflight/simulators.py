@@ -207,7 +207,7 @@ def preflight(env_type: str, python: str | None = None) -> None:
         extra = ENVS.entry(env_type).extra  # one of the user's own has none
         install = f"pip install 'embodrl[{extra}]'" if extra else f"install {', '.join(missing)}"
         raise MissingDependencyError(
-            f"env.env_type {env_type} needs {', '.join(missing)}: not installed in {python or 'this Python environment'}",
+            f"env.env_type {env_type} needs {', '.join(missing)}, which {python or 'this environment'} has not",
             f"{install}, or set env.python to an interpreter that has it",
         )
     if env_type == "metaworld" and missing_gl():
