@@ -143,3 +143,29 @@ def test_pictures_that_are_no_uint8_of_the_right_size_are_refused(
     with raises_code("simulator-images"):
         world = line_world.LineWorld(1, ["push-right"], [{"name": "base_camera", "height": 16, "width": 16}])
         world.reset(np.zeros(1, np.int64), np.zeros(1, np.int32), np.arange(1))
+
+
+def test_a_policy_without_a_method_is_named() -> None:
+    import torch
+
+    from embodrl.config.schema import ModelConfig
+    from embodrl.models.base import LoadReport, VLAPolicy
+    from embodrl.models.registry import build_policy
+
+    class Half(VLAPolicy):
+        """A policy whose author forgot everything."""
+
+    for name, policy in (("half", Half), ("other", torch.nn.Identity)):
+        SupportedModel.register(name, lambda config, policy=policy, **_: (policy(), LoadReport("")))
+        with raises_code("policy-incomplete") as caught:
+            build_policy(ModelConfig(model_type=name), device="cpu", dtype=torch.float32, seed=0)
+        assert "parts" in caught.value.message
+
+
+def test_a_module_of_gymnasium_that_is_missing_is_named() -> None:
+    pytest.importorskip("gymnasium")
+    from embodrl.envs.gymnasium.env import _make
+
+    with raises_code("gymnasium-module-missing") as caught:
+        _make("no_such_module_at_all:MyArm-v0", 5)
+    assert "PYTHONPATH" in caught.value.hint and "no_such_module_at_all" in caught.value.message
