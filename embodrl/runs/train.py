@@ -57,12 +57,12 @@ from embodrl.runs.provenance import add_provenance
 from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.workers.actor import GroupTrainEngine, make_train_engine, saves_shards
+from embodrl.workers.collector import RolloutState
 from embodrl.workers.env import check_simulator, check_videos
 from embodrl.workers.launch import make_launcher, make_rollouts
 from embodrl.workers.offload import PhaseOffload
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout import RolloutState
 from embodrl.workers.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)

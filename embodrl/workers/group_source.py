@@ -11,8 +11,8 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
-from embodrl.workers.rollout import Metrics, RolloutState, rollout_metrics
-from embodrl.workers.stage import Shard
+from embodrl.workers.collector import Metrics, RolloutState, rollout_metrics
+from embodrl.workers.lockstep import Shard
 
 
 class Processes(Protocol):
@@ -48,8 +48,8 @@ class Processes(Protocol):
         ...
 
 
-class GroupSource:
-    """The batches of all processes as one, while nothing else happens. See RolloutSource.
+class RemoteCollector:
+    """The batches of all processes as one, while nothing else happens. See Collector.
 
     Args:
         rollouts: started.
@@ -59,12 +59,12 @@ class GroupSource:
         self.rollouts, self.config = rollouts, rollouts.config
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource."""
+        """See Collector."""
         parts = self.rollouts.ask("gather", [(iteration,)] * self.rollouts.size)
         return self._join(parts, self.config.algorithm.rollout_epoch)
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource."""
+        """See Collector."""
         return self._join(self.rollouts.ask("gather_more", [(iteration, epoch)] * self.rollouts.size), 1)
 
     def _join(self, parts: list[dict[str, Any]], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -82,24 +82,24 @@ class GroupSource:
         return whole, metrics
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         self.rollouts.update_weights(weights, version)
 
     def undo(self) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         self.rollouts.remember(self.rollouts.all("undo"))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """See RolloutSource; between two rollouts nothing plays."""
+        """See Collector; between two rollouts nothing plays."""
         yield
 
     def forget_history(self) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         self.rollouts.all("forget_history")
 
     def state(self) -> RolloutState:
-        """See RolloutSource; that of one process is as if the main process played."""
+        """See Collector; that of one process is as if the main process played."""
         states = [RolloutState(**state) for state in self.rollouts.all("state")]
         if len(states) == 1:
             return states[0]
@@ -110,7 +110,7 @@ class GroupSource:
         )
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         size = self.rollouts.size
         count = len(saved.state.get("processes", [None]))
         if count != size:
@@ -131,11 +131,11 @@ class GroupSource:
         )
 
     def close(self) -> None:
-        """See RolloutSource; nothing is under way between two rollouts."""
+        """See Collector; nothing is under way between two rollouts."""
 
 
-class RemotePlayer:
-    """A rollout process, for AsyncRolloutWorker. See Player.
+class RemoteRunner:
+    """A rollout process, for AsyncCollector. See EpisodeRunner.
 
     Args:
         rollouts: started.
@@ -146,9 +146,9 @@ class RemotePlayer:
         self.rollouts, self.rank = rollouts, rank
 
     def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
-        """See Player."""
+        """See EpisodeRunner."""
         return self.rollouts.ask("play", [(dict(vars(shard)),)], [self.rank], should_stop)[0]["batch"]
 
     def rebuild(self) -> None:
-        """See Player."""
+        """See EpisodeRunner."""
         self.rollouts.ask_one(self.rank, "rebuild")

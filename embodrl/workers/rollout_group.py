@@ -34,9 +34,9 @@ from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.placement import Placement
-from embodrl.workers.async_rollout import AsyncRolloutWorker
+from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.evaluator import EvalResult, Played, evaluation_result
-from embodrl.workers.group_source import GroupSource, RemotePlayer
+from embodrl.workers.group_source import RemoteCollector, RemoteRunner
 from embodrl.workers.policy import resolve_device
 from embodrl.workers.rollout_process import RolloutProcess, channel_names
 from embodrl.workers.rollouts import Rollouts
@@ -146,10 +146,10 @@ class RolloutGroup(Rollouts):
         with self._revival:
             self._join_all()
         if self.config.runner.max_staleness:
-            players = [RemotePlayer(self, rank) for rank in range(self.size)]
-            self.source = AsyncRolloutWorker(self.config, self._num_envs, len(self._tasks), players, self, should_stop)
+            players = [RemoteRunner(self, rank) for rank in range(self.size)]
+            self.source = AsyncCollector(self.config, self._num_envs, len(self._tasks), players, self, should_stop)
         else:
-            self.source = GroupSource(self)
+            self.source = RemoteCollector(self)
         self._closing.callback(self.source.close)
 
     def close(self) -> None:

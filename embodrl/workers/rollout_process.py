@@ -19,14 +19,13 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.placement import solve
 from embodrl.scheduler.worker import Worker, dispatch
-from embodrl.workers.async_rollout import Player, make_players
+from embodrl.workers.async_collector import EpisodeRunner, make_runners
+from embodrl.workers.collector import RolloutState, Share, SyncCollector, share_config
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.lockstep import Shard
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
-from embodrl.workers.rollout import RolloutState, RolloutWorker
 from embodrl.workers.rollout_source import rollout_worker
-from embodrl.workers.share import Share, share_config
-from embodrl.workers.stage import Shard
 from embodrl.workers.weights import ReceiverThread, make_receiver
 
 
@@ -85,8 +84,8 @@ class RolloutProcess(Worker):
         self.engine.may_offload = config.rollout.enable_offload
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
         self.evaluator = Evaluator(mine, self.pool, self.engine, should_stop=self._should_stop)
-        self._source: RolloutWorker | None = None
-        self._player: Player | None = None
+        self._source: SyncCollector | None = None
+        self._player: EpisodeRunner | None = None
         self._inbox: ReceiverThread | None = None
         self._call, self._stopped = -1, False
 
@@ -104,7 +103,7 @@ class RolloutProcess(Worker):
             # Requests are served one after the other: stages that take turns would only make batches smaller.
             rollout = self.config.rollout.model_copy(update={"pipeline_stages": 1})
             config = self.config.model_copy(update={"rollout": rollout})
-            (self._player,) = make_players(config, self.pool, self.engine, keep_frames)
+            (self._player,) = make_runners(config, self.pool, self.engine, keep_frames)
         else:
             self._source = rollout_worker(
                 self.config, self.pool, self.engine, self._should_stop, keep_frames, self.share
@@ -134,20 +133,20 @@ class RolloutProcess(Worker):
         return self._source is None
 
     @property
-    def source(self) -> RolloutWorker:
+    def source(self) -> SyncCollector:
         """What plays, in a synchronous run."""
         assert self._source is not None
         return self._source
 
     @property
-    def player(self) -> Player:
+    def player(self) -> EpisodeRunner:
         """What plays, in an asynchronous run."""
         assert self._player is not None
         return self._player
 
     @dispatch()
     def gather(self, call: int, iteration: int) -> dict[str, Any] | None:
-        """Return a batch and what is told of it; None if it was interrupted. See RolloutSource."""
+        """Return a batch and what is told of it; None if it was interrupted. See Collector."""
         return self._played(call, lambda: self.source.gather(iteration)[0])
 
     @dispatch()
@@ -195,7 +194,7 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def rebuild(self) -> None:
-        """See Player."""
+        """See EpisodeRunner."""
         self.player.rebuild()
 
     @dispatch()
@@ -219,18 +218,18 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def undo(self) -> list[str]:
-        """See RolloutSource; return where the random numbers are."""
+        """See Collector; return where the random numbers are."""
         self.source.undo()
         return self.engine.random_state()
 
     @dispatch()
     def forget_history(self) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         self.source.forget_history()
 
     @dispatch()
     def carry_on(self, carried: dict[str, Any]) -> None:
-        """Go on where a process that has gone was; see ``RolloutWorker.carry_on``."""
+        """Go on where a process that has gone was; see ``SyncCollector.carry_on``."""
         if self.is_asynchronous:
             self.engine.set_random_state(carried["random"])
         else:
@@ -238,13 +237,13 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def state(self) -> dict[str, Any]:
-        """See RolloutSource."""
+        """See Collector."""
         return dict(vars(self.source.state()))
 
     @dispatch()
     def load_state(
         self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]
     ) -> list[str]:
-        """See RolloutSource; the version is that of the last weights. Return where the random numbers are."""
+        """See Collector; the version is that of the last weights. Return where the random numbers are."""
         self.source.load_state(RolloutState(state, tensors, blobs), self.engine.version)
         return self.engine.random_state()

@@ -6,22 +6,21 @@ from collections.abc import Callable
 
 from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.hybrid_engines.copies import frozen_copy
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
-from embodrl.workers.async_rollout import AsyncRolloutWorker, make_players
-from embodrl.workers.rollout import RolloutSource, RolloutWorker
-from embodrl.workers.share import WHOLE, Share
-from embodrl.workers.workflow_rollout import WorkflowRollout
+from embodrl.workers.async_collector import AsyncCollector, make_runners
+from embodrl.workers.collector import WHOLE, Collector, Share, SyncCollector
+from embodrl.workers.workflow_runner import WorkflowCollector
 
 
-def make_rollout_source(
+def make_collector(
     config: Config,
     pool: EnvPool,
     engine: RolloutEngine,
     should_stop: Callable[[], bool],
     keep_frames: bool,
-) -> RolloutSource:
+) -> Collector:
     """Return what ``runner.max_staleness`` and ``rollout.workflow`` ask for.
 
     Args:
@@ -35,8 +34,8 @@ def make_rollout_source(
         return rollout_worker(config, pool, engine, should_stop, keep_frames)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     apart = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
-    players = make_players(config, pool, apart, keep_frames)
-    return AsyncRolloutWorker(config, pool.spec.num_envs, len(pool.spec.tasks), players, apart, should_stop)
+    players = make_runners(config, pool, apart, keep_frames)
+    return AsyncCollector(config, pool.spec.num_envs, len(pool.spec.tasks), players, apart, should_stop)
 
 
 def rollout_worker(
@@ -46,7 +45,7 @@ def rollout_worker(
     should_stop: Callable[[], bool],
     keep_frames: bool,
     share: Share = WHOLE,
-) -> RolloutWorker:
-    """Return what plays in a synchronous run; see RolloutWorker."""
-    worker = RolloutWorker if config.rollout.workflow is None else WorkflowRollout
+) -> SyncCollector:
+    """Return what plays in a synchronous run; see SyncCollector."""
+    worker = SyncCollector if config.rollout.workflow is None else WorkflowCollector
     return worker(config, pool, engine, should_stop, keep_frames, share)

@@ -16,11 +16,11 @@ from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
+from embodrl.workers.collector import Collector
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import EvalResult, Evaluator
 from embodrl.workers.policy import num_threads
-from embodrl.workers.rollout import RolloutSource
-from embodrl.workers.rollout_source import make_rollout_source
+from embodrl.workers.rollout_source import make_collector
 
 
 class Rollouts(ABC):
@@ -34,7 +34,7 @@ class Rollouts(ABC):
         sending: the processes that train, where they send their weights to those that act; None if this one does.
     """
 
-    source: RolloutSource
+    source: Collector
     trainer: PolicyTrainEngine | None = None
     sending: WorkerGroup | None = None
 
@@ -134,7 +134,7 @@ class LocalRollouts(Rollouts):
     def prepare(self, policy: VLAPolicy, should_stop: Callable[[], bool], keep_frames: bool) -> None:
         self.acting = acting = make_rollout_engine(self.config, policy, num_threads(self.config))
         acting.may_offload = self.config.rollout.enable_offload and has_own_process(self.config)
-        self.source = make_rollout_source(self.config, self.pool, acting, should_stop, keep_frames)
+        self.source = make_collector(self.config, self.pool, acting, should_stop, keep_frames)
         self.evaluator = Evaluator(self.config, self.pool, acting, should_stop=should_stop)
         self._prepared = True
 

@@ -109,7 +109,7 @@ def test_what_acts_may_leave_if_nothing_else_uses_it(
     acting = cast(Any, Part("rollout", []))
     acting.may_offload = None
     monkeypatch.setattr("embodrl.workers.rollouts.make_rollout_engine", lambda *_: acting)
-    for name in ("make_rollout_source", "Evaluator"):
+    for name in ("make_collector", "Evaluator"):
         monkeypatch.setattr(f"embodrl.workers.rollouts.{name}", lambda *_, **__: None)
     rollouts = rollouts_of(None, None)
     rollouts.config = Config.model_validate({"actor": {"own_process": apart}, "rollout": {"enable_offload": rollout}})

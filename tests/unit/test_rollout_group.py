@@ -13,14 +13,13 @@ from test_rollout import config_of, worker_of
 
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
-from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.scheduler.group import Handle
-from embodrl.workers.group_source import GroupSource
-from embodrl.workers.rollout import EpisodeSchedule, RolloutState, RolloutWorker
+from embodrl.workers.collector import EpisodeSchedule, RolloutState, Share, SyncCollector, share_config
+from embodrl.workers.group_source import RemoteCollector
+from embodrl.workers.lockstep import EpisodeStats, Seconds
 from embodrl.workers.rollout_group import RolloutGroup
-from embodrl.workers.share import Share, share_config
-from embodrl.workers.stage import EpisodeStats, Seconds
-from embodrl.workers.workflow_rollout import WorkflowRollout
+from embodrl.workers.workflow_runner import WorkflowCollector
 
 
 class Processes:
@@ -80,7 +79,7 @@ def test_processes_draw_as_the_threads_of_one_do() -> None:
 def test_states_of_processes_are_kept_apart() -> None:
     processes: Any = Processes()
     processes.config = config_of()
-    source = GroupSource(processes)
+    source = RemoteCollector(processes)
     saved = source.state()
     assert saved.state == {"processes": [{"random": ["0"]}, {"random": ["1"]}]}
     assert saved.blobs == {"rollout_0_env_0": b"\0", "rollout_1_env_0": b"\1"}
@@ -109,7 +108,7 @@ def test_rollouts_of_an_iteration_come_one_after_the_other() -> None:
         part["batch"].meta["env_steps"] = 3
     processes: Any = Processes()
     processes.config = config
-    joined, _ = GroupSource(processes)._join(parts, 2)
+    joined, _ = RemoteCollector(processes)._join(parts, 2)
     assert torch.equal(joined["group_id"], whole["group_id"]) and joined.meta["env_steps"] == 6
     assert torch.equal(joined.logprobs, whole.logprobs)
 
@@ -178,8 +177,8 @@ def test_an_answer_counts_before_another_process_is_brought_up() -> None:
     assert seen == [(0, answer["carried"])]
 
 
-@pytest.mark.parametrize("kind", [RolloutWorker, WorkflowRollout])
-def test_what_was_counted_is_told_after_carrying_on(kind: type[RolloutWorker]) -> None:
+@pytest.mark.parametrize("kind", [SyncCollector, WorkflowCollector])
+def test_what_was_counted_is_told_after_carrying_on(kind: type[SyncCollector]) -> None:
     asked: list[Any] = []
     worker: Any = kind.__new__(kind)
     worker.engine = SimpleNamespace(set_random_state=asked.append)
