@@ -23,6 +23,7 @@ from embodrl.algorithms.decoupled import set_proximal
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.config.schema import Config
+from embodrl.deployment import solve
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
@@ -148,7 +149,7 @@ def compare(overrides: tuple[str, ...], iterations: int, env_type: str | None = 
         return load_config([*overrides, *further, f"runner.max_iterations={length}"]).config
 
     plain = configure()
-    configure_torch(plain, "rollout")
+    configure_torch(plain, solve(plain).deployment.of("rollout")[0])
     rows: dict[str, Any] = {}
     with make_pool(plain, plain.env.train.total_num_envs, env_type=env_type) as pool:
 
@@ -181,7 +182,7 @@ def overlap(iterations: int) -> dict[str, float]:
     times: dict[str, float] = {}
     for stages in (1, 2):
         config = load_config([*SLOW, "model=openvla", f"rollout.pipeline_stages={stages}"]).config
-        configure_torch(config, "rollout")
+        configure_torch(config, solve(config).deployment.of("rollout")[0])
         with make_pool(config, config.env.train.total_num_envs, env_type=slow_env.CONSTANT) as pool:
             sides = build(config, pool)
             sides.source.gather(0)

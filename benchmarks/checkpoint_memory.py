@@ -21,7 +21,6 @@ from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE
-from embodrl.scheduler.placement import solve
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.workers.actor import GroupTrainEngine
 from embodrl.workers.policy import build_policy, configure_torch
@@ -65,10 +64,11 @@ def measure(action: Callable[[], Any], others: list[int]) -> dict[str, float]:
 
 def main(output: Path | None) -> int:
     """Measure, print, and write what was found."""
-    config = load_config(list(SETTINGS)).config
+    loaded = load_config(list(SETTINGS))
+    config = loaded.config
     configure_torch(config)
     policy = build_policy(config)
-    engine = GroupTrainEngine(config, policy, places=solve(config).of("actor"))
+    engine = GroupTrainEngine(config, loaded.deployment, policy)
     try:
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         moments = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,14 +136,14 @@ def evaluate(
             if source.policy_dir is not None:
                 section = {"warm_start": str(source.policy_dir), "model_path": None}
                 model = chosen.config.model.model_copy(update=section)
-                chosen = replace(chosen, config=chosen.config.model_copy(update={"model": model}))
+                chosen = chosen.with_config(chosen.config.model_copy(update={"model": model}))
             config, overrides = chosen, ()
     elif policy is not None:
         given = policy
         make = lambda _: given  # noqa: E731
     loaded = _measured(_load(config, overrides))
     with _torch_settings():
-        return run(loaded.config, output_dir=Path(output_dir) if output_dir else None, make_policy=make)
+        return run(loaded, output_dir=Path(output_dir) if output_dir else None, make_policy=make)
 
 
 def collect(config: ConfigLike = None, overrides: Sequence[str] = ()) -> CollectResult:
@@ -290,7 +290,7 @@ def _measured(loaded: LoadedConfig) -> LoadedConfig:
     number = measure_processes(loaded.config, loaded.processes, logging.getLogger(__name__).info)
     config: Config = loaded.config
     env = config.env.model_copy(update={"num_processes": number})
-    return replace(loaded, config=config.model_copy(update={"env": env}))
+    return loaded.with_config(config.model_copy(update={"env": env}))
 
 
 @contextmanager

@@ -64,6 +64,15 @@ class ConfigProblem:
     hint: str = ""
     code: str = "config"
 
+    def paragraph(self) -> str:
+        """Return it as in reports: key and message, then origin, allowed values, nearest name, hint and code."""
+        lines = [f"{self.key}: {self.message}"]
+        if self.origin:
+            lines.append("     at:       " + self.origin.replace("\n", "\n               "))
+        named = {"allowed": self.allowed, "nearest": self.nearest, "hint": self.hint, "code": self.code}
+        lines += [f"     {name + ':':<9} {text}" for name, text in named.items() if text]
+        return "\n".join(lines)
+
 
 @dataclass
 class ConfigError(EmbodrlError):
@@ -78,20 +87,11 @@ class ConfigError(EmbodrlError):
         return self.report()
 
     def report(self) -> str:
-        """Return the report, one paragraph a problem."""
+        """Return the report, one paragraph per problem."""
         count = len(self.problems)
         lines = [f"The configuration has {count} problem{'s' if count != 1 else ''}:"]
         for number, problem in enumerate(self.problems, start=1):
-            lines.append(f"\n{number}. {problem.key}: {problem.message}")
-            if problem.origin:
-                lines.append("     at:       " + problem.origin.replace("\n", "\n               "))
-            if problem.allowed:
-                lines.append(f"     allowed:  {problem.allowed}")
-            if problem.nearest:
-                lines.append(f"     nearest:  {problem.nearest}")
-            if problem.hint:
-                lines.append(f"     hint:     {problem.hint}")
-            lines.append(f"     code:     {problem.code}")
+            lines.append(f"\n{number}. {problem.paragraph()}")
         return "\n".join(lines)
 
 

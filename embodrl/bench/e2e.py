@@ -22,6 +22,7 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.config.schema import Config
+from embodrl.deployment import solve
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
@@ -60,7 +61,7 @@ def measure(config: Config, iterations: int, env_type: str = "", extensions: tup
         env_type: replaces that of the configuration.
         extensions: modules that the simulator processes import.
     """
-    device = configure_torch(config, "rollout")
+    device = configure_torch(config, solve(config).deployment.of("rollout")[0])
     if extensions:
         config = config.model_copy(update={"extensions": extensions})
     with make_pool(config, config.env.train.total_num_envs, env_type=env_type or None) as pool:

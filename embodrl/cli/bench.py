@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import Debug, JsonFile, execute
 from embodrl.errors import UsageError
 
@@ -39,7 +40,15 @@ IN_REPOSITORY = {
 
 
 def bench(
-    name: Annotated[Benchmark, typer.Argument(help="what to measure", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="what to measure, see above",
+            show_default=False,
+            autocompletion=one_of(Benchmark),
+        ),
+    ],
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
@@ -63,11 +72,12 @@ def bench(
     """
 
     def action() -> int | None:
+        chosen = Benchmark(choose(name, Benchmark, "benchmark"))
         if json is not None:
             from embodrl.storage.json_file import check_json_file
 
             check_json_file(json)
-        return load_benchmark(name).main(json)
+        return load_benchmark(chosen).main(json)
 
     execute(action, debug)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from embodrl.cli.app import complete_settings
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, UsageError
 
 if TYPE_CHECKING:
@@ -24,12 +25,21 @@ EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_SIGINT, EXIT_SIGTERM = 0, 1, 2, 130, 143
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ARGS", help="presets (env=maniskill) and values (runner.seed=3)", show_default=False),
+    typer.Argument(
+        metavar="ARGS",
+        help="presets (env=maniskill) and values (runner.seed=3)",
+        show_default=False,
+        autocompletion=complete_settings,
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", metavar="FILE", help="YAML file: values, and presets: {env: NAME}", show_default=False
+        "--config",
+        "-c",
+        metavar="FILE",
+        help="YAML file: values, and presets: {env: NAME}; or a run, whose configuration is taken",
+        show_default=False,
     ),
 ]
 JsonFile = Annotated[
@@ -39,7 +49,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an e
 
 
 def load(overrides: list[str] | None, config_file: Path | None, collecting: bool = False) -> LoadedConfig:
-    """Load the configuration and tell on stderr what is allowed but odd in it; see ``load_config``.
+    """Load the configuration and print its notes to stderr; see ``load_config``.
 
     Raises:
         ConfigError: with every problem found.
@@ -50,9 +60,7 @@ def load(overrides: list[str] | None, config_file: Path | None, collecting: bool
     show_notes(loaded.notes)
     choice = loaded.processes
     if choice is not None and not choice.measured:
-        text = (
-            f"note: env.num_processes: auto has not been measured for these settings; {choice.num_processes} stands in"
-        )
+        text = f"note: env.num_processes: auto is not measured yet for these settings; using {choice.num_processes}"
         print(f"{text}\n      the first `embodrl train`, `eval` or `collect` measures it", file=sys.stderr)
     return loaded
 
@@ -85,13 +93,18 @@ def load_measured(
     return load(overrides, config_file, collecting)
 
 
+def split_path(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """Return the path that the arguments begin with, if any, and the others."""
+    first, *rest = arguments or [""]
+    if not first or "=" in first or first.startswith(("~", "+", "-")):
+        return None, list(arguments or [])
+    return Path(first), rest
+
+
 def show_notes(notes: list[ConfigProblem]) -> None:
     """Write notes about a valid configuration to stderr."""
     for note in notes:
-        text = f"note: {note.key}: {note.message}"
-        text += f" ({note.origin})" if note.origin else ""
-        text += f"\n      {note.hint}" if note.hint else ""
-        print(text, file=sys.stderr)
+        print(f"note: {note.paragraph()}", file=sys.stderr)
 
 
 def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
@@ -119,7 +132,7 @@ def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
         print("interrupted", file=sys.stderr)
         code = EXIT_SIGINT
     except BrokenPipeError:
-        # the reader of our output has gone, e.g. `embodrl config show | head`; nothing is left to be said
+        # the reader of our output has gone, e.g. `embodrl config show | head`; nothing is left to print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_OK
     except OSError as error:
@@ -133,15 +146,15 @@ def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
 def describe_os_error(error: OSError) -> EmbodrlError:
     """Return what the operating system refused, and a hint."""
     hints = {
-        errno.ENOSPC: "free some room, or choose a directory on another disk",
-        errno.EDQUOT: "your quota is used up: free some room, or choose a directory on another disk",
+        errno.ENOSPC: "free disk space, or choose a directory on another disk",
+        errno.EDQUOT: "your disk quota is used up: free space, or choose a directory on another disk",
         errno.EROFS: "the file system is read-only: choose a directory on another one",
-        errno.EACCES: "you may not do that there: choose a directory of yours",
+        errno.EACCES: "permission denied: choose a writable directory",
         errno.EMFILE: "too many files are open: raise `ulimit -n`",
-        errno.ENOMEM: "the memory is used up: close other programs, or use fewer environments",
+        errno.ENOMEM: "out of memory: close other programs, or use fewer environments",
     }
     where = f"{error.filename}: " if error.filename else ""
-    hint = hints.get(error.errno or 0, "check the paths in the command; --debug shows where it happened")
+    hint = hints.get(error.errno or 0, "check the paths in the command; rerun with --debug for the traceback")
     return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", hint)
 
 

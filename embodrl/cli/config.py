@@ -1,4 +1,4 @@
-"""`embodrl config show` and `embodrl config validate`."""
+"""`embodrl config show`, `validate` and `diff`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from embodrl.cli.app import add, make_app
 from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = make_app()
 
 Plain = Annotated[bool, typer.Option("--plain", help="leave the origins out", show_default=False)]
 
@@ -22,10 +23,10 @@ def about() -> None:
     Examples:
       embodrl config show env=maniskill_mix runner.seed=3
       embodrl config validate --config my.yaml
+      embodrl config diff outputs/run-1 outputs/run-2
     """
 
 
-@app.command()
 def show(overrides: Overrides = None, config: ConfigFile = None, plain: Plain = False, debug: Debug = False) -> None:
     """Print all values as YAML, each with its origin.
 
@@ -42,7 +43,6 @@ def show(overrides: Overrides = None, config: ConfigFile = None, plain: Plain = 
     execute(action, debug)
 
 
-@app.command()
 def validate(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
     """Check a configuration and report all its problems.
 
@@ -62,3 +62,45 @@ def validate(overrides: Overrides = None, config: ConfigFile = None, debug: Debu
         print(summary(loaded.config))
 
     execute(action, debug)
+
+
+def diff(
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="a run, a YAML file, or presets and values", show_default=False)
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="B", help="the same; without it, A is compared with the defaults", show_default=False),
+    ] = "",
+    debug: Debug = False,
+) -> None:
+    """Print the settings that differ between two configurations.
+
+    A and B are runs, YAML files, or settings in quotes. Exits 0 whether there are differences or not.
+
+    \b
+    Examples:
+      embodrl config diff outputs/run-1 outputs/run-2
+      embodrl config diff outputs/run-1
+      embodrl config diff mine.yaml "env=maniskill_pull runner.seed=3"
+    """
+
+    def action() -> None:
+        from embodrl.config.diff import differences, side
+
+        one, other = (side(first), side(second)) if second else (side(""), side(first))
+        rows = differences(one, other)
+        names = (first, second) if second else ("default", first)
+        width = max([len(key) for key, _, _ in rows] + [3])
+        left = max([len(text) for _, text, _ in rows] + [len(names[0])])
+        for key, a, b in [("key", *names), *rows] if rows else []:
+            print(f"{key:<{width}}  {a:<{left}}  {b}")
+        if not rows:
+            print("no differences")
+
+    execute(action, debug)
+
+
+add(app, show)
+add(app, validate)
+add(app, diff)

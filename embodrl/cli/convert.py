@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import Debug, execute
 
 # LIBERO's control frequency.
@@ -28,17 +29,24 @@ class Format(StrEnum):
 
 
 def convert(
-    layout: Annotated[Layout, typer.Argument(help="what it is: libero (HDF5)", show_default=False)],
-    source: Annotated[Path, typer.Argument(help="file or directory", show_default=False)],
+    layout: Annotated[
+        str,
+        typer.Argument(
+            metavar="LAYOUT", help="of the source: libero (HDF5)", show_default=False, autocompletion=one_of(Layout)
+        ),
+    ],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="file or directory", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="a new directory", show_default=False)],
-    cameras: Annotated[str, typer.Option(help="in the order of env.cameras")] = "agentview",
+    cameras: Annotated[str, typer.Option(metavar="NAMES", help="in the order of env.cameras")] = "agentview",
     keep_idle: Annotated[
         bool, typer.Option("--keep-idle", help="keep frames in which nothing is commanded", show_default=False)
     ] = False,
-    to: Annotated[Format, typer.Option("--format", help="as collect.format")] = Format.lerobot,
+    to: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="lerobot or raw", autocompletion=one_of(Format))
+    ] = Format.lerobot,
     debug: Debug = False,
 ) -> None:
-    """Turn demonstrations of another layout into those that `embodrl sft` trains on.
+    """Convert demonstrations of another layout for `embodrl sft`.
 
     \b
     Examples:
@@ -47,12 +55,14 @@ def convert(
     """
 
     def action() -> None:
+        choose(layout, Layout, "layout")
+        chosen = Format(choose(to, Format, "format"))
         from embodrl.data.demos import DemoWriter, Writer
         from embodrl.data.lerobot_writer import LeRobotWriter
         from embodrl.data.libero_hdf5 import convert as run
 
         def make_writer() -> Writer:
-            if to is Format.raw:
+            if chosen is Format.raw:
                 return DemoWriter(output)
             return LeRobotWriter(output, names, FPS, robot_type="panda")
 

@@ -7,20 +7,21 @@ from typing import Annotated
 
 import typer
 
+from embodrl.cli.app import add, make_app
 from embodrl.cli.common import Debug, execute
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = make_app()
 
-Name = Annotated[str, typer.Argument(help="the simulator: libero", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="the simulator: libero", show_default=False)]
 Prefix = Annotated[
     Path | None,
-    typer.Option("--prefix", metavar="DIR", help="where; a cache directory of yours if left out", show_default=False),
+    typer.Option("--prefix", metavar="DIR", help="where; by default in the cache directory", show_default=False),
 ]
 
 
 @app.callback()
 def about() -> None:
-    """Python environments of their own for simulators whose packages clash with the rest.
+    """Manage isolated Python environments for simulators with conflicting dependencies.
 
     \b
     Examples:
@@ -29,11 +30,10 @@ def about() -> None:
     """
 
 
-@app.command()
 def install(
     name: Name,
     prefix: Prefix = None,
-    force: Annotated[bool, typer.Option("--force", help="make it anew", show_default=False)] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing environment", show_default=False)] = False,
     debug: Debug = False,
 ) -> None:
     """Make a virtual environment with a simulator's pinned packages; what is there already stays.
@@ -62,9 +62,8 @@ def install(
     execute(action, debug)
 
 
-@app.command("list")
 def list_all(debug: Debug = False) -> None:
-    """List the simulators that can have an environment of their own, and where it is."""
+    """List the simulators that can have an isolated environment, and where it is."""
 
     def action() -> None:
         from embodrl.preflight.isolated import list_environments
@@ -75,7 +74,6 @@ def list_all(debug: Debug = False) -> None:
     execute(action, debug)
 
 
-@app.command()
 def remove(name: Name, prefix: Prefix = None, debug: Debug = False) -> None:
     """Remove a simulator's environment."""
 
@@ -85,3 +83,8 @@ def remove(name: Name, prefix: Prefix = None, debug: Debug = False) -> None:
         delete(name, prefix, print)
 
     execute(action, debug)
+
+
+add(app, install)
+add(app, list_all, "list")
+add(app, remove)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli.common import ConfigFile, Debug, JsonFile, Overrides, execute, load_measured
+from embodrl.cli.common import ConfigFile, Debug, JsonFile, Overrides, execute, load_measured, show_notes, split_path
 
 
 def evaluate(
@@ -15,24 +15,46 @@ def evaluate(
     config: ConfigFile = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="a new directory for the report; default: one in outputs/"),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="a new directory for the report; by default eval-TIME in runner.output_dir, the run, or outputs/",
+        ),
     ] = None,
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Measure a policy on fixed seeds, and write eval.html, eval.json and videos.
+    """Measure a policy on fixed seeds; write eval.html, eval.json and videos.
+
+    Before other ARGS may stand what to measure: a run (its final policy, or its newest checkpoint), one of its
+    checkpoints, or a policy directory. The configuration of the run applies, and ARGS change it.
 
     \b
     Examples:
-      embodrl eval env=maniskill model=openvla
+      embodrl eval outputs/my-run
+      embodrl eval outputs/my-run/checkpoints/step_20 env.eval.num_episodes=256
       embodrl eval env=maniskill_pull env.eval.num_episodes=256 --json result.json
-      embodrl eval model.warm_start=outputs/my-run/policy -o outputs/my-run/final
+      embodrl eval model.warm_start=outputs/my-policy -o outputs/my-eval
     """
 
     def action() -> int | None:
-        loaded = load_measured(overrides, config)
-        from embodrl.runs import evaluate as verb
+        path, rest = split_path(overrides)
+        if path is None:
+            loaded = load_measured(rest, config)
+            from embodrl.runs import evaluate as verb
 
-        return verb.evaluate(loaded.config, json, output).exit_code
+            return verb.evaluate(loaded, json, output).exit_code
+        from embodrl.runs import evaluate as verb
+        from embodrl.runs.policies import find_policy
+
+        source = find_policy(path)
+        if config is not None:
+            rest = source.arguments(rest)
+            loaded = load_measured(rest, config)
+        else:
+            loaded = source.load_config(rest)
+            show_notes(loaded.notes)
+        return verb.evaluate(loaded, json, output, source.make_policy).exit_code
 
     execute(action, debug)

@@ -11,16 +11,21 @@ from embodrl.cli.common import Debug, Overrides, execute
 
 
 def export(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory of the run", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN", help="a run, or RUN/checkpoints/step_N", show_default=False)
+    ],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory", show_default=False)],
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Write the policy of a run's newest checkpoint, whole or in shards, in its public layout.
+    """Write the policy of a checkpoint in its public layout.
+
+    Of a run it is the newest intact checkpoint; sharded ones are put together.
 
     \b
     Examples:
       embodrl export outputs/my-run outputs/my-policy
+      embodrl export outputs/my-run/checkpoints/step_20 outputs/policy-20
       embodrl eval model.warm_start=outputs/my-policy
     """
 

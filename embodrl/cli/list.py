@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import Debug, execute
 from embodrl.registry import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, Registry, env_tasks
 
@@ -33,7 +34,15 @@ class Kind(StrEnum):
 
 
 def list_names(
-    kind: Annotated[Kind | None, typer.Argument(help="leave it out for everything", show_default=False)] = None,
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KIND",
+            help=f"{', '.join(Kind)}; leave it out for everything",
+            show_default=False,
+            autocompletion=one_of(Kind),
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """List models, environments, algorithms, pipelines and presets.
@@ -46,7 +55,7 @@ def list_names(
     """
 
     def action() -> None:
-        kinds = [kind] if kind else list(Kind)
+        kinds = [Kind(choose(kind, Kind, "kind"))] if kind else list(Kind)
         print("\n\n".join(f"{one.value}\n{SECTIONS[one]()}" for one in kinds))
 
     execute(action, debug)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from embodrl.cli import config, env, pipeline, plan
+from embodrl.cli.app import add, make_app, summary
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
 from embodrl.cli.convert import convert
@@ -19,13 +20,7 @@ from embodrl.cli.resume import resume
 from embodrl.cli.sft import sft
 from embodrl.cli.train import train
 
-app = typer.Typer(
-    name="embodrl",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = make_app("embodrl", completion=True)
 
 
 def _version(wanted: bool) -> None:
@@ -39,7 +34,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Reinforcement learning for vision-language-action models.
@@ -55,27 +50,34 @@ def about(
       embodrl list presets
 
     \b
-    Exit codes: 0 ok, 1 error, 2 wrong configuration or usage, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes:
+      0    done
+      1    error; also: lost evaluation episodes, a plan that does not fit, a parity out of tolerance
+      2    invalid configuration or usage; nothing was started
+      129  stopped by SIGHUP (the terminal was closed)
+      130  stopped by Ctrl-C
+      143  stopped by SIGTERM
+
+    A stopped training saves a checkpoint first; `embodrl resume RUN` continues it. Shell completion of presets and
+    settings: `embodrl --install-completion`.
     """
 
 
-app.command()(train)
-app.command("eval")(evaluate)
-app.command()(collect)
-app.command()(convert)
-app.command()(sft)
-app.command()(resume)
-app.command()(export)
-app.add_typer(plan.app, name="plan")
-app.add_typer(config.app, name="config")
-app.add_typer(env.app, name="env")
-app.add_typer(pipeline.app, name="pipeline")
-app.command("list")(list_names)
-app.command()(doctor)
-app.command()(bench)
-app.command()(parity)
+add(app, train)
+add(app, evaluate, "eval")
+add(app, collect)
+add(app, convert)
+add(app, sft)
+add(app, resume)
+add(app, export)
+for module, name in ((plan, "plan"), (config, "config"), (env, "env"), (pipeline, "pipeline")):
+    app.add_typer(module.app, name=name, short_help=summary(module.about))
+add(app, list_names, "list")
+add(app, doctor)
+add(app, bench)
+add(app, parity)
 
 
 def main() -> None:
     """Run the command line."""
-    app()
+    app(prog_name="embodrl")

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from embodrl.cli.app import add, make_app
 from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
 from embodrl.errors import UsageError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = make_app()
 
 Drawing = Annotated[
     Path | None,
@@ -31,7 +32,6 @@ def about() -> None:
     """
 
 
-@app.command()
 def show(overrides: Overrides = None, config: ConfigFile = None, output: Drawing = None, debug: Debug = False) -> None:
     """Print the nodes in the order in which they run; draw them if a file is named.
 
@@ -58,3 +58,6 @@ def show(overrides: Overrides = None, config: ConfigFile = None, output: Drawing
             write_text_file(output, drawings[output.suffix](graph))
 
     execute(action, debug)
+
+
+add(app, show)

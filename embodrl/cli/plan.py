@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embodrl.cli.app import add, make_app
 from embodrl.cli.common import EXIT_ERROR, ConfigFile, Debug, Overrides, execute, show_notes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from embodrl.config.schema import Config
+    from embodrl.deployment import ProcessPlace
     from embodrl.preflight.plan import Plan
-    from embodrl.scheduler.placement import ProcessPlace
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = make_app()
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object", show_default=False)]
 MAX_ROWS = 40
 
@@ -31,7 +32,6 @@ def about() -> None:
     """
 
 
-@app.command()
 def train(
     overrides: Overrides = None, config: ConfigFile = None, json_output: Json = False, debug: Debug = False
 ) -> None:
@@ -53,7 +53,7 @@ def train(
 
         loaded = load_config(overrides or [], config, planning=True)
         show_notes(loaded.notes)
-        plan = make_plan(loaded.config)
+        plan = make_plan(loaded)
         if json_output:
             print(json.dumps(plan.as_json(loaded.config), indent=2))
         else:
@@ -70,13 +70,13 @@ def show(plan: Plan, config: Config) -> None:
     console = Console(highlight=False)
     hardware = config.cluster.hardware
     name = f"{hardware.name} (described)" if hardware.name else "this machine"
-    machine = plan.placement.machines[0]
+    machine = plan.deployment.machines[0]
     cores, gpus = sum(machine.num_cores.values()), len(machine.gpus)
     console.print(
         f"{name}: {config.cluster.num_nodes} node(s) with {cores} cores, {len(machine.nodes)} NUMA node(s),"
         f" {gpus} GPU(s)"
     )
-    console.print(f"actor, rollout and env are {plan.placement.mode}\n")
+    console.print(f"actor, rollout and env are {plan.deployment.mode}\n")
     _show_processes(plan, console)
     _show_batches(plan, console)
     _show_memory(plan, console)
@@ -95,7 +95,7 @@ def _show_processes(plan: Plan, console: Console) -> None:
     for column in ("component", "ranks", "node", "GPUs", "CPUs", "NUMA node"):
         table.add_column(column, overflow="fold")
     groups: list[list[ProcessPlace]] = []
-    for place in plan.placement.processes:
+    for place in plan.deployment.processes:
         last = groups[-1] if groups else None
         same = last is not None and _place(last[0]) == _place(place)
         if last is not None and same:
@@ -112,10 +112,10 @@ def _show_processes(plan: Plan, console: Console) -> None:
     console.print(table)
     if len(groups) > MAX_ROWS:
         console.print(f"and {len(groups) - MAX_ROWS} more lines; --json has all")
-    loads = sorted(set(per_cpu(plan.placement).values()))
+    loads = sorted(set(per_cpu(plan.deployment).values()))
     if loads:
         console.print(f"simulators a core that has any: {' or '.join(map(str, loads))}")
-    devices = {key: parts for key, parts in per_device(plan.placement).items() if parts}
+    devices = {key: parts for key, parts in per_device(plan.deployment).items() if parts}
     for key, parts in devices.items():
         console.print(f"GPU {key}: " + ", ".join(f"{count} x {part}" for part, count in parts.items()))
     console.print()
@@ -140,7 +140,7 @@ def ranges(numbers: list[int] | tuple[int, ...]) -> str:
 def _show_batches(plan: Plan, console: Console) -> None:
     b = plan.batches
     console.print(
-        f"environments: {b.environments} = {len(plan.placement.of('env'))} simulators x"
+        f"environments: {b.environments} = {len(plan.deployment.of('env'))} simulators x"
         f" {b.environments_per_simulator}; a rollout process has {b.simulators_per_rollout} simulators and decides"
         f" {b.environments_per_stage} environments at once ({b.pipeline_stages} stage(s))"
     )
@@ -150,7 +150,7 @@ def _show_batches(plan: Plan, console: Console) -> None:
     )
     console.print(
         f"update:       {b.optimizer_steps} optimizer steps of {b.global_batch} chunks ="
-        f" {len(plan.placement.of('actor'))} actor process(es) x {b.gradient_accumulation} micro-batches of"
+        f" {len(plan.deployment.of('actor'))} actor process(es) x {b.gradient_accumulation} micro-batches of"
         f" {b.micro_batch}\n"
     )
 
@@ -196,3 +196,6 @@ def _show_memory(plan: Plan, console: Console) -> None:
             )
     for line in plan.memory.hints:
         console.print(f"  hint: {line}", soft_wrap=True)
+
+
+add(app, train)

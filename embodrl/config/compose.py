@@ -290,6 +290,8 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     wanted: dict[str, tuple[Any, str]] = {}
     if config_file is not None:
         is_file = isinstance(config_file, Path)
+        if is_file and (config_file / "config.yaml").is_file():
+            config_file = config_file / "config.yaml"  # of a run
         user, wrong = read_yaml(config_file, str(config_file)) if is_file else read_mapping(config_file)
         wanted, wrong_choices = file_choices(user)
         problems += wrong + wrong_choices

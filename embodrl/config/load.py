@@ -14,10 +14,11 @@ from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, lookup, origin_of, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.rules import run_rules
-from embodrl.config.rules.base import what_is
+from embodrl.config.rules.base import Context, what_is
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.suites import fill_suite
+from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.names import nearest
 
@@ -34,13 +35,29 @@ class LoadedConfig:
         choices: preset group -> preset, as far as the user chose.
         notes: settings that are allowed but have no effect or an odd one here.
         processes: what ``env.num_processes: auto`` became; None where a number was given.
+        obstacles: of a plan: why the run could not be started on this machine.
     """
 
     config: Config
     origins: dict[str, Origin]
+    solution: Solution
     choices: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     processes: ProcessChoice | None = None
+    obstacles: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+
+    @property
+    def deployment(self) -> Deployment:
+        """Where everything of the run is.
+
+        Raises:
+            EmbodrlError: a GPU is asked for, and the machine does not list any.
+        """
+        return self.solution.deployment
+
+    def with_config(self, config: Config) -> LoadedConfig:
+        """Return the same with other, valid values; what is placed follows them."""
+        return replace(self, config=config, solution=solve(config, self.solution.machine, self.solution.planning))
 
     def with_absolute_paths(self) -> LoadedConfig:
         """Return the same with absolute paths to the directories of the model, so that it holds from any directory."""
@@ -113,14 +130,14 @@ def finish(
     config, invalid, wrong = validate(tree)
     problems += wrong
     invalid |= {problem.key for problem in removed}
-    errors, notes = run_rules(config, tree, invalid, resuming, planning, collecting)
-    problems += errors
+    solution = solve(config, planning=planning)
+    report = run_rules(Context(config, tree, solution, resuming, collecting), invalid, planning)
+    problems += report.errors
     if problems:
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
-    return LoadedConfig(
-        config, {key: origin_of_value(tree, key) for key in keys}, composition.choices, notes, processes
-    )
+    origins = {key: origin_of_value(tree, key) for key in keys}
+    return LoadedConfig(config, origins, solution, composition.choices, report.notes, processes, report.obstacles)
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:

@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from embodrl.config.rules.cluster import lacks_of_this_machine, native_is_one_process, place_all
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment, ProcessPlace
+from embodrl.deployment.topology import GIB
 from embodrl.preflight.plan_memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks_of, plan_memory
-from embodrl.scheduler.placement import GIB, Placement, solve
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class Plan:
     """A run on paper.
 
     Attributes:
-        placement: every process.
+        deployment: where every process is.
         batches: the arithmetic.
         memory: what is needed and what there is.
         obstacles: why `embodrl train` would refuse it on this machine today.
         warnings: what is odd about the placement.
     """
 
-    placement: Placement
+    deployment: Deployment
     batches: Batches
     memory: MemoryPlan
     obstacles: list[str]
@@ -77,10 +78,10 @@ class Plan:
             "cluster": hardware.name or "this machine",
             "num_nodes": config.cluster.num_nodes,
             "described": hardware.name is not None,
-            "mode": self.placement.mode,
-            "processes": [asdict(place) for place in self.placement.processes],
-            "processes_per_device": per_device(self.placement),
-            "simulators_per_cpu": per_cpu(self.placement),
+            "mode": self.deployment.mode,
+            "processes": [_plain(place) for place in self.deployment.processes],
+            "processes_per_device": per_device(self.deployment),
+            "simulators_per_cpu": per_cpu(self.deployment),
             "batches": asdict(self.batches),
             "memory": as_plain(self.memory),
             "memory_not_estimated": self.memory.not_estimated,
@@ -92,23 +93,31 @@ class Plan:
         }
 
 
-def make_plan(config: Config) -> Plan:
-    """Work out a run of a valid configuration; starts nothing and imports no simulator.
+def make_plan(loaded: LoadedConfig) -> Plan:
+    """Work out a run; starts nothing and imports no simulator.
+
+    Args:
+        loaded: with ``planning=True``.
 
     Raises:
-        EmbodrlError: the placement can't be had, or the model's files can't be read.
+        EmbodrlError: the number of GPUs is not known, or the model's files can't be read.
     """
-    placement = solve(config)
-    findings = [*lacks_of_this_machine(config), *native_is_one_process(config, place_all(config))]
-    obstacles = [f"{finding.key}: {finding.message}" for finding in findings]
-    return Plan(placement, batches(config, placement), plan_memory(config, placement), obstacles, warnings(placement))
+    config, deployment = loaded.config, loaded.deployment
+    obstacles = [f"{problem.key}: {problem.message}" for problem in loaded.obstacles]
+    memory = plan_memory(config, deployment)
+    return Plan(deployment, batches(config, deployment), memory, obstacles, warnings(deployment))
 
 
-def batches(config: Config, placement: Placement) -> Batches:
+def _plain(place: ProcessPlace) -> dict[str, Any]:
+    """Return a place as plain values, without what only a start message needs."""
+    return {name: value for name, value in asdict(place).items() if name != "visible"}
+
+
+def batches(config: Config, deployment: Deployment) -> Batches:
     """Return the arithmetic of an iteration."""
     train, actor, chunk = config.env.train, config.actor, config.model.num_action_chunks
-    rollouts, actors = len(placement.of("rollout")), len(placement.of("actor"))
-    simulators, chunks = len(placement.of("env")), chunks_of(config)
+    rollouts, actors = len(deployment.of("rollout")), len(deployment.of("actor"))
+    simulators, chunks = len(deployment.of("env")), chunks_of(config)
     stages = config.rollout.pipeline_stages
     share = actor.global_batch_size // max(1, actors // actor.tensor_parallel_size)
     return Batches(
@@ -128,33 +137,35 @@ def batches(config: Config, placement: Placement) -> Batches:
     )
 
 
-def per_device(placement: Placement) -> dict[str, dict[str, int]]:
+def per_device(deployment: Deployment) -> dict[str, dict[str, int]]:
     """Return ``NODE:GPU`` -> component -> number of processes."""
     found: dict[str, dict[str, int]] = {
-        f"{node}:{gpu}": {} for node, machine in enumerate(placement.machines) for gpu in range(len(machine.gpus))
+        f"{node}:{gpu}": {} for node, machine in enumerate(deployment.machines) for gpu in range(len(machine.gpus))
     }
-    for place in placement.processes:
+    for place in deployment.processes:
         for device in place.devices:
             parts = found.setdefault(f"{place.node}:{device}", {})
             parts[place.component] = parts.get(place.component, 0) + 1
     return found
 
 
-def per_cpu(placement: Placement) -> dict[str, int]:
+def per_cpu(deployment: Deployment) -> dict[str, int]:
     """Return ``NODE:CPU`` -> number of simulators bound to it."""
-    bound = Counter(f"{p.node}:{p.cpus[0]}" for p in placement.of("env") if len(p.cpus) == 1)
+    bound = Counter(f"{p.node}:{p.cpus[0]}" for p in deployment.of("env") if len(p.cpus) == 1)
     return dict(sorted(bound.items(), key=lambda item: tuple(map(int, item[0].split(":")))))
 
 
-def warnings(placement: Placement) -> list[str]:
+def warnings(deployment: Deployment) -> list[str]:
     """Return what is odd: idle GPUs, simulators that share a core or feed a GPU of another NUMA node."""
     lines: list[str] = []
-    for node, machine in enumerate(placement.machines):
-        policies = {d for p in (*placement.of("actor"), *placement.of("rollout")) if p.node == node for d in p.devices}
+    for node, machine in enumerate(deployment.machines):
+        policies = {
+            d for p in (*deployment.of("actor"), *deployment.of("rollout")) if p.node == node for d in p.devices
+        }
         idle = len(machine.gpus) - len(policies)
-        if idle and placement.of("actor")[0].devices:
+        if idle and deployment.of("actor")[0].devices:
             lines.append(f"node {node}: {idle} of {len(machine.gpus)} GPUs have neither actor nor rollout")
-        here = [p for p in placement.of("env") if p.node == node]
+        here = [p for p in deployment.of("env") if p.node == node]
         cores, quota = sum(machine.num_cores.values()), machine.cpu_quota
         if len(here) > cores:
             lines.append(f"node {node}: {len(here)} simulators share {cores} cores")

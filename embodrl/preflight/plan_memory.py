@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from embodrl.config.rules.actor import has_own_process
-from embodrl.config.rules.cluster import gpus_per_node
-from embodrl.config.rules.rollout_processes import has_rollout_processes, main_component
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment, ProcessPlace
+from embodrl.deployment.topology import GIB
 from embodrl.hybrid_engines.training.sharding import blocks_of
 from embodrl.models.base import VLAPolicy
 from embodrl.models.memory import TrainingMemory, estimate, token_counts
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import kv_cache_bytes, recorded_bytes
 from embodrl.preflight.doctor import memory_limit_bytes
-from embodrl.scheduler.placement import GIB, Placement, ProcessPlace
 
 MIB = 1 << 20
 HOST = -1
@@ -187,8 +185,8 @@ def uncut_bytes(policy: VLAPolicy) -> int:
     return sum(p.numel() * p.element_size() for p in policy.parameters()) - cut
 
 
-def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
-    """Estimate every memory that the placement uses; every component has its line in ``ESTIMATED_BY``.
+def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
+    """Estimate every memory that the deployment uses; every component has its line in ``ESTIMATED_BY``.
 
     Raises:
         CheckpointError: the model's files can't be read.
@@ -200,29 +198,29 @@ def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
         found = needed.setdefault(where, {})
         found[component] = found.get(component, 0) + num_bytes
 
-    actors, rollouts = placement.of("actor"), placement.of("rollout")
+    actors, rollouts = deployment.of("actor"), deployment.of("rollout")
     path = config.model.model_path
     unknown = path is not None and not Path(path).expanduser().is_dir()
     figures = None
     if not unknown:
         figures = model_figures(config, bool(actors[0].devices), len(rollouts))
-        _add_model(config, actors, rollouts, figures, add)
+        _add_model(config, deployment, figures, add)
     for place in (*actors, *rollouts):
-        if place.component == "actor" or not _shared(config, actors, place):
+        if place.component == "actor" or not _shared(deployment, place):
             add((place.node, HOST), "program", PYTHON_BYTES)
-    if main_component(config) is None:
+    if deployment.main_component is None:
         add((0, HOST), "program", PYTHON_BYTES)
         add((0, HOST), "kept policy", 0 if figures is None else figures.plain)
-    if has_rollout_processes(config) and config.runner.max_staleness and figures is not None:
+    if deployment.rolls_out_in_processes and config.runner.max_staleness and figures is not None:
         add((0, HOST), "kept policy", figures.trained)
-    simulators = placement.of("env")
+    simulators = deployment.of("env")
     if config.env.env_type == "maniskill":
         share = -(-config.env.train.total_num_envs // len(simulators))
         for place in simulators:
             add((place.node, HOST), "simulator", SIMULATOR_BYTES + share * SIMULATOR_BYTES_PER_ENV)
-    away = _away(config)
+    away = _away(config, deployment)
     memories = [
-        MemoryOf(node, device, parts, _available(config, placement, node, device), away[device != HOST])
+        MemoryOf(node, device, parts, _available(config, deployment, node, device), away[device != HOST])
         for (node, device), parts in sorted(needed.items())
     ]
     reason = f"model.model_path '{path}' is not a local directory: its size is not known" if unknown else ""
@@ -231,65 +229,60 @@ def plan_memory(config: Config, placement: Placement) -> MemoryPlan:
 
 
 def _add_model(
-    config: Config,
-    actors: tuple[ProcessPlace, ...],
-    rollouts: tuple[ProcessPlace, ...],
-    figures: ModelFigures,
-    add: object,
+    config: Config, deployment: Deployment, figures: ModelFigures, add: Callable[[tuple[int, int], str, int], None]
 ) -> None:
-    assert callable(add)
+    actors, rollouts = deployment.of("actor"), deployment.of("rollout")
+    parts = _of_actor(config, deployment, figures)
     for place in actors:
-        parts = _of_actor(config, figures, len(actors))
         for where in _memories(place):
             for component, num_bytes in parts.items():
                 add(where, component, num_bytes // len(_memories(place)))
     if config.actor.enable_offload:
         for place in (place for place in actors if place.devices):
-            parts = _of_actor(config, figures, len(actors))
             freed = {"activations"} if config.actor.training_backend == "megatron" else {"activations", "gradients"}
-            moved = sum(parts[component] for component in _training_only(config) - freed)
+            moved = sum(parts[component] for component in _training_only(deployment) - freed)
             add((place.node, HOST), "offloaded", moved)
     whole = figures.recorded * chunks_of(config)
-    if has_rollout_processes(config):  # the main process joins their parts
+    if deployment.rolls_out_in_processes:  # the main process joins their parts
         add((0, HOST), "trajectory buffer", whole)
-    for place in actors if has_own_process(config) else ():  # each gets all of it
+    for place in actors if deployment.trains_in_processes else ():  # each gets all of it
         add((place.node, HOST), "trajectory buffer", whole)
     for place in rollouts:
-        own = config.rollout.backend == "vllm" or not _shared(config, actors, place)
+        own = config.rollout.backend == "vllm" or not _shared(deployment, place)
         weights = figures.plain if own else 0
         for where in _memories(place):
             add(where, "rollout weights", weights // len(_memories(place)))
             add(where, "KV cache", figures.kv_cache // len(_memories(place)))
-        if place.devices and _rollout_leaves(config):
+        if place.devices and _rollout_leaves(config, deployment):
             add((place.node, HOST), "offloaded", weights)
         add((place.node, HOST), "trajectory buffer", whole // len(rollouts))
 
 
-def _training_only(config: Config) -> frozenset[str]:
+def _training_only(deployment: Deployment) -> frozenset[str]:
     """Return the components of an actor that nobody acts with."""
-    weights = {"weights"} if _apart(config) else set[str]()
+    weights = {"weights"} if _apart(deployment) else set[str]()
     return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
 
 
-def _rollout_leaves(config: Config) -> bool:
+def _rollout_leaves(config: Config, deployment: Deployment) -> bool:
     """Tell whether the rollout has weights of its own and ``rollout.enable_offload`` takes them away."""
-    return config.rollout.enable_offload and (config.rollout.backend == "vllm" or _apart(config))
+    return config.rollout.enable_offload and (config.rollout.backend == "vllm" or _apart(deployment))
 
 
-def _apart(config: Config) -> bool:
+def _apart(deployment: Deployment) -> bool:
     """Tell whether what trains and what acts are different processes, each with its weights."""
-    return has_own_process(config) or has_rollout_processes(config)
+    return deployment.trains_in_processes or deployment.rolls_out_in_processes
 
 
-def _away(config: Config) -> dict[bool, dict[str, frozenset[str]]]:
+def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozenset[str]]]:
     """Return what is not there in a phase, for main memory (False) and GPUs (True).
 
     What leaves a CPU for main memory is there still.
     """
     nothing = frozenset[str]()
     ends = config.env.enable_offload and config.env.offload_level == "process"
-    acts = frozenset({"rollout weights", "KV cache"}) if _rollout_leaves(config) else nothing
-    trains = _training_only(config) if config.actor.enable_offload else nothing
+    acts = frozenset({"rollout weights", "KV cache"}) if _rollout_leaves(config, deployment) else nothing
+    trains = _training_only(deployment) if config.actor.enable_offload else nothing
     simulators = frozenset({"simulator"}) if ends else nothing
     done = frozenset({"gradients", "activations", "KV cache"}) if acts else nothing
     return {
@@ -298,9 +291,9 @@ def _away(config: Config) -> dict[bool, dict[str, frozenset[str]]]:
     }
 
 
-def _of_actor(config: Config, figures: ModelFigures, num_actors: int) -> dict[str, int]:
+def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> dict[str, int]:
     """Return the bytes of one actor process by component."""
-    training, actor = figures.training, config.actor
+    training, actor, num_actors = figures.training, config.actor, len(deployment.of("actor"))
     reference = figures.trained if config.algorithm.kl.coef > 0 else 0
     if actor.training_backend == "native":
         return {
@@ -311,7 +304,7 @@ def _of_actor(config: Config, figures: ModelFigures, num_actors: int) -> dict[st
             "activations": training.activations,
         }
     if actor.training_backend == "megatron":
-        return _of_megatron(config, figures, num_actors, reference)
+        return _of_megatron(config, deployment, figures, reference)
     cut, layers = num_actors, actor.tensor_parallel_size
     share = actor.global_batch_size // max(1, num_actors // layers)
     # While gradients of several micro-batches add up, they are whole.
@@ -325,11 +318,11 @@ def _of_actor(config: Config, figures: ModelFigures, num_actors: int) -> dict[st
     }
 
 
-def _of_megatron(config: Config, figures: ModelFigures, num_actors: int, reference: int) -> dict[str, int]:
+def _of_megatron(config: Config, deployment: Deployment, figures: ModelFigures, reference: int) -> dict[str, int]:
     training, layers = figures.training, config.actor.tensor_parallel_size
     # The part of all weights that a process has; of what trains, about the same.
     part = figures.gathered / figures.plain + (1 - figures.gathered / figures.plain) / layers
-    shares = num_actors // layers if gpus_per_node(config.cluster) else 1
+    shares = len(deployment.of("actor")) // layers if deployment.gpus_per_node else 1
     return {
         "weights": int(training.weights * part),
         "gradients": int(training.gradients * part),
@@ -343,16 +336,16 @@ def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
     return [(place.node, device) for device in place.devices] or [(place.node, HOST)]
 
 
-def _shared(config: Config, actors: tuple[ProcessPlace, ...], rollout: ProcessPlace) -> bool:
+def _shared(deployment: Deployment, rollout: ProcessPlace) -> bool:
     """Tell whether a rollout acts with the weights of an actor process: same machine and devices, same rank."""
-    return not _apart(config) and any(
-        (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in actors
+    return not _apart(deployment) and any(
+        (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in deployment.of("actor")
     )
 
 
-def _available(config: Config, placement: Placement, node: int, device: int) -> int:
+def _available(config: Config, deployment: Deployment, node: int, device: int) -> int:
     if device != HOST:
-        gpus = placement.machines[node].gpus
+        gpus = deployment.machines[node].gpus
         return gpus[device].memory_bytes if device < len(gpus) else 0
     hardware = config.cluster.hardware
     return memory_limit_bytes() if hardware.name is None else int(hardware.memory_gib * GIB)

@@ -43,7 +43,7 @@ class EvalOutput:
         self.directory = directory or self._new_directory()
         if self.directory.is_dir() and any(self.directory.iterdir()):
             raise OutputError(f"{self.directory} holds something already", "name a new directory with --output")
-        check_json_file(self.directory / JSON_FILE)
+        check_json_file(self.directory / JSON_FILE, make_directory=True)
         self.video_dir = self.directory / VIDEO_DIR if config.env.video.enabled else None
 
     def _new_directory(self) -> Path:

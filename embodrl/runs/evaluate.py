@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
@@ -67,7 +68,7 @@ def evaluation_of(result: EvalResult, output_dir: Path | None = None) -> Evaluat
 
 
 def evaluate(
-    config: Config,
+    loaded: LoadedConfig,
     json_path: Path | None = None,
     output_dir: Path | None = None,
     make_policy: Callable[[Config], VLAPolicy] = build_policy,
@@ -75,7 +76,7 @@ def evaluate(
     """`embodrl eval`: measure a policy on fixed seeds.
 
     Args:
-        config: the run.
+        loaded: the run.
         json_path: a second place for eval.json.
         output_dir: new or empty; None is a new directory ``eval-<date and time>`` in ``runner.output_dir``, or in
             outputs/ where that is auto.
@@ -85,10 +86,11 @@ def evaluate(
         OutputError: a result can't be written; raised before anything has started.
         MissingDependencyError: videos are to be written, and what writes them is not installed.
     """
+    config = loaded.config
     if json_path is not None:
         check_json_file(json_path)
     output = EvalOutput(config, output_dir)
-    configure_torch(config, "rollout")
+    configure_torch(config, loaded.deployment.of("rollout")[0])
     check_simulator(config)
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:

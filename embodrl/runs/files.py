@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
 from embodrl.errors import OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
@@ -47,10 +47,10 @@ def has_results(run_dir: Path) -> bool:
     return (run_dir / POLICY_DIR).is_dir() and (run_dir / REPORT_FILE).is_file()
 
 
-def num_bytes_on_disk(config: Config, policy: VLAPolicy, state_num_bytes: int) -> int:
+def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy, state_num_bytes: int) -> int:
     """Return what a run writes: its checkpoints, the best, one more while it is written, and weights sent by disk."""
     total = (config.runner.keep_last_n + 1 + config.runner.keep_best) * state_num_bytes
-    if has_rollout_processes(config) and config.rollout.weight_sync == "disk":
+    if deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk":
         weights = sum(t.numel() * t.element_size() for t in policy.state_dict().values())
         total += (VERSIONS_KEPT + 1) * weights
     return total

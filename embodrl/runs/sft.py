@@ -109,7 +109,7 @@ def sft(loaded: LoadedConfig) -> int:
     except OutputError as error:
         raise OutputError(error.message, "set sft.output_dir to a writable directory with free space") from error
     with run_lock(directory), RunLog(directory / LOG_FILE):
-        return _run(config, directory, loaded.to_yaml(), None)
+        return _run(loaded, directory, None)
 
 
 def is_sft_run(directory: Path) -> bool:
@@ -138,13 +138,13 @@ def resume(directory: Path, overrides: list[str]) -> int:
             progress = f"{done}/{config.sft.max_steps}"
             logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", progress)
             return 0
-        return _run(config, directory, loaded.to_yaml(), checkpoint)
+        return _run(loaded, directory, checkpoint)
 
 
-def _run(config: Config, directory: Path, config_yaml: str, checkpoint: Checkpoint | None) -> int:
+def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -> int:
     """Build everything in order, train, and export the policy."""
-    settings = config.sft
-    configure_torch(config, "actor")
+    config, deployment, settings = loaded.config, loaded.deployment, loaded.config.sft
+    configure_torch(config, deployment.of("actor")[0])
     if settings.eval_interval:
         check_simulator(config)
     with (
@@ -165,21 +165,22 @@ def _run(config: Config, directory: Path, config_yaml: str, checkpoint: Checkpoi
         weights_from = config if checkpoint is None else without_lost_warm_start(config)
         policy = build_policy(weights_from)
         training = engine_config(weights_from, policy.device)
-        launcher = make_launcher(training)
+        launcher = make_launcher(training, deployment)
         if launcher is not None:
             closing.callback(launcher.close)
-        engine = make_train_engine(training, policy, directory / "logs", launcher)
+        engine = make_train_engine(training, deployment, policy, directory / "logs", launcher)
         closing.callback(engine.close)
         batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
         done = None if checkpoint is None else int(checkpoint.state["step"])
         metrics = closing.enter_context(
             MetricsLogger(directory, config.runner.logger, done, config.model_dump(), file_name=METRICS_FILE)
         )
-        trainer = Trainer(config, directory, policy, engine, batches, metrics, progress, stop)
+        sharded = saves_shards(config, deployment)
+        trainer = Trainer(config, directory, policy, engine, batches, metrics, progress, stop, sharded)
         if checkpoint is not None:
             trainer.restore(checkpoint)
             progress.message(f"resuming from {checkpoint.path}")
-        write_config(directory, config_yaml)
+        write_config(directory, loaded.to_yaml())
         stop.graceful = True
         trainer.run()
         engine.fetch()
@@ -205,6 +206,7 @@ class Trainer:
         metrics: sinks.
         progress: shown to the user.
         stop: true once a signal has asked the run to end.
+        sharded: the training processes write checkpoints, each its part.
     """
 
     def __init__(
@@ -217,9 +219,10 @@ class Trainer:
         metrics: MetricsLogger,
         progress: Progress,
         stop: StopSignal,
+        sharded: bool,
     ) -> None:
         self.config, self.policy, self.engine, self.batches = config, policy, engine, batches
-        self.metrics, self.progress, self.stop = metrics, progress, stop
+        self.metrics, self.progress, self.stop, self.sharded = metrics, progress, stop, sharded
         self.checkpoints = CheckpointManager(directory, config.runner.keep_last_n)
         self.step = 0
         self._saved_step = -1
@@ -267,19 +270,18 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint; a full disk costs a logged error, not the run."""
-        sharded = saves_shards(self.config)
-        saved = EngineState({}, self.engine.counters()) if sharded else self.engine.state_dict()
+        saved = EngineState({}, self.engine.counters()) if self.sharded else self.engine.state_dict()
         data_rng, order = self.batches.state()
         state: dict[str, Any] = {
             "kind": "sft",
             "step": self.step,
             "engine": saved.state,
-            "sharded": sharded,
+            "sharded": self.sharded,
             "rng": capture_rng(),
             "data_rng": data_rng,
         }
         try:
-            write_shards = self.engine.save_shards if sharded else None
+            write_shards = self.engine.save_shards if self.sharded else None
             self.checkpoints.save(self.step, saved.tensors | {"data": {"order": order}}, state, None, write_shards)
         except OutputError as error:
             logger.error("%s", error)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from embodrl.config import LoadedConfig, load_run
-from embodrl.config.rules.rollout_processes import has_rollout_processes, main_component
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
+from embodrl.deployment import Deployment
 from embodrl.errors import (
     CheckpointError,
     ConfigError,
@@ -105,6 +105,7 @@ class Runner:
 
     Args:
         config: the run.
+        deployment: where everything of it is.
         run_dir: where everything goes.
         rollouts: started.
         policy: on its device.
@@ -117,6 +118,7 @@ class Runner:
     def __init__(
         self,
         config: Config,
+        deployment: Deployment,
         run_dir: Path,
         rollouts: Rollouts,
         policy: VLAPolicy,
@@ -125,7 +127,8 @@ class Runner:
         console: Console,
         stop: StopSignal,
     ) -> None:
-        self.config, self.run_dir, self.rollouts, self.policy = config, run_dir, rollouts, policy
+        self.config, self.deployment, self.run_dir = config, deployment, run_dir
+        self.rollouts, self.policy = rollouts, policy
         self.metrics, self.console, self.stop = metrics, console, stop
         self.graph = build_graph(config)
         runner = config.runner
@@ -226,7 +229,7 @@ class Runner:
     def _show_phase(self, name: str, role: str) -> None:
         """Tell the console how many chunks a phase has, where this process is the one that steps through them."""
         config, chunks = self.config, 0
-        local = not has_rollout_processes(config) and config.rollout.workflow is None
+        local = not self.deployment.rolls_out_in_processes and config.rollout.workflow is None
         if role == "rollout" and local and config.runner.max_staleness == 0:
             steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
             chunks = config.algorithm.rollout_epoch * steps
@@ -296,7 +299,7 @@ class Runner:
 
     def _save(self) -> None:
         """Write a checkpoint; a disk that is full costs a warning, not the run."""
-        sharded = saves_shards(self.config)
+        sharded = saves_shards(self.config, self.deployment)
         saved = EngineState({}, self.engine.counters()) if sharded else self.engine.state_dict()
         rollouts = self.rollout.state()
         state = {
@@ -369,7 +372,7 @@ def run_training(loaded: LoadedConfig) -> TrainResult:
     loaded = loaded.with_absolute_paths()
     config = loaded.config
     run_dir = run_directory(config)
-    _check_machine(config)
+    _check_machine(config, loaded.deployment)
     with run_lock(run_dir):
         path = run_dir / METRICS_FILE
         if (path.is_file() and path.stat().st_size) or any(run_dir.glob("checkpoints/step_*")):
@@ -380,7 +383,7 @@ def run_training(loaded: LoadedConfig) -> TrainResult:
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
-            return _execute(config, run_dir, loaded.to_yaml(), None, logged_until=None)
+            return _execute(loaded, run_dir, None, logged_until=None)
 
 
 def resume(directory: Path, overrides: list[str]) -> int:
@@ -396,7 +399,7 @@ def resume(directory: Path, overrides: list[str]) -> int:
     if not path.is_file():
         raise CheckpointError(f"{directory} is not the directory of a run: it has no {CONFIG_FILE}", "look in outputs/")
     loaded = load_run(path, overrides, resuming=True).with_absolute_paths()
-    _check_machine(loaded.config)
+    _check_machine(loaded.config, loaded.deployment)
     with run_lock(directory):
         preflight(directory, LEAST_FREE_BYTES)
         with RunLog(directory / LOG_FILE):
@@ -413,7 +416,7 @@ def _resume(loaded: LoadedConfig, directory: Path) -> TrainResult:
                 "start a new run; remove the checkpoints to start this one over",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
-        return _execute(config, directory, loaded.to_yaml(), None, logged_until=-1)
+        return _execute(loaded, directory, None, logged_until=-1)
     done, pending = checkpoint.state["iteration"], checkpoint.state["pending"]
     if done > config.runner.max_iterations:
         message = f"is {config.runner.max_iterations}, and the run has done {done}"
@@ -426,29 +429,28 @@ def _resume(loaded: LoadedConfig, directory: Path) -> TrainResult:
             console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
         return TrainResult(directory, 0, None)
     logged_until = done if pending is None else done - 1
-    return _execute(config, directory, loaded.to_yaml(), checkpoint, logged_until)
+    return _execute(loaded, directory, checkpoint, logged_until)
 
 
 def _execute(
-    config: Config, run_dir: Path, config_yaml: str, checkpoint: Checkpoint | None, logged_until: int | None
+    loaded: LoadedConfig, run_dir: Path, checkpoint: Checkpoint | None, logged_until: int | None
 ) -> TrainResult:
     """Bring up the parts of a run, walk through it, and write the report.
 
     Args:
-        config: the run.
+        loaded: the run.
         run_dir: its directory.
-        config_yaml: the same, as it is kept there.
         checkpoint: where to go on.
         logged_until: last iteration whose metrics are kept; None for a new run.
     """
-    component = main_component(config)
-    device = configure_torch(config, component)
-    if component is None:  # it keeps a policy for checkpoints, publishing and export alone
+    config, deployment = loaded.config, loaded.deployment
+    device = configure_torch(config, deployment.main_place)
+    if deployment.main_place is None:  # it keeps a policy for checkpoints, publishing and export alone
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
-    launcher = make_launcher(config)
-    rollouts = make_rollouts(config, run_dir, launcher)
+    launcher = make_launcher(config, deployment)
+    rollouts = make_rollouts(config, deployment, run_dir, launcher)
     metrics: MetricsLogger | None = None
     engine: TrainEngine | None = None
     with StopSignal() as stop, console:
@@ -458,17 +460,18 @@ def _execute(
             rollouts.start_async()
             weights_from = config if checkpoint is None else without_lost_warm_start(config)
             policy = build_policy(weights_from, device)
-            engine = make_train_engine(weights_from, policy, run_dir / "logs", launcher, rollouts.weight_pipes())
+            pipes = rollouts.weight_pipes()
+            engine = make_train_engine(weights_from, deployment, policy, run_dir / "logs", launcher, pipes)
             metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
             console.restore(read_metrics(metrics.path))
             rollouts.wait_started()
-            runner = Runner(config, run_dir, rollouts, policy, engine, metrics, console, stop)
-            preflight(run_dir, num_bytes_on_disk(config, policy, runner.engine.state_num_bytes()))
+            runner = Runner(config, deployment, run_dir, rollouts, policy, engine, metrics, console, stop)
+            preflight(run_dir, num_bytes_on_disk(config, deployment, policy, runner.engine.state_num_bytes()))
             if checkpoint is not None:
                 console.message(f"resuming from {checkpoint.path}")
                 runner.restore(checkpoint)
             # Only now: settings with which it could not be resumed are not kept.
-            path = run_dir / CONFIG_FILE
+            path, config_yaml = run_dir / CONFIG_FILE, loaded.to_yaml()
             old_yaml = path.read_text() if path.is_file() and logged_until is not None else None
             for line in add_provenance(run_dir, config_yaml, old_yaml, runner.iteration):
                 console.message(line)
@@ -496,9 +499,9 @@ def _execute(
     return TrainResult(run_dir, code, policy)
 
 
-def _check_machine(config: Config) -> None:
+def _check_machine(config: Config, deployment: Deployment) -> None:
     """Refuse what can't work before anything is started."""
     resolve_device(config)
     check_simulator(config)
     check_videos(config)
-    check_memory(config)
+    check_memory(config, deployment)

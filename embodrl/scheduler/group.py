@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerError, WorkerTimeout
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, settle
-from embodrl.scheduler.placement import ProcessPlace
 from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
 
 START_TIMEOUT_S = 180.0

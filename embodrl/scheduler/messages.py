@@ -1,7 +1,8 @@
 """Values to a description and raw memory, and back. Nothing in it can carry code.
 
 What can be sent: None, bool, int, float, str, bytes, lists, tuples, dictionaries with text or integer keys, numpy
-arrays, tensors, ``Batch`` and ``TrajectoryBatch``, the records of ``embodrl.types``, and a whole ``Config``.
+arrays, tensors, ``Batch`` and ``TrajectoryBatch``, the records of ``embodrl.types``, a ``Deployment`` and a whole
+``Config``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from embodrl import types
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.deployment import Deployment, Gpu, ProcessPlace, Topology
 from embodrl.errors import MessageError
 from embodrl.storage.files import raw_bytes
 
@@ -28,7 +30,7 @@ _ARRAY_KINDS = "biufU"
 _BATCHES: dict[str, type[Batch]] = {"Batch": Batch, "TrajectoryBatch": TrajectoryBatch}
 _RECORDS: dict[str, type[Any]] = {
     name: found for name, found in vars(types).items() if isinstance(found, type) and dataclasses.is_dataclass(found)
-}
+} | {found.__name__: found for found in (Deployment, Gpu, ProcessPlace, Topology)}
 
 
 def pack(value: Any) -> tuple[bytes, list[Blob]]:

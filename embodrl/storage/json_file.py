@@ -13,14 +13,21 @@ from embodrl.storage.atomic import atomic_file, output_errors
 ELSEWHERE = "choose a file in a writable directory with free space"
 
 
-def check_json_file(path: Path) -> None:
-    """Check before the work that its results can be written; creates the directory if it is missing.
+def check_json_file(path: Path, make_directory: bool = False) -> None:
+    """Check before the work that its results can be written.
+
+    Args:
+        path: of the file.
+        make_directory: create its directory if missing; else a missing one is refused as a likely typing error.
 
     Raises:
         OutputError: they can't be.
     """
     if path.is_dir():
         raise OutputError(f"{path} is a directory", f"name a file, such as {path / 'result.json'}")
+    if not make_directory and not path.parent.exists():
+        hint = f"create it first (mkdir -p {path.parent}), or correct the path"
+        raise OutputError(f"{path} can't be written: its directory does not exist", hint, code="output-no-directory")
     with output_errors(f"{path} can't be written", path, ELSEWHERE):
         path.parent.mkdir(parents=True, exist_ok=True)
         if _is_special(path):

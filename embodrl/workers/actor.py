@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from embodrl.algorithms.advantages import Advantages
-from embodrl.config.rules.actor import has_own_process
-from embodrl.config.rules.rollout_processes import has_rollout_processes
 from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.deployment import Deployment
 from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
@@ -44,9 +43,8 @@ from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
-from embodrl.scheduler.placement import ProcessPlace, solve
 from embodrl.scheduler.worker import dispatch
-from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.weights import SendingWorker
 
 logger = logging.getLogger(__name__)
@@ -59,6 +57,7 @@ START_TIMEOUT_S = 3600.0
 
 def make_train_engine(
     config: Config,
+    deployment: Deployment,
     policy: VLAPolicy,
     log_dir: Path | None = None,
     launcher: Launcher | None = None,
@@ -68,23 +67,25 @@ def make_train_engine(
 
     Args:
         config: the run.
+        deployment: where everything is.
         policy: on its device. Unless ``pipes`` are given, it acts, and always has the weights of the engine's version.
         log_dir: where the output of further processes goes.
-        launcher: brings up further processes; None takes processes of this machine.
+        launcher: starts further processes; None takes processes of this machine.
         pipes: see ``GroupTrainEngine``.
 
     Raises:
         WorkerError: a training process could not be brought up.
     """
-    if has_own_process(config):
-        return GroupTrainEngine(config, policy, log_dir, launcher=launcher, pipes=pipes)
-    return _native_engine(config, policy, num_threads(config), shares_weights=not has_rollout_processes(config))
+    if deployment.trains_in_processes:
+        return GroupTrainEngine(config, deployment, policy, log_dir, launcher=launcher, pipes=pipes)
+    cores = deployment.threads_of(deployment.of("actor")[0])
+    return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
 
 
-def saves_shards(config: Config) -> bool:
+def saves_shards(config: Config, deployment: Deployment) -> bool:
     """Tell whether the processes that train write checkpoints, each its part."""
     wanted = config.runner.checkpoint_format
-    return wanted == "sharded" or (wanted == "auto" and len(solve(config).of("actor")) > 1)
+    return wanted == "sharded" or (wanted == "auto" and len(deployment.of("actor")) > 1)
 
 
 def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights: bool) -> NativeTrainEngine:
@@ -120,13 +121,14 @@ class ActorWorker(SendingWorker):
 
     Args:
         config: the run.
+        deployment: where everything of it is.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, deployment: Deployment) -> None:
         for module in config.extensions:
             importlib.import_module(module)
-        device = configure_torch(config)
-        cores = max(1, num_threads(config) // self.world_size)
+        cores = deployment.threads_of(deployment.of("actor")[self.rank])
+        device = configure_torch(config, threads=cores)
         policy = build_policy(config)
         if config.actor.training_backend == "native":
             self._engine: PolicyTrainEngine = _native_engine(config, policy, cores, shares_weights=False)
@@ -238,16 +240,16 @@ class ActorWorker(SendingWorker):
 
 
 class GroupTrainEngine(TrainEngine):
-    """Trains in the processes of the placement's actor.
+    """Trains in the actor processes of a deployment.
 
     The driver's policy gets the new weights with every update; with ``pipes``, when somebody asks for them.
 
     Args:
         config: the run.
+        deployment: where everything is.
         policy: on its device, as ``build_policy`` made it; acts in this process, unless ``pipes`` are given.
         log_dir: where the output of the processes goes.
-        places: of the processes; None takes the placement of the configuration.
-        launcher: brings them up; None takes processes of this machine.
+        launcher: starts them; None takes processes of this machine.
         pipes: channels of that launcher to the processes that act, which then get the weights from those that train;
             None if the driver sends them, or acts itself.
 
@@ -262,9 +264,9 @@ class GroupTrainEngine(TrainEngine):
     def __init__(
         self,
         config: Config,
+        deployment: Deployment,
         policy: VLAPolicy,
         log_dir: Path | None = None,
-        places: tuple[ProcessPlace, ...] | None = None,
         launcher: Launcher | None = None,
         pipes: Mapping[str, Channel] | None = None,
     ) -> None:
@@ -280,9 +282,9 @@ class GroupTrainEngine(TrainEngine):
         kept = config.algorithm.kl.coef > 0
         reference = {name: p for name, p in self._trained.items() if kept and trained[id(p)] != VALUE_GROUP}
         self._shapes = StateShapes.of(policy, self._trained, reference)
-        places = solve(config).of("actor") if places is None else places
+        places = deployment.of("actor")
         logger.info("%d training process(es), %s", len(places), config.actor.training_backend)
-        self.group = WorkerGroup(ActorWorker, "actor", config=config)
+        self.group = WorkerGroup(ActorWorker, "actor", config=config, deployment=deployment)
         self.group.launch(places, launcher or "process", pipes, log_dir, START_TIMEOUT_S)
 
     def update(

@@ -9,6 +9,8 @@ from typing import Any
 
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config
+from embodrl.deployment import ProcessPlace
+from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.pool.faults import Bounds
 from embodrl.envs.pool.manager import EnvTimeouts
 from embodrl.envs.pool.pool import EnvPool
@@ -16,8 +18,6 @@ from embodrl.errors import MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.isolated import check_pins
 from embodrl.registry import ENVS
-from embodrl.scheduler.placement import ProcessPlace
-from embodrl.scheduler.topology import assign_cpus
 
 logger = logging.getLogger(__name__)
 

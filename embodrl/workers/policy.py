@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
 
-from embodrl.config.rules.cluster import place_all
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
@@ -35,7 +34,7 @@ def resolve_device(config: Config) -> torch.device:
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def check_memory(config: Config) -> None:
+def check_memory(config: Config, deployment: Deployment) -> None:
     """Refuse a model whose weights, gradients and optimizer can't fit, from its shapes alone.
 
     A checkpoint on the hub is not looked at: only its files tell its size.
@@ -55,7 +54,7 @@ def check_memory(config: Config) -> None:
     )
     needed = estimate.weights + estimate.gradients + estimate.optimizer
     if device.type == "cuda" and config.actor.training_backend != "native":
-        needed //= len(place_all(config)["actor"])
+        needed //= len(deployment.of("actor"))
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
     if needed > room:
         raise EmbodrlError(
@@ -72,23 +71,27 @@ def param_dtype(config: Config) -> torch.dtype:
 
 
 def num_threads(config: Config) -> int:
-    """Return how many cores the policy may use."""
+    """Return how many cores a policy may use that has this machine to itself; in workers see ``Deployment``."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
     return config.cluster.num_threads or cores
 
 
-def configure_torch(config: Config, component: Literal["actor", "rollout"] | None = None) -> torch.device:
+def configure_torch(config: Config, place: ProcessPlace | None = None, threads: int | None = None) -> torch.device:
     """Set device, threads and seeds; return the device of the policy.
 
     Args:
         config: the run.
-        component: the first device of it is this process's; None if it sees its own device only.
+        place: of what the driver does itself, of whose GPUs it uses the first; None in workers, whose
+            CUDA_VISIBLE_DEVICES shows their own alone.
+        threads: of operations that prepare work for a GPU; None takes all cores.
     """
     device = resolve_device(config)
-    if component is not None and device.type == "cuda":
-        torch.cuda.set_device(place_all(config)[component][0].devices[0])
+    if place is not None and place.visible == "":  # placed on the processor of a machine with GPUs
+        device = torch.device("cpu")
+    elif place is not None and place.devices and device.type == "cuda":
+        torch.cuda.set_device(place.devices[0])
     # The engines give whole batches to threads; torch must not split operations as well.
-    torch.set_num_threads(1 if device.type == "cpu" else num_threads(config))
+    torch.set_num_threads(1 if device.type == "cpu" else threads or num_threads(config))
     torch.manual_seed(config.runner.seed)
     if device.type == "cpu":
         # As use_deterministic_algorithms(True), which imports the compiler as well: 1.7 s.

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodrl.config.rules.rollout_processes import main_component
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.envs.pool.offload import SimulatorMemory
 from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
@@ -33,7 +33,6 @@ from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
-from embodrl.scheduler.placement import Placement
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.evaluator import EvalResult, Played, evaluation_result
 from embodrl.workers.group_source import RemoteCollector, RemoteRunner
@@ -51,28 +50,33 @@ _START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
 
 
-def sends_weights(config: Config) -> bool:
+def sends_weights(config: Config, deployment: Deployment) -> bool:
     """Return whether the training processes send their weights to the rollout processes themselves."""
-    return main_component(config) is None and not config.runner.max_staleness
+    return deployment.main_component is None and not config.runner.max_staleness
 
 
 class RolloutGroup(Rollouts):
-    """The rollout processes of a placement.
+    """The rollout processes of a deployment.
 
     Args:
         config: the run.
-        placement: with a place for each process.
+        deployment: with a place for each process.
         launcher: brings them up; closed by its owner.
         run_dir: of the run; weights may go through it.
     """
 
-    def __init__(self, config: Config, placement: Placement, launcher: Launcher, run_dir: Path) -> None:
-        self.config, self.placement, self.launcher, self.run_dir = config, placement, launcher, run_dir
-        self.places = placement.of("rollout")
+    def __init__(self, config: Config, deployment: Deployment, launcher: Launcher, run_dir: Path) -> None:
+        self.config, self.deployment, self.launcher, self.run_dir = config, deployment, launcher, run_dir
+        self.places = deployment.of("rollout")
         self.size = len(self.places)
         self.log_dir = run_dir / "logs"
         self.group = WorkerGroup(
-            RolloutProcess, "rollout", independent=True, config=config, log_dir=str(self.log_dir.resolve())
+            RolloutProcess,
+            "rollout",
+            independent=True,
+            config=config,
+            deployment=deployment,
+            log_dir=str(self.log_dir.resolve()),
         )
         self._faults = FaultCounts()
         self._known_faults: list[dict[str, int]] = [{} for _ in self.places]
@@ -96,7 +100,7 @@ class RolloutGroup(Rollouts):
         if not self._pipes:
             names = [channel_names(rank)["weights"] for rank in range(self.size)]
             self._pipes = {name: self.launcher.channel(name, _PIPE_PLACES) for name in names}
-        return self._pipes if sends_weights(self.config) else None
+        return self._pipes if sends_weights(self.config, self.deployment) else None
 
     def wait_started(self) -> None:
         self.weight_pipes()
@@ -123,7 +127,7 @@ class RolloutGroup(Rollouts):
     def prepare(self, policy: VLAPolicy, should_stop: Callable[[], bool], keep_frames: bool) -> None:
         self.policy, self.should_stop, self.keep_frames = policy, should_stop, keep_frames
         self.trained = trained_names(policy)
-        kind = choose_weight_sync(self.placement, self.config.rollout.weight_sync)
+        kind = choose_weight_sync(self.deployment, self.config.rollout.weight_sync)
         pipes = list(self._pipes.values())
         if self.sending is None:
             sender, where, device = LocalSender(pipes, self.trained, self.launcher.address), "driver", policy.device
@@ -136,7 +140,7 @@ class RolloutGroup(Rollouts):
             pipes,
             self._answers,
             self.run_dir.resolve() / "weight_sync",
-            "cuda" if uses_nccl(self.placement) and device.type == "cuda" else "cpu",
+            "cuda" if uses_nccl(self.deployment) and device.type == "cuda" else "cpu",
         )
         self._closing.callback(self.link.close)
         logger.info("%d rollout process(es), weights by %s from the %s", self.size, kind, where)

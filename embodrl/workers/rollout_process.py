@@ -14,17 +14,17 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.deployment import Deployment
 from embodrl.errors import ChannelClosed, ChannelTimeout
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
-from embodrl.scheduler.placement import solve
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
 from embodrl.workers.collector import RolloutState, Share, SyncCollector, share_config
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.lockstep import Shard
-from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.rollout_source import rollout_worker
 from embodrl.workers.weights import ReceiverThread, make_receiver
 
@@ -53,21 +53,22 @@ class RolloutProcess(Worker):
 
     Args:
         config: the whole run.
+        deployment: where everything of it is.
         log_dir: where the output of the simulators goes.
     """
 
-    def __init__(self, config: Config, log_dir: str | None = None) -> None:
+    def __init__(self, config: Config, deployment: Deployment, log_dir: str | None = None) -> None:
         for module in config.extensions:
             importlib.import_module(module)
-        configure_torch(config)
+        threads = deployment.threads_of(deployment.of("rollout")[self.rank])
+        configure_torch(config, threads=threads)
         share = Share(self.rank, self.world_size)
         mine = share_config(config, share)
-        placement = solve(config)
         self.pool = make_pool(
             mine,
             mine.env.train.total_num_envs,
             None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}",
-            places=placement.of("env")[share.rows(config.env.num_processes)],
+            places=deployment.of("env")[share.rows(config.env.num_processes)],
         )
         self.pool.start_async()
         try:
@@ -77,8 +78,6 @@ class RolloutProcess(Worker):
         except BaseException:
             self.pool.close()
             raise
-        neighbours = sum(place.node == self.context.node for place in placement.of("rollout"))
-        threads = max(1, num_threads(config) // neighbours)
         self.config, self.share = mine, share
         self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count))
         self.engine.may_offload = config.rollout.enable_offload

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from embodrl.config.rules.actor import has_own_process
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.envs.pool.offload import SimulatorMemory
 from embodrl.hybrid_engines.offload import OffloadReport
@@ -19,7 +19,6 @@ from embodrl.scheduler.group import WorkerGroup
 from embodrl.workers.collector import Collector
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import EvalResult, Evaluator
-from embodrl.workers.policy import num_threads
 from embodrl.workers.rollout_source import make_collector
 
 
@@ -108,12 +107,13 @@ class LocalRollouts(Rollouts):
 
     Args:
         config: the run.
+        deployment: where everything is.
         log_dir: where the output of the simulators goes.
     """
 
-    def __init__(self, config: Config, log_dir: Path | None = None) -> None:
-        self.config = config
-        self.pool = make_pool(config, config.env.train.total_num_envs, log_dir)
+    def __init__(self, config: Config, deployment: Deployment, log_dir: Path | None = None) -> None:
+        self.config, self.deployment = config, deployment
+        self.pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
         self._prepared = False
 
     def start_async(self) -> None:
@@ -132,8 +132,10 @@ class LocalRollouts(Rollouts):
         return self.pool.faults
 
     def prepare(self, policy: VLAPolicy, should_stop: Callable[[], bool], keep_frames: bool) -> None:
-        self.acting = acting = make_rollout_engine(self.config, policy, num_threads(self.config))
-        acting.may_offload = self.config.rollout.enable_offload and has_own_process(self.config)
+        self.acting = acting = make_rollout_engine(
+            self.config, policy, self.deployment.threads_of(self.deployment.of("rollout")[0])
+        )
+        acting.may_offload = self.config.rollout.enable_offload and self.deployment.trains_in_processes
         self.source = make_collector(self.config, self.pool, acting, should_stop, keep_frames)
         self.evaluator = Evaluator(self.config, self.pool, acting, should_stop=should_stop)
         self._prepared = True

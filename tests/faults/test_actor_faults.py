@@ -8,11 +8,10 @@ import signal
 
 import pytest
 import torch
-from tiny_training import tiny_rollout, training_config
+from tiny_training import deployment_of, tiny_rollout, training_config
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.errors import WorkerDied
-from embodrl.scheduler.placement import ProcessPlace
 from embodrl.workers.actor import GroupTrainEngine
 from embodrl.workers.policy import build_policy, configure_torch
 
@@ -23,7 +22,7 @@ def test_a_dead_training_process_ends_all_and_is_told() -> None:
     config = training_config(actor={"training_backend": "fsdp"})
     configure_torch(config)
     policy = build_policy(config)
-    engine = GroupTrainEngine(config, policy, places=(ProcessPlace("actor", 0), ProcessPlace("actor", 1)))
+    engine = GroupTrainEngine(config, deployment_of(config, 2), policy)
     try:
         pids = engine.group.process_id().result(SOON_S)
         descriptors = [os.pidfd_open(pid) for pid in pids]

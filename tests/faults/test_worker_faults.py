@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from worker_classes import Talker, Trouble
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerDied, WorkerTimeout
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
-from embodrl.scheduler.placement import ProcessPlace
 
 UNIT = Path(__file__).resolve().parents[1] / "unit"
 START_S, SOON_S = 240.0, 60.0

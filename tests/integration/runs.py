@@ -1,18 +1,15 @@
 """Whole runs of the command line at the smallest size, as a user starts them."""
 
-import functools
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from fork_server import ForkServer
+from fork_server import fork_servers
 
 HERE = Path(__file__).parent
 GONE_S = 20.0
@@ -84,12 +81,6 @@ def start(*args: object) -> subprocess.Popen[str]:
     """Start the command line as a user does."""
     command = [sys.executable, "-c", "from embodrl.cli.main import main; main()", *map(str, args)]
     return subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-@functools.cache
-def fork_servers() -> Iterator[ForkServer]:
-    """Two take turns: what hangs on the order of a set shows where a run is compared with the one before."""
-    return itertools.cycle([ForkServer(1), ForkServer(2)])
 
 
 def environment(stop_at: str = "", children: Path | None = None, search_path: Path | None = None) -> dict[str, str]:

@@ -69,7 +69,8 @@ def install(point, wanted, number, whom):
         nonlocal calls
         calls += 1
         if calls == wanted and here and not (once and Path(os.environ["STOP_AT_CHILDREN"]).exists()):
-            children = [child.pid for child in psutil.Process().children(recursive=True)]
+            family = psutil.Process().children(recursive=True)
+            children = [child.pid for child in family if not child.cmdline()[0].startswith("zygote")]
             Path(os.environ["STOP_AT_CHILDREN"]).write_text("\n".join(map(str, children)))
             if whom in ("simulator", "worker"):
                 child = simulator() if whom == "simulator" else worker()

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,9 +147,9 @@ def test_fine_tuning_needs_a_directory_that_can_be_written(
     from embodrl.runs import sft as worker
 
     (tmp_path / "file").write_text("mine")
-    loaded = load_config(["env=toy", "model.warm_start=null"])
-    settings = loaded.config.sft.model_copy(update={"output_dir": str(tmp_path / "file" / "out")})
-    monkeypatch.setattr(worker, "configure_torch", lambda config, component: pytest.fail("started"))
+    output_dir = tmp_path / "file" / "out"
+    loaded = load_config(["env=toy", "model.warm_start=null", f"sft.output_dir={output_dir}"])
+    monkeypatch.setattr(worker, "configure_torch", lambda config, place: pytest.fail("started"))
     with pytest.raises(OutputError) as refused:
-        worker.sft(replace(loaded, config=loaded.config.model_copy(update={"sft": settings})))
+        worker.sft(loaded)
     assert "sft.output_dir" in refused.value.hint

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from fsdp_worker import Comparer
-from tiny_training import largest_difference, tiny_rollout, train, training_config
+from tiny_training import deployment_of, largest_difference, tiny_rollout, train, training_config
 
 from embodrl.config.schema import Config
 from embodrl.errors import CheckpointError, WorkerRaised
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.group import WorkerGroup
-from embodrl.scheduler.placement import ProcessPlace
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.workers.actor import GroupTrainEngine, make_train_engine
 from embodrl.workers.policy import build_policy, configure_torch
@@ -143,9 +142,9 @@ def engine_of(config: Config, ranks: int = 0) -> Iterator[tuple[TrainEngine, VLA
     configure_torch(config)
     policy = build_policy(config)
     if not ranks:
-        yield make_train_engine(config, policy), policy
+        yield make_train_engine(config, deployment_of(config), policy), policy
         return
-    engine = GroupTrainEngine(config, policy, places=tuple(ProcessPlace("actor", rank) for rank in range(ranks)))
+    engine = GroupTrainEngine(config, deployment_of(config, ranks), policy)
     try:
         yield engine, policy
     finally:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerDied
 from embodrl.scheduler.group import WorkerGroup
-from embodrl.scheduler.placement import ProcessPlace
 from embodrl.scheduler.worker import Worker, dispatch
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")

@@ -10,11 +10,11 @@ from worker_classes import Adder, Reducer, Talker
 
 from embodrl.config import load_config
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import ChannelTimeout, EmbodrlError, MessageError, WorkerRaised
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
-from embodrl.scheduler.placement import ProcessPlace
 
 START_S, CALL_S = 240.0, 120.0
 PLACES = [ProcessPlace("adder", 0, devices=(0,)), ProcessPlace("adder", 1, devices=(1, 2))]

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from forked import on_ranks
 from parallel import config_of, copied, different_copies, megatron_engine, native_engine, updates, whole_policy
-from tiny_training import largest_difference
+from tiny_training import deployment_of, largest_difference
 from torch.distributed.device_mesh import init_device_mesh
 
 from embodrl.errors import CheckpointError
@@ -20,7 +20,6 @@ from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.megatron.checkpoint import load_sharded, save_sharded
 from embodrl.hybrid_engines.training.megatron.core import stop
 from embodrl.hybrid_engines.training.sharding import DP, TP
-from embodrl.scheduler.placement import ProcessPlace
 from embodrl.workers.actor import GroupTrainEngine
 
 pytestmark = [
@@ -206,8 +205,7 @@ def test_autocast_and_recomputation_stay_near() -> None:
 def test_processes_of_a_run_train_as_one(native: tuple[Result, Result]) -> None:
     config = config_of(training_backend="megatron", tensor_parallel_size=2)
     policy = whole_policy(config)
-    places = tuple(ProcessPlace("actor", rank) for rank in range(2))
-    engine = GroupTrainEngine(config, policy, places=places)
+    engine = GroupTrainEngine(config, deployment_of(config, 2), policy)
     try:
         assert_same((updates(engine, config, range(3)), copied(engine)), native[0])
     finally:

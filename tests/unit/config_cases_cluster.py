@@ -77,7 +77,7 @@ CLUSTER = [
     Wrong(
         "weights sent to nobody",
         "rollout.weight_sync",
-        "it has nobody to send weights to",
+        "so there is nothing to synchronise",
         ("rollout.weight_sync=disk",),
     ),
     Wrong(

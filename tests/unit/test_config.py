@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from embodrl.config import Config, load_config, load_resolved, load_run
 from embodrl.config.compose import CONFIGS, groups, load_presets, presets
 from embodrl.config.nodes import parse_scalar, parse_yaml
-from embodrl.config.placement import PlacementError, parse_ranks
+from embodrl.deployment.grammar import PlacementError, parse_ranks
 from embodrl.errors import ConfigError
 
 PRESETS = [(group, name) for group in groups() for name in presets(group)]

@@ -15,7 +15,8 @@ GIB = 1 << 30
 
 def check(monkeypatch: pytest.MonkeyPatch, memory_gib: float, *arguments: str) -> None:
     monkeypatch.setattr(policy, "memory_limit_bytes", lambda: int(memory_gib * GIB))
-    policy.check_memory(load_config(["cluster.device=cpu", *arguments]).config)
+    loaded = load_config(["cluster.device=cpu", *arguments])
+    policy.check_memory(loaded.config, loaded.deployment)
 
 
 def test_a_7b_model_needs_more_than_a_laptop_has(monkeypatch: pytest.MonkeyPatch) -> None:

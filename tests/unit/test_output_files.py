@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from expect import raises_code
 
 from embodrl.cli.common import execute
 from embodrl.errors import OutputError
@@ -30,7 +31,10 @@ def test_a_file_that_can_not_be_written_is_refused(case: str, wrong: dict[str, P
 
 def test_a_file_is_checked_and_then_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "new" / "result.json"
-    check_json_file(path)
+    with raises_code("output-no-directory"):
+        check_json_file(path)
+    assert not path.parent.exists(), "a misspelt path creates no directories"
+    check_json_file(path, make_directory=True)
     assert list(path.parent.iterdir()) == []
     write_json_file(path, {"rate": 0.5})
     check_json_file(path)
@@ -61,7 +65,7 @@ def test_a_stray_error_of_the_operating_system_has_a_message(debug: bool, capsys
         execute(action, debug)
     stderr = capsys.readouterr().err
     assert left.value.exit_code == 1
-    assert "error: somewhere/file: No space left on device\n  hint: free some room" in stderr
+    assert "error: somewhere/file: No space left on device\n  hint: free disk space" in stderr
     assert ("Traceback" in stderr) == debug
 
 

@@ -61,6 +61,7 @@ def parity(*arguments: object) -> Result:
 
 
 def test_a_fixture_that_is_reproduced(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
     outcome = parity(make(tmp_path / "doubler_small"), "--json", tmp_path / "out" / "errors.json")
     assert outcome.exit_code == 0, outcome.output
     lines = [line.split() for line in outcome.stdout.splitlines()]

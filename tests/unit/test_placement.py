@@ -2,10 +2,10 @@ import pytest
 from sysfs_trees import build_laptop, build_server
 
 from embodrl.config import load_config
-from embodrl.config.placement import MACHINES, PlacementError, assign, make_pool, parse_ranks, split_group
+from embodrl.deployment.grammar import MACHINES, PlacementError, assign, make_pool, parse_ranks, split_group
+from embodrl.deployment.solver import describe_machine, solve
+from embodrl.deployment.topology import Machine, assign_cpus, read_topology
 from embodrl.errors import ConfigError
-from embodrl.scheduler.placement import describe_machine, solve
-from embodrl.scheduler.topology import assign_cpus, read_topology
 
 EIGHT = make_pool(1, 8)
 
@@ -64,9 +64,9 @@ def test_several_machines_and_groups():
     assert split_group("fast/0-1:0-3") == ("fast", "0-1:0-3") and split_group("0-3") == ("", "0-3")
 
 
-def plan_config(placement, *more):
+def plan(placement, *more):
     settings = ["actor.micro_batch_size=20", "env.num_processes=8", f"cluster.component_placement={placement}"]
-    return load_config(["cluster=8xh100", *settings, *more], planning=True).config
+    return load_config(["cluster=8xh100", *settings, *more], planning=True)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,14 @@ def plan_config(placement, *more):
     ],
 )
 def test_modes(placement, mode):
-    assert solve(plan_config(placement)).mode == mode
+    assert plan(placement).deployment.mode == mode
 
 
 def test_processes_are_pinned_near_their_gpu(tmp_path):
     sysfs, proc = build_server(tmp_path)
-    config = plan_config("{actor:0-3,rollout:4-7,env:0-7}")
-    placement = solve(config, [read_topology(sysfs, range(128), proc)])
+    config = plan("{actor:0-3,rollout:4-7,env:0-7}").config
+    machine = Machine(tuple("01234567"), 128, 0, read_topology(sysfs, range(128), proc))
+    placement = solve(config, machine).deployment
     simulators = placement.of("env")
     assert [place.devices for place in simulators] == [(gpu,) for gpu in range(8)]
     assert [place.numa_node for place in simulators] == [0] * 4 + [1] * 4
@@ -106,7 +107,7 @@ def test_described_hardware_is_laid_out_like_the_recorded_server(tmp_path):
 def test_a_machine_without_gpus_is_pinned_as_before(tmp_path):
     machine = read_topology(build_laptop(tmp_path), {0, 1})
     config = load_config(["cluster.device=cpu"]).config
-    placement = solve(config, [machine])
+    placement = solve(config, Machine((), 2, 0, machine)).deployment
     assert placement.mode == "co-located"
     found = [(place.cpus, place.numa_node) for place in placement.of("env")]
     assert found == [((slot.cpu,), slot.numa_node) for slot in assign_cpus(2, machine)]
@@ -114,19 +115,18 @@ def test_a_machine_without_gpus_is_pinned_as_before(tmp_path):
 
 
 def test_node_groups_of_a_configuration():
-    config = plan_config(
+    placement = plan(
         "{actor:{node_group:train,placement:0-7},rollout:play/0-7,env:play/0-7}",
         "cluster=2x8xh100",
         "cluster.node_groups=[{label: train, node_ranks: 1}, {label: play, node_ranks: 0}]",
-    )
-    placement = solve(config)
+    ).deployment
     assert {place.node for place in placement.of("actor")} == {1}
     assert {place.node for part in ("rollout", "env") for place in placement.of(part)} == {0}
 
 
 def test_all_problems_come_at_once():
     with pytest.raises(ConfigError) as caught:
-        plan_config("{actor:0-2,rollout:0-2,env:8}", "env.num_processes=4", "actor.micro_batch_size=80")
+        plan("{actor:0-2,rollout:0-2,env:8}", "env.num_processes=4", "actor.micro_batch_size=80")
     report = str(caught.value)
     assert "160 / 3 leaves 1" in report
     assert "3 rollout processes x 1 pipeline stage(s) = 3 groups of simulators: 4 / 3 leaves 1" in report

@@ -20,7 +20,7 @@ SEVEN_B = ["model=openvla_7b", "cluster=1xh200", "env.num_processes=8", "env.tra
 
 
 def plan_of(*arguments):
-    return make_plan(load_config(list(arguments), planning=True).config)
+    return make_plan(load_config(list(arguments), planning=True))
 
 
 def memory_of(plan, device):
@@ -42,7 +42,7 @@ def test_batch_arithmetic_of_eight_gpus():
     assert (b.environments_per_simulator, b.simulators_per_rollout, b.environments_per_stage) == (8, 4, 16)
     assert (b.chunks_per_environment, b.chunks, b.environment_steps) == (20, 2560, 12800)
     assert (b.batch_per_actor, b.gradient_accumulation, b.optimizer_steps) == (80, 5, 16)
-    assert per_device(plan.placement)["0:2"] == {"actor": 1, "env": 2}
+    assert per_device(plan.deployment)["0:2"] == {"actor": 1, "env": 2}
     assert any("1 process on 1 device" in line for line in plan.obstacles)
 
 
@@ -136,7 +136,7 @@ def test_no_simulator_is_imported():
 import sys
 from embodrl.config import load_config
 from embodrl.preflight.plan import make_plan
-make_plan(load_config(["cluster=8xh100"], planning=True).config)
+make_plan(load_config(["cluster=8xh100"], planning=True))
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -8,7 +8,6 @@ from tiny_families import FAMILIES, build
 from torch import nn
 
 from embodrl.config import load_config
-from embodrl.config.rules.actor import has_own_process
 from embodrl.hybrid_engines.training.engine_state import StateShapes
 from embodrl.hybrid_engines.training.sharded_checkpoint import buckets
 from embodrl.hybrid_engines.training.sharding import blocks_of, held, num_copies, part_of, whole
@@ -64,7 +63,7 @@ def test_buckets_keep_the_order_and_the_size() -> None:
     ],
 )
 def test_who_trains_in_processes_of_their_own(arguments: tuple[str, ...], own: bool) -> None:
-    assert has_own_process(load_config(list(arguments), planning=True).config) is own
+    assert load_config(list(arguments), planning=True).deployment.trains_in_processes is own
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,8 @@ def test_who_trains_in_processes_of_their_own(arguments: tuple[str, ...], own: b
     ],
 )
 def test_several_training_processes_write_shards(arguments: tuple[str, ...], sharded: bool) -> None:
-    assert saves_shards(load_config(["cluster.device=cpu", *arguments], planning=True).config) is sharded
+    loaded = load_config(["cluster.device=cpu", *arguments], planning=True)
+    assert saves_shards(loaded.config, loaded.deployment) is sharded
 
 
 def test_a_plan_divides_what_fsdp_cuts() -> None:
@@ -94,7 +94,7 @@ def test_a_plan_divides_what_fsdp_cuts() -> None:
     batches = ("actor.global_batch_size=8", "actor.micro_batch_size=1")
 
     def needed(*more: str) -> dict[str, int]:
-        plan = make_plan(load_config([*settings, *batches, *more], planning=True).config)
+        plan = make_plan(load_config([*settings, *batches, *more], planning=True))
         return next(memory.needed for memory in plan.memory.memories if memory.device == 0)
 
     one = needed("cluster.component_placement={actor:0,rollout:4,env:0-7}")

@@ -3,7 +3,7 @@ import os
 import pytest
 from sysfs_trees import GPU_BUSES, build_laptop, build_server, write
 
-from embodrl.scheduler.topology import CpuSlot, assign_cpus, parse_cpu_list, read_topology
+from embodrl.deployment.topology import CpuSlot, assign_cpus, parse_cpu_list, read_topology
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sending_worker import CountingWorker
 from sync_parts import Target
-from tiny_training import train, training_config
+from tiny_training import deployment_of, train, training_config
 from torch import Tensor
 
 from embodrl.config.schema import Config
@@ -26,7 +26,6 @@ from embodrl.scheduler.group import Handle, WorkerGroup
 from embodrl.scheduler.launchers.base import Outcome
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
-from embodrl.scheduler.placement import ProcessPlace
 from embodrl.workers import weights
 from embodrl.workers.actor import GroupTrainEngine
 from embodrl.workers.policy import build_policy, configure_torch
@@ -54,8 +53,7 @@ class Bench:
         self.channels = SharedChannel(PIPE, 8), SharedChannel("answers", 8)
         pipe, answers = self.channels
         self.policy, acting = build_policy(config), build_policy(config)
-        places = (ProcessPlace("actor", 0),)
-        self.engine = GroupTrainEngine(config, self.policy, None, places, self.launcher, {PIPE: pipe})
+        self.engine = GroupTrainEngine(config, deployment_of(config), self.policy, None, self.launcher, {PIPE: pipe})
         self.target = Target(acting)  # type: ignore[arg-type]
         end = RemoteSender(self.engine.group, {PIPE: pipe}, trained_names(self.policy))
         self.link = WeightChannel("memory", end, [pipe], [answers], directory)
@@ -215,11 +213,16 @@ def test_a_meeting_is_called_off_when_one_that_plays_dies() -> None:
 
 def test_who_sends() -> None:
     apart = {"actor": {"own_process": True}, "rollout": {"own_process": True}}
-    assert sends_weights(training_config(**apart))
-    assert not sends_weights(training_config(actor={"own_process": True}))
-    assert not sends_weights(training_config(rollout={"own_process": True}))
     ahead = {"runner": {"max_staleness": 1}, "algorithm": {"decoupled": {"enabled": True}}}
-    assert not sends_weights(training_config(**apart, **ahead))
+
+    def sends(**changes: Any) -> bool:
+        config = training_config(**changes)
+        return sends_weights(config, deployment_of(config))
+
+    assert sends(**apart)
+    assert not sends(actor={"own_process": True})
+    assert not sends(rollout={"own_process": True})
+    assert not sends(**apart, **ahead)
 
 
 @pytest.mark.slow
@@ -228,7 +231,7 @@ def test_shards_are_gathered_a_bucket_at_a_time_and_only_those_that_travel(tmp_p
     configure_torch(config)
     policy = build_policy(config)
     launcher = ProcessLauncher()
-    group = WorkerGroup(CountingWorker, "actor", config=config)
+    group = WorkerGroup(CountingWorker, "actor", config=config, deployment=deployment_of(config, 2))
     try:
         channels = {PIPE: launcher.channel(PIPE, 4), "answers": launcher.channel("answers", 4)}
         group.launch(2, launcher, channels, timeout_s=600.0)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
-from embodrl.scheduler.placement import ProcessPlace
 
 
 class Placed:

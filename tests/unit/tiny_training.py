@@ -12,11 +12,19 @@ from torch import Tensor
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.deployment import Deployment, solve
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.types import SamplingParams
 
 NUM_STEPS, NUM_ENVS = 3, 5
+
+
+def deployment_of(config: Config, actors: int = 1) -> Deployment:
+    """Return where a run on the CPU of this machine is, with so many training processes."""
+    places = {"actor": f"0:0-{actors - 1}", "rollout,env": "0"}
+    cluster = config.cluster.model_copy(update={"component_placement": places, "device": "cpu"})
+    return solve(config.model_copy(update={"cluster": cluster})).deployment
 
 
 def training_config(family: str = "openvla", method: str | None = None, **changes: Any) -> Config:

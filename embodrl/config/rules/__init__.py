@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from embodrl.config.nodes import Node
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from embodrl.config.rules import (
     actor,
     algorithm,
@@ -21,12 +23,13 @@ from embodrl.config.rules import (
     simulators,
 )
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
-from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
 
 __all__ = [
     "NOTES",
     "RULES",
+    "Context",
+    "Report",
     "Rule",
     "actor",
     "algorithm",
@@ -47,36 +50,36 @@ __all__ = [
 ]
 
 
-def run_rules(
-    config: Config,
-    tree: Node,
-    invalid: set[str],
-    resuming: bool = False,
-    planning: bool = False,
-    collecting: bool = False,
-) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
+@dataclass(frozen=True)
+class Report:
+    """What the rules found.
+
+    Attributes:
+        errors: forbidden.
+        notes: allowed, but without effect or odd.
+        obstacles: of a plan: why the run could not be started on this machine.
+    """
+
+    errors: list[ConfigProblem]
+    notes: list[ConfigProblem]
+    obstacles: list[ConfigProblem]
+
+
+def run_rules(context: Context, invalid: set[str], planning: bool = False) -> Report:
     """Run every rule whose keys have a valid type.
 
     Args:
-        config: the values; the schema's default where a value was invalid.
-        tree: where the values came from.
+        context: the values, with the schema's default where one was invalid, and where they came from.
         invalid: keys whose value was invalid.
-        resuming: the weights come from a checkpoint, whatever the configuration names.
-        planning: nothing will be started, so what this machine lacks is no problem.
-        collecting: demonstrations will be collected, which needs experts.
-
-    Returns:
-        What is forbidden, and what is allowed but without effect or odd.
+        planning: nothing will be started, so what this machine lacks is an obstacle instead of an error.
     """
-    context = Context(config, tree, resuming, planning, collecting)
-    sound = [
-        [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
-        for rules in (RULES, NOTES)
-    ]
-    errors, notes = (
-        [context.problem(finding, rule.code) for rule in rules for finding in rule.check(context)] for rules in sound
-    )
-    return errors, notes
+
+    def run(rules: Iterable[Rule]) -> list[ConfigProblem]:
+        sound = [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
+        return [context.problem(finding, rule.code) for rule in sound for finding in rule.check(context)]
+
+    later = [rule for rule in RULES if planning and rule.here]
+    return Report(run(rule for rule in RULES if rule not in later), run(NOTES), run(later))
 
 
 def _overlap(key: str, bad: str) -> bool:

@@ -5,28 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from embodrl.config.placement import PlacementError, Process
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
-from embodrl.config.rules.cluster import KEY, gpus_per_node, place_all
-from embodrl.config.schema import Config
+from embodrl.config.rules.cluster import KEY
 
 BACKEND = "actor.training_backend"
-
-
-def has_own_process(config: Config) -> bool:
-    """Tell whether a valid configuration trains in other processes than the one that acts."""
-    if config.actor.training_backend != "native" or config.actor.own_process is not None:
-        return config.actor.training_backend != "native" or bool(config.actor.own_process)
-    if config.cluster.launcher == "ray":
-        return True
-    places = place_all(config)
-    actor, rollout = (devices_of(places[name]) for name in ("actor", "rollout"))
-    return actor != rollout
-
-
-def devices_of(processes: list[Process]) -> set[tuple[int, tuple[int, ...]]]:
-    """Return the machines and devices of a component."""
-    return {(process.node, process.devices) for process in processes}
 
 
 @rule(BACKEND, "actor.own_process", "cluster.launcher")
@@ -53,10 +35,9 @@ def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
     backend = context.config.actor.training_backend
     if backend == "native":
         return
-    try:
-        processes = place_all(context.config)["actor"]
-    except (PlacementError, KeyError):
-        return  # told by others
+    if context.deployment is None:
+        return  # other rules report it
+    processes = context.deployment.of("actor")
     several = next((p for p in processes if len(p.devices) > 1), None)
     if several is not None:
         message = f"process {several.rank} of the actor gets {len(several.devices)} GPUs, and one of {backend} uses one"
@@ -85,21 +66,20 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         yield Finding(
             key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",)
         )
-    try:
-        count = len(place_all(context.config)["actor"])
-    except (PlacementError, KeyError):
+    if context.deployment is None:
         return
+    count = len(context.deployment.of("actor"))
     if count % size:
         message = f"{count} actor process(es) / {size} leaves {count % size}"
         hint = f"set it to {divisors(count, size)}"
-        if gpus_per_node(context.config.cluster) == 0:
+        if context.solution.gpus_per_node == 0:
             hint += f", or place {size} processes on the CPU: {KEY}={{actor:'0:0-{size - 1}',rollout:0,env:0}}"
         yield Finding(key, message, hint, f"a divisor of {count}", others=(KEY,))
 
 
 @rule(BACKEND, "model.model_type", "model.trainable")
 def megatron_can_train(context: Context) -> Iterator[Finding]:
-    """The backend megatron has the layers of OpenVLA, without adapters, and its package is an extra."""
+    """The backend megatron has the layers of OpenVLA, without adapters."""
     model, allowed = context.config.model, "native, fsdp"
     if context.config.actor.training_backend != "megatron":
         return
@@ -109,9 +89,18 @@ def megatron_can_train(context: Context) -> Iterator[Finding]:
     elif model.trainable == "lora":
         message = "'megatron' has no low-rank adapters, and model.trainable is 'lora'"
         yield Finding(BACKEND, message, "set actor=fsdp, or model.trainable=all", allowed, others=("model.trainable",))
-    elif not context.planning and not has_megatron():
+
+
+@rule(BACKEND, "model.model_type", "model.trainable", here=True)
+def megatron_is_installed(context: Context) -> Iterator[Finding]:
+    """The package of the backend megatron is an extra."""
+    model = context.config.model
+    if context.config.actor.training_backend != "megatron" or has_megatron():
+        return
+    if model.model_type == "openvla" and model.trainable != "lora":  # else it would be of no use
         message = "'megatron' needs the package megatron-core, which is not installed"
-        yield Finding(BACKEND, message, "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp", allowed)
+        hint = "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp"
+        yield Finding(BACKEND, message, hint, "native, fsdp")
 
 
 def has_megatron() -> bool:
@@ -141,7 +130,7 @@ def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
 @rule("actor.fsdp.cpu_offload", "cluster")
 def offload_needs_a_gpu(context: Context) -> Iterator[Finding]:
     """On a CPU there is nothing to offload from."""
-    if context.config.actor.fsdp.cpu_offload and gpus_per_node(context.config.cluster) == 0:
+    if context.config.actor.fsdp.cpu_offload and context.solution.gpus_per_node == 0:
         yield Finding(
             "actor.fsdp.cpu_offload",
             "is true, and weights that train on a CPU are in main memory already",

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from embodrl.config.nodes import Node, Origin, lookup, origin_of
 from embodrl.config.schema import Config
+from embodrl.deployment import Deployment, Solution
 from embodrl.errors import ConfigProblem
 
 
@@ -46,16 +47,21 @@ class Context:
     Attributes:
         config: the values.
         tree: with origins.
+        solution: what could be placed.
         resuming: a checkpoint has the weights.
-        planning: nothing will be started, so this machine need not be able to.
         collecting: demonstrations will be collected.
     """
 
     config: Config
     tree: Node
+    solution: Solution
     resuming: bool = False
-    planning: bool = False
     collecting: bool = False
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """Where everything is; None if that is not known, which rules of their own report."""
+        return self.solution.found
 
     @cached_property
     def _defaults(self) -> Any:
@@ -93,10 +99,18 @@ Check = Callable[[Context], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check and the keys that it reads; it is skipped while one of them is invalid."""
+    """A check and the keys that it reads; it is skipped while one of them is invalid.
+
+    Attributes:
+        check: yields what is wrong.
+        keys: what it reads.
+        here: whether it is about this machine or the programs on it: no error of a plan, which starts nothing, but an
+            obstacle that the plan lists.
+    """
 
     check: Check
     keys: tuple[str, ...]
+    here: bool = False
 
     @property
     def code(self) -> str:
@@ -108,19 +122,19 @@ RULES: list[Rule] = []
 NOTES: list[Rule] = []
 
 
-def rule(*keys: str) -> Callable[[Check], Check]:
-    """Register a check whose findings are errors."""
-    return _register(RULES, keys)
+def rule(*keys: str, here: bool = False) -> Callable[[Check], Check]:
+    """Register a check whose findings are errors; ``here``: see ``Rule``."""
+    return _register(RULES, keys, here)
 
 
 def note(*keys: str) -> Callable[[Check], Check]:
-    """Register a check whose findings are told, but do not stop anything."""
+    """Register a check whose findings are printed, but do not stop anything."""
     return _register(NOTES, keys)
 
 
-def _register(rules: list[Rule], keys: tuple[str, ...]) -> Callable[[Check], Check]:
+def _register(rules: list[Rule], keys: tuple[str, ...], here: bool = False) -> Callable[[Check], Check]:
     def add(check: Check) -> Check:
-        rules.append(Rule(check, keys))
+        rules.append(Rule(check, keys, here))
         return check
 
     return add

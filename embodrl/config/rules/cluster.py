@@ -3,125 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
-from embodrl.config.cluster_schema import ClusterConfig
-from embodrl.config.placement import (
-    COMPONENTS,
-    MACHINES,
-    PlacementError,
-    Pool,
-    Process,
-    assign,
-    make_pool,
-    parse_ranks,
-    split_group,
-)
 from embodrl.config.rules.base import Context, Finding, divisors, multiples, note, rule
 from embodrl.config.schema import Config
+from embodrl.deployment.grammar import COMPONENTS, MACHINES, PlacementError, ProcessPlace
+from embodrl.deployment.solver import is_single, pools_of
+from embodrl.deployment.topology import GIB
 from embodrl.names import nearest
 
 KEY = "cluster.component_placement"
-GIB = 1 << 30
 # What the driver and the kernel keep for themselves of a machine's nominal memory.
 USABLE = 0.9
-SINGLE_PROCESS = {"actor": ("native",), "rollout": ("huggingface", "vllm")}
-"""Backends that are one process on one device."""
-
-
-def count_devices(device: str) -> int | None:
-    """Return how many devices this machine offers, without importing torch; None if it can't be told.
-
-    A machine without GPUs has one device, the CPU.
-    """
-    if device == "cpu":
-        return 1
-    gpus = count_gpus()
-    return gpus or (1 if device == "auto" else None)
-
-
-def count_gpus() -> int:
-    """Return how many NVIDIA GPUs this process sees, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
-def gpus_per_node(cluster: ClusterConfig) -> int | None:
-    """Return the GPUs of each machine that the components may use, described or counted; None if it can't be told."""
-    if cluster.device == "cpu":
-        return 0
-    if cluster.hardware.name is not None:
-        return cluster.hardware.num_gpus
-    found = count_gpus()
-    return None if not found and cluster.device == "cuda" else found
-
-
-def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
-    """Return what places are counted in, by label; "" is the whole cluster.
-
-    Raises:
-        PlacementError: the ranks of a node group can't be read, or name machines that there are not.
-    """
-    pools = {"": make_pool(cluster.num_nodes, gpus), MACHINES: make_pool(cluster.num_nodes, gpus, label=MACHINES)}
-    for group in cluster.node_groups:
-        place = parse_ranks(group.node_ranks)
-        nodes = tuple(range(cluster.num_nodes)) if place is None else place.devices
-        if max(nodes) >= cluster.num_nodes or ":" in group.node_ranks:
-            raise PlacementError(
-                f"node group '{group.label}' has the machines {group.node_ranks}, and there are {cluster.num_nodes}",
-                "write all, or machines such as 0 or 0-1",
-                f"all, 0 to {cluster.num_nodes - 1}",
-            )
-        pools[group.label] = make_pool(cluster.num_nodes, gpus, nodes, group.label)
-    return pools
-
-
-def is_single(config: Config, component: str) -> bool:
-    """Tell whether ``all`` is one process on one device, rather than a process on each."""
-    if component == "rollout" and (config.actor.training_backend != "native" or config.cluster.launcher == "ray"):
-        return False
-    backend = {"actor": config.actor.training_backend, "rollout": config.rollout.backend}.get(component, "")
-    return backend in SINGLE_PROCESS.get(component, ())
-
-
-def processes_of(config: Config, component: str, text: str, pools: dict[str, Pool]) -> list[Process]:
-    """Return the processes of a component.
-
-    Raises:
-        PlacementError: its place can't be read, or can't be had.
-    """
-    label, ranks = split_group(text)
-    if label not in pools:
-        near = nearest(label, [name for name in pools if name])
-        raise PlacementError(
-            f"there is no node group '{label}'",
-            f"write {near}/{ranks}" if near else "name it in cluster.node_groups",
-            ", ".join(name for name in pools if name),
-        )
-    count = config.env.num_processes if component == "env" else None
-    return assign(component, ranks, pools[label], count, is_single(config, component))
-
-
-def place_all(config: Config) -> dict[str, list[Process]]:
-    """Return the processes of every component of a valid configuration.
-
-    Raises:
-        PlacementError: the number of GPUs can't be told, or see ``processes_of``.
-    """
-    gpus = gpus_per_node(config.cluster)
-    if gpus is None:
-        raise PlacementError(
-            "this machine does not tell how many GPUs it has",
-            "describe it in cluster.hardware, or set cluster.device=auto",
-        )
-    pools = pools_of(config.cluster, gpus)
-    places = {
-        name.strip(): text for names, text in config.cluster.component_placement.items() for name in names.split(",")
-    }
-    return {name: processes_of(config, name, places[name], pools) for name in COMPONENTS}
+Places = Mapping[str, Sequence[ProcessPlace]]
 
 
 @rule(KEY)
@@ -167,30 +61,43 @@ def node_groups_are_sound(context: Context) -> Iterator[Finding]:
 @rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
 def places_exist(context: Context) -> Iterator[Finding]:
     """Placements can be read, name devices that there are, share them out evenly, and suit the backends."""
-    config = context.config
-    cluster, gpus = config.cluster, gpus_per_node(config.cluster)
-    try:
-        pools = pools_of(cluster, 100_000 if gpus is None else gpus)
-    except PlacementError:
-        return  # told about the node group
-    found: dict[str, list[Process]] = {}
-    for names, text in cluster.component_placement.items():
-        for name in (part.strip() for part in names.split(",")):
-            if name not in COMPONENTS:
-                continue
-            try:
-                found[name] = processes_of(config, name, text, pools)
-            except PlacementError as error:
-                message = f"'{names}: {text}' can't be read or had: {error}"
-                yield Finding(KEY, message, error.hint, error.allowed, others=("cluster.device",), at=f"{KEY}.{names}")
-                break
-    if not context.planning:
-        yield from native_is_one_process(config, found)
-    yield from shares_are_even(config, found)
+    for failure in context.solution.unplaced:
+        names, reason = failure.names, failure.reason
+        message = f"'{names}: {failure.text}' is invalid or cannot be satisfied: {reason}"
+        yield Finding(KEY, message, reason.hint, reason.allowed, others=("cluster.device",), at=f"{KEY}.{names}")
+    yield from shares_are_even(context.config, context.solution.places)
 
 
-def native_is_one_process(config: Config, found: dict[str, list[Process]]) -> Iterator[Finding]:
-    """Yield what the backends can't do with their devices: native ones are one process on one device."""
+@rule("cluster.hardware", "cluster.num_nodes", "cluster.device", here=True)
+def described_hardware_is_here(context: Context) -> Iterator[Finding]:
+    """Training runs on the machine that it is on: described hardware must be there."""
+    cluster, machine = context.config.cluster, context.solution.machine
+    if cluster.num_nodes > 1 and cluster.launcher != "ray":
+        message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows this machine only"
+        hint = "set cluster.launcher=ray, or num_nodes to 1; `embodrl plan train` looks at any number"
+        yield Finding("cluster.num_nodes", message, hint, "1, or launcher ray", others=("cluster.launcher",))
+    hardware = cluster.hardware
+    if hardware.name is None:
+        return
+    facts = [
+        (hardware.num_gpus, 0 if cluster.device == "cpu" else len(machine.gpus), "GPU(s)"),
+        (hardware.num_cores, machine.num_cpus, "cores"),
+        (hardware.memory_gib * USABLE, machine.memory_bytes / GIB, "GiB of memory"),
+    ]
+    missing = [f"{there:.0f} of {wanted:.0f} {what}" for wanted, there, what in facts if there < wanted]
+    if missing:
+        yield Finding(
+            "cluster.hardware.name",
+            f"'{hardware.name}' is described, but this machine has {', '.join(missing)}",
+            "set cluster=local, or run it there; `embodrl plan train` needs no such machine",
+            "null, or hardware that is here",
+        )
+
+
+@rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes", here=True)
+def native_is_one_process(context: Context) -> Iterator[Finding]:
+    """Backends can use their devices: native ones are one process on one device."""
+    config, found = context.config, context.solution.places
     backends = {
         "actor": ("actor.training_backend", config.actor.training_backend),
         "rollout": ("rollout.backend", config.rollout.backend),
@@ -223,12 +130,12 @@ def native_is_one_process(config: Config, found: dict[str, list[Process]]) -> It
         )
 
 
-def _name(process: Process) -> str:
+def _name(process: ProcessPlace) -> str:
     devices = ", ".join(map(str, process.devices))
     return f"device {devices}" if process.devices else f"the processor of node {process.node}"
 
 
-def shares_are_even(config: Config, found: dict[str, list[Process]]) -> Iterator[Finding]:
+def shares_are_even(config: Config, found: Places) -> Iterator[Finding]:
     """Yield what can't be shared out evenly among several processes of the rollout or of the actor."""
     rollouts, actors = len(found.get("rollout", [])), len(found.get("actor", []))
     stages, simulators = config.rollout.pipeline_stages, config.env.num_processes
@@ -263,40 +170,6 @@ def shares_are_even(config: Config, found: dict[str, list[Process]]) -> Iterator
             f"set it to {divisors(share, actor.micro_batch_size)}",
             f"a divisor of {share}",
             others=("actor.global_batch_size", KEY),
-        )
-
-
-@rule("cluster.hardware", "cluster.num_nodes", "cluster.device")
-def described_hardware_is_here(context: Context) -> Iterator[Finding]:
-    """Training runs on the machine that it is on: described hardware must be there."""
-    if not context.planning:
-        yield from lacks_of_this_machine(context.config)
-
-
-def lacks_of_this_machine(config: Config) -> Iterator[Finding]:
-    """Yield what this machine lacks of the described hardware."""
-    cluster = config.cluster
-    if cluster.num_nodes > 1 and cluster.launcher != "ray":
-        message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows this machine only"
-        hint = "set cluster.launcher=ray, or num_nodes to 1; `embodrl plan train` looks at any number"
-        yield Finding("cluster.num_nodes", message, hint, "1, or launcher ray", others=("cluster.launcher",))
-    hardware = cluster.hardware
-    if hardware.name is None:
-        return
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    cores = len(os.sched_getaffinity(0))
-    facts = [
-        (hardware.num_gpus, 0 if cluster.device == "cpu" else count_gpus(), "GPU(s)"),
-        (hardware.num_cores, cores, "cores"),
-        (hardware.memory_gib * USABLE, memory, "GiB of memory"),
-    ]
-    missing = [f"{there:.0f} of {wanted:.0f} {what}" for wanted, there, what in facts if there < wanted]
-    if missing:
-        yield Finding(
-            "cluster.hardware.name",
-            f"'{hardware.name}' is described, but this machine has {', '.join(missing)}",
-            "set cluster=local, or run it there; `embodrl plan train` needs no such machine",
-            "null, or hardware that is here",
         )
 
 

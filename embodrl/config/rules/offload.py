@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.placement import PlacementError
-from embodrl.config.rules.actor import has_own_process
 from embodrl.config.rules.base import Context, Finding, note, rule
-from embodrl.config.rules.rollout_processes import has_rollout_processes
 
 ACTOR, ROLLOUT, ENV, LEVEL = "actor.enable_offload", "rollout.enable_offload", "env.enable_offload", "env.offload_level"
 
@@ -62,14 +59,10 @@ def main_memory_has_no_offload(context: Context) -> Iterator[Finding]:
 @note(ROLLOUT, "rollout.backend", "rollout.own_process", "actor", "cluster", "env.num_processes")
 def shared_weights_stay(context: Context) -> Iterator[Finding]:
     """Weights that both act and train are needed in every phase."""
-    config = context.config
-    if not config.rollout.enable_offload or config.rollout.backend != "huggingface":
+    rollout, deployment = context.config.rollout, context.deployment
+    if not rollout.enable_offload or rollout.backend != "huggingface" or deployment is None:
         return
-    try:
-        shared = not (has_own_process(config) or has_rollout_processes(config))
-    except (PlacementError, KeyError):
-        return  # told by others
-    if shared:
+    if not (deployment.trains_in_processes or deployment.rolls_out_in_processes):
         message = "has no effect: the rollout acts with the weights that train, which every phase needs"
         yield Finding(ROLLOUT, message, "leave it out, or set actor.own_process=true")
 

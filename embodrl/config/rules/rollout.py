@@ -55,10 +55,10 @@ def workflow_keys_without_effect(context: Context) -> Iterator[Finding]:
         yield Finding(key, "has no effect: rollout.workflow is null", "leave it out")
 
 
-@rule(BACKEND)
+@rule(BACKEND, here=True)
 def vllm_is_installed(context: Context) -> Iterator[Finding]:
     """vLLM is an extra, and runs on Linux."""
-    if context.config.rollout.backend != "vllm" or context.planning:
+    if context.config.rollout.backend != "vllm":
         return
     if sys.platform != "linux":
         yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "huggingface")

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
+from embodrl.deployment import Deployment
 from embodrl.errors import EmbodrlError
 
 Kind = Literal["memory", "collective", "disk"]
 KINDS: tuple[Kind, ...] = ("memory", "collective", "disk")
 
 
-class Place(Protocol):
-    """A process and its place; ``embodrl.scheduler.placement.ProcessPlace``."""
-
-    @property
-    def node(self) -> int: ...
-    @property
-    def devices(self) -> tuple[int, ...]: ...
-
-
-class Placed(Protocol):
-    """Where everything runs; ``embodrl.scheduler.placement.Placement``."""
-
-    def of(self, component: str, /) -> Sequence[Place]: ...
-
-
-def choose_weight_sync(placement: Placed, kind: str = "auto") -> Kind:
+def choose_weight_sync(deployment: Deployment, kind: str = "auto") -> Kind:
     """Return the kind that moves the least, or check the requested one.
 
     ``memory`` where every machine with a rollout process has a trainer; else ``collective``.
 
     Args:
-        placement: with the components ``actor`` and ``rollout``.
+        deployment: with the components ``actor`` and ``rollout``.
         kind: ``auto``, or one of ``KINDS``.
 
     Raises:
         EmbodrlError: the requested kind cannot work with this placement.
     """
-    far = {place.node for place in placement.of("rollout")} - {place.node for place in placement.of("actor")}
+    far = {place.node for place in deployment.of("rollout")} - {place.node for place in deployment.of("actor")}
     if kind == "auto":
         return "collective" if far else "memory"
     if kind == "memory" and far:
@@ -51,10 +36,10 @@ def choose_weight_sync(placement: Placed, kind: str = "auto") -> Kind:
     return cast("Kind", kind)
 
 
-def uses_nccl(placement: Placed) -> bool:
+def uses_nccl(deployment: Deployment) -> bool:
     """Return whether a collective sync can go from GPU to GPU: trainer and rollout have GPUs, none in common."""
     actor, rollout = (
-        {(place.node, device) for place in placement.of(component) for device in place.devices}
+        {(place.node, device) for place in deployment.of(component) for device in place.devices}
         for component in ("actor", "rollout")
     )
     return bool(actor and rollout) and not actor & rollout

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerError, WorkerRaised
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.placement import ProcessPlace
 from embodrl.scheduler.worker import Worker
 
 

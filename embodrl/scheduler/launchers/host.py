@@ -7,6 +7,7 @@ import time
 import traceback
 from typing import Any
 
+from embodrl.deployment import ProcessPlace
 from embodrl.envs.pool.worker_main import bind_to_core
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_object
@@ -14,7 +15,7 @@ from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import Worker, WorkerContext, make_worker, marked_method
 
 
-def context_message(group: str, rank: int, world_size: int, place: Any, rendezvous: str) -> dict[str, Any]:
+def context_message(group: str, rank: int, world_size: int, place: ProcessPlace, rendezvous: str) -> dict[str, Any]:
     """Return the context of a worker as plain values, without its channels."""
     return {
         "group": group,
@@ -27,17 +28,15 @@ def context_message(group: str, rank: int, world_size: int, place: Any, rendezvo
     }
 
 
-def environment(message: dict[str, Any]) -> dict[str, str]:
+def environment(place: ProcessPlace, world_size: int) -> dict[str, str]:
     """Return the environment variables of a worker; torch reads some of them when it is imported."""
-    variables = {
-        "RANK": str(message["rank"]),
-        "WORLD_SIZE": str(message["world_size"]),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    }
-    if message["devices"]:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, message["devices"]))
-    if message["cpus"]:
-        variables["OMP_NUM_THREADS"] = str(len(message["cpus"]))
+    variables = {"RANK": str(place.rank), "WORLD_SIZE": str(world_size), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if place.visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = place.visible
+    elif place.devices:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.devices))
+    if place.cpus:
+        variables["OMP_NUM_THREADS"] = str(len(place.cpus))
     return variables
 
 

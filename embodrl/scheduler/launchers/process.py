@@ -53,7 +53,7 @@ class _ProcessWorker(Running):
         self._log_start = self._log.seek(0, os.SEEK_END)
         self._sock, theirs = socket_pair()
         descriptors = [number for channel in shared.values() for number in channel.descriptors]
-        self._popen = _spawn(theirs.fileno(), descriptors, self._log, environment(context))
+        self._popen = _spawn(theirs.fileno(), descriptors, self._log, environment(job.place, job.world_size))
         theirs.close()
         self._pidfd = os.pidfd_open(self._popen.pid)
         self._lock, self._reaping = threading.Lock(), threading.Lock()

@@ -16,13 +16,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, raised, settle
 from embodrl.scheduler.launchers.host import Host, context_message, environment, report
 from embodrl.scheduler.launchers.ray_machines import Machine, Reservation
 from embodrl.scheduler.messages import owned, pack, unpack
-from embodrl.scheduler.placement import ProcessPlace
 
 RESERVE_TIMEOUT_S = 60.0
 _LOG_TAIL_BYTES = 4096
@@ -291,7 +291,7 @@ class RayLauncher(Launcher):
             raise died
         where = self._reservation.strategy(machine)
         actor = self._ray.remote(RayHost).options(num_cpus=1, num_gpus=0, scheduling_strategy=where)
-        variables = environment(context_message(job.group, job.rank, job.world_size, job.place, ""))
+        variables = environment(job.place, job.world_size)
         running = actor.remote(variables)
         if job.rank == 0:  # it is started first; the others meet where it is
             try:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError
-from embodrl.scheduler.placement import ProcessPlace
 
 # How long the CPUs of the processes that workers start may take, before the run goes on without them.
 CHILDREN_TIMEOUT_S = 15.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,20 +73,26 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class Process:
-    """A process of a component.
+class ProcessPlace:
+    """A process and its place.
 
     Attributes:
         component: actor, rollout or env.
-        rank: from 0.
+        rank: within the component, from 0.
         node: machine, from 0.
-        devices: GPUs of that machine; empty for the processor alone.
+        devices: GPUs of that machine, as placements count them; empty for the processor alone.
+        cpus: logical CPUs that it may use; empty for all of them.
+        numa_node: whose memory it should use; None on a machine with one node, or where it does not matter.
+        visible: CUDA_VISIBLE_DEVICES of the process; None leaves it as it is, or follows from ``devices``.
     """
 
     component: str
     rank: int
-    node: int
-    devices: tuple[int, ...]
+    node: int = 0
+    devices: tuple[int, ...] = ()
+    cpus: tuple[int, ...] = ()
+    numa_node: int | None = None
+    visible: str | None = None
 
 
 def parse_range(text: str) -> list[int]:
@@ -173,7 +179,7 @@ def make_pool(num_nodes: int, gpus_per_node: int, nodes: tuple[int, ...] | None 
 
 def assign(
     component: str, text: str, pool: Pool, num_processes: int | None = None, single: bool = False
-) -> list[Process]:
+) -> list[ProcessPlace]:
     """Return the processes of a component.
 
     Args:
@@ -206,7 +212,7 @@ def assign(
         )
     if num_processes is not None and place.num_processes != num_processes:
         place = _fit(place, text, num_processes)
-    processes: list[Process] = []
+    processes: list[ProcessPlace] = []
     for rank, devices in enumerate(place.devices_of):
         found = [pool.devices[device] for device in devices]
         if len({node for node, _ in found}) > 1:
@@ -215,7 +221,9 @@ def assign(
                 " machines",
                 "give it devices of one machine",
             )
-        processes.append(Process(component, rank, found[0][0], tuple(device for _, device in found if device >= 0)))
+        processes.append(
+            ProcessPlace(component, rank, found[0][0], tuple(device for _, device in found if device >= 0))
+        )
     return processes
 
 
@@ -242,7 +250,7 @@ def _fit(place: Place, text: str, num_processes: int) -> Place:
     return Place(place.devices, num_processes, tuple(spread(place.devices, num_processes)))
 
 
-def mode_of(processes: Mapping[str, list[Process]]) -> Mode:
+def mode_of(processes: Mapping[str, Sequence[ProcessPlace]]) -> Mode:
     """Tell how components share devices: all the same, none, or anything between."""
     sets = [
         {(p.node, device) for p in found for device in (p.devices or (-1,))} for found in processes.values() if found

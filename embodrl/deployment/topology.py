@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 SYSFS = Path("/sys")
 PROC = Path("/proc")
+GIB = 1 << 30
 _GPU_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
 _GPU_VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD; leaves out the server's management display
 _NVIDIA = "0x10de"
@@ -67,6 +69,23 @@ class Topology:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What the machine of the driver offers to a run.
+
+    Attributes:
+        gpus: NVIDIA GPUs that the driver sees, as CUDA_VISIBLE_DEVICES names them.
+        num_cpus: logical CPUs that the driver may use.
+        memory_bytes: main memory.
+        topology: cores, NUMA nodes and GPUs on the bus.
+    """
+
+    gpus: tuple[str, ...]
+    num_cpus: int
+    memory_bytes: int
+    topology: Topology
+
+
+@dataclass(frozen=True)
 class CpuSlot:
     """Where a process runs.
 
@@ -86,6 +105,21 @@ def parse_cpu_list(text: str) -> list[int]:
         first, _, last = part.partition("-")
         numbers.extend(range(int(first), int(last or first) + 1))
     return numbers
+
+
+def read_machine() -> Machine:
+    """Read what this process may use; imports no torch.
+
+    For the driver alone: other processes of a run have a part of the GPUs and cores, and get a ``Deployment``.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = [str(index) for index, _ in enumerate((PROC / "driver/nvidia/gpus").glob("*"))]
+    else:  # as in CUDA, what follows an entry that is none is not visible
+        entries = (part.strip() for part in visible.split(","))
+        gpus = list(itertools.takewhile(lambda part: part not in ("", "-1"), entries))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Machine(tuple(gpus), len(os.sched_getaffinity(0)), memory, read_topology(SYSFS, None, PROC, visible))
 
 
 def read_topology(

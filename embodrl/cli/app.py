@@ -1,0 +1,140 @@
+"""How every command looks: -h, uncut descriptions, upper-case arguments; and completion of settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from embodrl.errors import UsageError
+from embodrl.names import nearest
+
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class Group(TyperGroup):
+    """Commands below a name; a misspelt one is answered with the nearest."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click's; adds the nearest name to the error."""
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and name not in self.commands:
+            hint = "`embodrl --help` lists all commands"
+            if name == "help":
+                hint = f"write `{ctx.command_path} --help`, or `{ctx.command_path} COMMAND --help`"
+            elif near := nearest(name, list(self.commands)):
+                hint = f"did you mean `{ctx.command_path} {near}`?"
+            ctx.fail(f"there is no command '{name}'\n  hint: {hint}\n  code: command-unknown")
+        return super().resolve_command(ctx, args)
+
+
+class Command(TyperCommand):
+    """A command whose arguments appear as ``NAME`` in its help, without braces or Python types."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return ``[OPTIONS] DIR [ARGS]...``."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options."""
+        records = [(param, param.get_help_record(ctx)) for param in self.get_params(ctx)]
+        arguments = [
+            (record[0].partition(" <")[0], record[1])
+            for param, record in records
+            if record is not None and param.param_type_name == "argument"
+        ]
+        options = [record for param, record in records if record is not None and param.param_type_name == "option"]
+        for title, rows in (("Arguments", arguments), ("Options", options)):
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def make_app(name: str | None = None, completion: bool = False) -> typer.Typer:
+    """Return an application whose commands are added by ``add``."""
+    return typer.Typer(
+        name=name,
+        cls=Group,
+        no_args_is_help=True,
+        add_completion=completion,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=CONTEXT,
+    )
+
+
+def add(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
+    """Add a command; the list of commands shows the whole first line of its docstring."""
+    app.command(name, cls=Command, short_help=summary(function), context_settings=CONTEXT)(function)
+
+
+def summary(function: Callable[..., None]) -> str:
+    """Return the first line of a docstring."""
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
+def choose(value: str, options: Iterable[str], what: str) -> str:
+    """Return the value if it is one of the options.
+
+    Raises:
+        UsageError: it is none; names the nearest.
+    """
+    known = list(options)
+    if value in known:
+        return value
+    near = nearest(value.lower(), known)
+    raise UsageError(
+        f"unknown {what} '{value}'; available: {', '.join(known)}",
+        f"did you mean '{near}'?" if near else f"choose one of {', '.join(known)}",
+        code="argument-choice",
+    )
+
+
+def one_of(options: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a completion of fixed words."""
+    known = list(options)
+    return lambda incomplete: [word for word in known if word.startswith(incomplete)]
+
+
+def complete_settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Complete presets (``env=man``) and keys (``actor.optim.l``) with what they are.
+
+    Bash splits words at ``=``: what is completed is then the part after it, and the arguments before end with
+    ``KEY =``.
+    """
+    args: list[str] = ctx.params.get("overrides") or []
+    if args and args[-1] == "=":
+        return [(value, text) for value, text in _values(args[-2]) if value.startswith(incomplete)]
+    if args and "=" not in args[-1] and not incomplete:  # click has made "" of the "=" after a key
+        return _values(args[-1])
+    key, equals, prefix = incomplete.partition("=")
+    if equals:
+        return [(f"{key}={value}", text) for value, text in _values(key) if value.startswith(prefix)]
+    return [(name, text) for name, text in _keys() if name.startswith(incomplete)]
+
+
+def _values(key: str) -> list[tuple[str, str]]:
+    from embodrl.config.check import allowed_values
+    from embodrl.config.compose import describe, groups, presets
+
+    if key in groups():
+        return [(name, describe(key, name)) for name in presets(key)]
+    allowed, options = allowed_values(key)
+    return [(option, "") for option in options or (["true", "false"] if allowed == "true or false" else [])]
+
+
+def _keys() -> list[tuple[str, str]]:
+    from embodrl.config.check import model_of, schema_keys, section_model
+    from embodrl.config.compose import groups
+
+    found = [(f"{group}=", "preset") for group in groups()]
+    for key in schema_keys():
+        section, _, name = key.rpartition(".")
+        model = section_model(section)
+        info = model.model_fields.get(name) if model is not None else None
+        if info is not None and model_of(info.annotation) is None:
+            found.append((f"{key}=", info.description or ""))
+    return found

@@ -1,0 +1,322 @@
+"""From a configuration and a machine to a ``Deployment``: which process is where. Solved once, in the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from embodrl.deployment.grammar import (
+    COMPONENTS,
+    MACHINES,
+    Mode,
+    PlacementError,
+    Pool,
+    ProcessPlace,
+    assign,
+    make_pool,
+    mode_of,
+    parse_ranks,
+    split_group,
+)
+from embodrl.deployment.topology import GIB, Gpu, Machine, Topology, assign_cpus, read_machine
+from embodrl.errors import EmbodrlError
+from embodrl.names import nearest
+
+if TYPE_CHECKING:  # the rules of the configuration read deployments, so this package is below it
+    from embodrl.config.cluster_schema import ClusterConfig, HardwareConfig
+    from embodrl.config.schema import Config
+
+SINGLE_PROCESS = {"actor": ("native",), "rollout": ("huggingface", "vllm")}
+"""Backends that are one process on one device."""
+# Stands for a number of GPUs that is not known, so that all else about the placement can be checked.
+_MANY_GPUS = 100_000
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Where everything of a run is. Workers read it: what they could count themselves is their own share only.
+
+    Attributes:
+        processes: actor, then rollout, then env, each by rank.
+        mode: whether components share devices.
+        machines: what each machine has, by node.
+        gpus_per_node: GPUs of each machine that the components may use.
+        num_cpus: logical CPUs of the driver's machine that the run may use.
+        num_threads: ``cluster.num_threads``.
+        trains_in_processes: other processes than the driver train.
+        rolls_out_in_processes: other processes than the driver act in the simulators.
+    """
+
+    processes: tuple[ProcessPlace, ...]
+    mode: Mode
+    machines: tuple[Topology, ...]
+    gpus_per_node: int
+    num_cpus: int
+    num_threads: int | None
+    trains_in_processes: bool
+    rolls_out_in_processes: bool
+
+    def of(self, component: str) -> tuple[ProcessPlace, ...]:
+        """Return the processes of a component, by rank."""
+        return tuple(process for process in self.processes if process.component == component)
+
+    @property
+    def main_component(self) -> Literal["actor", "rollout"] | None:
+        """What the driver does besides driving the others; None if nothing."""
+        if not self.rolls_out_in_processes:
+            return "rollout"
+        return None if self.trains_in_processes else "actor"
+
+    @property
+    def main_place(self) -> ProcessPlace | None:
+        """The place of the driver's own component; None if it has none."""
+        return None if self.main_component is None else self.of(self.main_component)[0]
+
+    def threads_of(self, place: ProcessPlace) -> int:
+        """Return how many CPU threads a process of actor or rollout may use beside its neighbours."""
+        near = [other for other in self.of(place.component) if other.node == place.node]
+        if self.num_threads is None and place.cpus:
+            return max(1, len(place.cpus) // sum(other.cpus == place.cpus for other in near))
+        return max(1, (self.num_threads or self.num_cpus) // len(near))
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """A line of ``cluster.component_placement`` that can't be read or had.
+
+    Attributes:
+        names: its key.
+        text: its value.
+        reason: what is wrong with it.
+    """
+
+    names: str
+    text: str
+    reason: PlacementError
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What could be placed, for rules that report everything at once.
+
+    Attributes:
+        machine: the driver's.
+        gpus_per_node: described or counted; None if a GPU is asked for and the machine does not list any.
+        places: of every component that could be placed.
+        unplaced: what could not.
+        found: the deployment; None if a component is missing or the number of GPUs is not known.
+        planning: machines are described, and need not be here.
+    """
+
+    machine: Machine
+    gpus_per_node: int | None
+    places: Mapping[str, Sequence[ProcessPlace]]
+    unplaced: tuple[Unplaced, ...]
+    found: Deployment | None
+    planning: bool = False
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment of a valid configuration.
+
+        Raises:
+            EmbodrlError: it can't be had.
+        """
+        if self.found is not None:
+            return self.found
+        for failure in self.unplaced:
+            raise EmbodrlError(
+                f"cluster.component_placement: {failure.reason}", failure.reason.hint, code="placement"
+            ) from failure.reason
+        raise EmbodrlError(
+            "cluster.component_placement: the number of GPUs of this machine is not known",
+            "describe it in cluster.hardware, or set cluster.device=auto",
+            code="placement",
+        )
+
+
+def solve(config: Config, machine: Machine | None = None, planning: bool = False) -> Solution:
+    """Place every process.
+
+    Simulators are bound to a core each, on the NUMA node of the GPU that they feed as long as that has cores. Actor and
+    rollout processes on a GPU may use the cores of its node, others all cores.
+
+    Args:
+        config: the run; types are right, places need not be.
+        machine: of the driver; None reads it.
+        planning: described machines need not be here: cores and GPUs are those of the description.
+    """
+    machine = read_machine() if machine is None else machine
+    cluster = config.cluster
+    gpus = _gpus_per_node(cluster, machine)
+    places, unplaced = _place(config, _MANY_GPUS if gpus is None else gpus)
+    found = None
+    if gpus is not None and not unplaced and all(name in places for name in COMPONENTS):
+        described = planning and cluster.hardware.name is not None
+        topology = describe_machine(cluster.hardware) if described else machine.topology
+        found = _deploy(config, places, (topology,) * cluster.num_nodes, machine, gpus)
+    return Solution(machine, gpus, places, unplaced, found, planning)
+
+
+def _gpus_per_node(cluster: ClusterConfig, machine: Machine) -> int | None:
+    if cluster.device == "cpu":
+        return 0
+    if cluster.hardware.name is not None:
+        return cluster.hardware.num_gpus
+    return None if not machine.gpus and cluster.device == "cuda" else len(machine.gpus)
+
+
+def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
+    """Return what places are counted in, by label; "" is the whole cluster.
+
+    Raises:
+        PlacementError: the ranks of a node group can't be read, or name machines that there are not.
+    """
+    pools = {"": make_pool(cluster.num_nodes, gpus), MACHINES: make_pool(cluster.num_nodes, gpus, label=MACHINES)}
+    for group in cluster.node_groups:
+        place = parse_ranks(group.node_ranks)
+        nodes = tuple(range(cluster.num_nodes)) if place is None else place.devices
+        if max(nodes) >= cluster.num_nodes or ":" in group.node_ranks:
+            raise PlacementError(
+                f"node group '{group.label}' has the machines {group.node_ranks}, and there are {cluster.num_nodes}",
+                "write all, or machines such as 0 or 0-1",
+                f"all, 0 to {cluster.num_nodes - 1}",
+            )
+        pools[group.label] = make_pool(cluster.num_nodes, gpus, nodes, group.label)
+    return pools
+
+
+def is_single(config: Config, component: str) -> bool:
+    """Tell whether ``all`` is one process on one device, rather than a process on each."""
+    if component == "rollout" and (config.actor.training_backend != "native" or config.cluster.launcher == "ray"):
+        return False
+    backend = {"actor": config.actor.training_backend, "rollout": config.rollout.backend}.get(component, "")
+    return backend in SINGLE_PROCESS.get(component, ())
+
+
+def _place(config: Config, gpus: int) -> tuple[dict[str, list[ProcessPlace]], tuple[Unplaced, ...]]:
+    """Return the places of the components, without cores, and what could not be placed."""
+    try:
+        pools = pools_of(config.cluster, gpus)
+    except PlacementError:
+        return {}, ()  # the rule about node groups reports it
+    places: dict[str, list[ProcessPlace]] = {}
+    unplaced: list[Unplaced] = []
+    for names, text in config.cluster.component_placement.items():
+        for name in (part.strip() for part in names.split(",")):
+            if name not in COMPONENTS:
+                continue
+            try:
+                places[name] = _place_component(config, name, text, pools)
+            except PlacementError as error:
+                unplaced.append(Unplaced(names, text, error))
+                break
+    return places, tuple(unplaced)
+
+
+def _place_component(config: Config, component: str, text: str, pools: Mapping[str, Pool]) -> list[ProcessPlace]:
+    label, ranks = split_group(text)
+    if label not in pools:
+        near = nearest(label, [name for name in pools if name])
+        raise PlacementError(
+            f"there is no node group '{label}'",
+            f"write {near}/{ranks}" if near else "name it in cluster.node_groups",
+            ", ".join(name for name in pools if name),
+        )
+    count = config.env.num_processes if component == "env" else None
+    return assign(component, ranks, pools[label], count, is_single(config, component))
+
+
+def _deploy(
+    config: Config,
+    places: Mapping[str, Sequence[ProcessPlace]],
+    machines: tuple[Topology, ...],
+    machine: Machine,
+    gpus_per_node: int,
+) -> Deployment:
+    processes: list[ProcessPlace] = []
+    for place in (*places["actor"], *places["rollout"]):
+        topology = machines[place.node]
+        node = _numa_node(topology, place)
+        cpus = topology.cpus(node) if node is not None and len(topology.nodes) > 1 else ()
+        visible = _visible(place, machine, gpus_per_node)
+        processes.append(replace(place, cpus=cpus, numa_node=node if cpus else None, visible=visible))
+    processes += _pin_simulators(config, places["env"], machines)
+    actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))
+    ray, native = config.cluster.launcher == "ray", config.actor.training_backend == "native"
+    trains = ray or actor != rollout if config.actor.own_process is None else config.actor.own_process
+    return Deployment(
+        tuple(processes),
+        mode_of(places),
+        machines,
+        gpus_per_node,
+        machine.num_cpus,
+        config.cluster.num_threads,
+        trains_in_processes=trains or not native,
+        rolls_out_in_processes=(
+            driver_cannot_act(config, places["rollout"])
+            if config.rollout.own_process is None
+            else config.rollout.own_process
+        ),
+    )
+
+
+def driver_cannot_act(config: Config, rollouts: Sequence[ProcessPlace]) -> bool:
+    """Tell whether rollouts need processes: the driver is one process, on machine 0, and no Ray actor."""
+    return config.cluster.launcher == "ray" or len(rollouts) > 1 or rollouts[0].node > 0
+
+
+def _visible(place: ProcessPlace, machine: Machine, gpus_per_node: int) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES of a process.
+
+    Placements count the GPUs that the driver sees. On its own machine these may have other numbers, or names, in the
+    driver's CUDA_VISIBLE_DEVICES; of other machines all GPUs are taken to be visible.
+    """
+    if not place.devices:
+        return "" if gpus_per_node else None
+    names = machine.gpus if place.node == 0 else ()
+    return ",".join(names[device] if device < len(names) else str(device) for device in place.devices)
+
+
+def describe_machine(hardware: HardwareConfig) -> Topology:
+    """Return the topology of described hardware.
+
+    Logical CPUs are numbered as Linux usually does: the first threads of all cores, node after node, then the second
+    ones. GPUs are spread over the nodes in order.
+    """
+    nodes: dict[int, tuple[int, ...]] = {}
+    per_node = hardware.num_cores // hardware.num_numa_nodes
+    for node in range(hardware.num_numa_nodes):
+        first = range(node * per_node, (node + 1) * per_node)
+        nodes[node] = tuple(
+            cpu + thread * hardware.num_cores for thread in range(hardware.threads_per_core) for cpu in first
+        )
+    memory = int(hardware.gpu_memory_gib * GIB)
+    gpus = tuple(
+        Gpu(f"described:{gpu}", gpu * hardware.num_numa_nodes // hardware.num_gpus, hardware.name or "", memory)
+        for gpu in range(hardware.num_gpus)
+    )
+    core_of = {cpu: cpu % hardware.num_cores for cpus in nodes.values() for cpu in cpus}
+    return Topology(nodes, dict.fromkeys(nodes, per_node), gpus, core_of=core_of)
+
+
+def _pin_simulators(
+    config: Config, processes: Sequence[ProcessPlace], machines: Sequence[Topology]
+) -> list[ProcessPlace]:
+    places: dict[int, ProcessPlace] = {}
+    for node, machine in enumerate(machines):
+        here = [process for process in processes if process.node == node]
+        near = [_numa_node(machine, process) for process in here]
+        slots = assign_cpus(len(here), machine, near=near if any(n is not None for n in near) else None)
+        for process, slot in zip(here, slots, strict=True):
+            cpus = (slot.cpu,) if config.env.pin_cpus else ()
+            numa = slot.numa_node if config.env.pin_cpus else None
+            places[process.rank] = replace(process, cpus=cpus, numa_node=numa)
+    return [places[process.rank] for process in processes]
+
+
+def _numa_node(machine: Topology, process: ProcessPlace) -> int | None:
+    """Return the NUMA node of the GPUs of a process; None if they have several, or none."""
+    nodes = {machine.gpus[device].numa_node for device in process.devices if device < len(machine.gpus)}
+    return nodes.pop() if len(nodes) == 1 else None

@@ -1,0 +1,123 @@
+"""The command line: help, completion, misspelt words, and differences between configurations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from embodrl.cli.app import complete_settings
+from embodrl.cli.main import app
+from embodrl.config import load_config
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), prog_name="embodrl")
+
+
+VERBS = ["train", "eval", "collect", "convert", "sft", "resume", "export", "list", "doctor", "bench", "parity"]
+VERBS += ["plan train", "config show", "config validate", "config diff", "env install", "env list", "env remove"]
+VERBS += ["pipeline show"]
+
+
+@pytest.mark.parametrize("verb", ["", "plan", "config", "env", "pipeline", *VERBS])
+def test_help_has_a_short_option_and_nothing_is_cut(verb: str) -> None:
+    short, long = run(*verb.split(), "-h"), run(*verb.split(), "--help")
+    assert short.exit_code == long.exit_code == 0
+    assert short.stdout == long.stdout
+    usage, *lines = short.stdout.splitlines()
+    assert not [line for line in lines if line.endswith("...")], "descriptions are whole"
+    assert not set("{}<>") & set(usage.replace("[", "").replace("]", ""))
+
+
+def test_exit_codes_are_listed_whole() -> None:
+    text = run("--help").stdout
+    assert all(f"\n    {code} " in text for code in (0, 1, 2, 129, 130, 143))
+
+
+@pytest.mark.parametrize(
+    ("words", "position", "expected"),
+    [
+        ("embodrl train env = maniskill_pu", 4, ["maniskill_pull", "maniskill_pull_tool", "maniskill_push"]),
+        ("embodrl train env =", 3, ["libero_spatial", "toy"]),
+        ("embodrl train actor.optim.l", 2, ["actor.optim.lr="]),
+        ("embodrl train mod", 2, ["model=", "model.warm_start="]),
+        ("embodrl train rollout.backend = v", 4, ["vllm"]),
+        ("embodrl list en", 2, ["envs"]),
+        ("embodrl bench r", 2, ["render", "rollout"]),
+        ("embodrl conf", 1, ["config"]),
+    ],
+)
+def test_bash_completes_presets_and_keys(words: str, position: int, expected: list[str]) -> None:
+    environ = os.environ | {"_EMBODRL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
+    command = [sys.executable, "-m", "embodrl"]
+    outcome = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert set(expected) <= set(outcome.stdout.split()), outcome.stdout
+
+
+def test_completion_in_shells_that_do_not_split_words() -> None:
+    context = typer.Context(typer.main.get_command(app))  # pyright: ignore[reportArgumentType]
+    assert [word for word, _ in complete_settings(context, "env=to")] == ["env=toy"]
+    assert [word for word, _ in complete_settings(context, "env.video.enabled=")] == [
+        f"env.video.enabled={value}" for value in ("true", "false")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["list", "things"], "unknown kind 'things'; available: models, envs"),
+        (["list", "env"], "did you mean 'envs'?"),
+        (["convert", "droid", "x", "-o", "y"], "unknown layout 'droid'; available: libero"),
+        (["bench", "rendr"], "did you mean 'render'?"),
+        (["trian"], "did you mean `embodrl train`?"),
+        (["help"], "write `embodrl --help`"),
+    ],
+)
+def test_words_that_are_none_name_the_nearest(arguments: list[str], expected: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert expected in result.stderr and "code: " in result.stderr and "Value error" not in result.stderr
+
+
+def test_notes_look_like_problems() -> None:
+    result = run("config", "validate", "env=toy", "runner.max_iterations=1", "actor.optim.lr_warmup_iterations=0")
+    assert result.exit_code == 0
+    note = result.stderr.split("note: ")[1].splitlines()
+    assert note[0].startswith("actor.optim.critic_warmup_iterations: ")
+    assert [line.split(":")[0].strip() for line in note[1:]] and note[-1].startswith("     code:     ")
+    assert any(line.startswith("     at:       ") for line in note)
+
+
+def test_what_differs_between_two_configurations(tmp_path: Path) -> None:
+    result = run("config", "diff", "env=toy", "env=toy runner.seed=3 'env.tasks=[reach-green,reach-red]'")
+    assert result.exit_code == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["key", "env.tasks", "runner.seed"]
+    assert rows[1][1:] == ["[reach-red]", "[reach-green,", "reach-red]"] and rows[2][1:] == ["0", "3"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(load_config(["env=toy", "algorithm.gamma=0.5"]).to_yaml())
+    (tmp_path / "mine.yaml").write_text("presets: {env: toy}\n")
+    result = run("config", "diff", str(tmp_path / "mine.yaml"), str(tmp_path / "run"))
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["key", "algorithm.gamma"]
+    assert run("config", "diff", "env=toy", "env=toy").stdout == "no differences\n"
+    missing = run("config", "diff", str(tmp_path / "nothing"), "env=toy")
+    assert missing.exit_code == 2 and "code: config-diff-side" in missing.stderr
+
+
+def test_a_run_can_be_given_as_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(load_config(["env=toy", "algorithm.gamma=0.5"]).to_yaml())
+    result = run("config", "show", "--config", str(tmp_path), "--plain")
+    assert result.exit_code == 0 and "gamma: 0.5" in result.stdout
+
+
+def test_a_policy_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", tmp_path):
+        result = run("eval", str(path))
+        assert result.exit_code == 2 and "code: policy-not-found" in result.stderr
+        assert "RUN/checkpoints/step_N" in result.stderr
