@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,13 @@ class TrainEngine(ABC):
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """End the processes that the engine started."""
+
+    def onload(self) -> None:  # noqa: B027 - most have nothing away
+        """Bring back what ``offload`` took, and the driver's policy."""
+
+    def present(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights of the driver's policy are on their device."""
+        return nullcontext()
 
     def offload(self) -> OffloadReport | None:
         """Take off the device what only training needs; the next call that needs it brings it back.

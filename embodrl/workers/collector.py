@@ -253,12 +253,12 @@ class SyncCollector:
         batch.meta["env_steps"] = int(batch.valid.sum())
         return batch, rollout_metrics(self.metas())
 
-    def carried(self) -> dict[str, Any]:
-        """Return what a worker in the place of this one needs to go on with the same update; see ``carry_on``."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a worker in the place of this one needs to go on with the same update; see ``restore``."""
         return {"metas": self.metas(), "random": self.engine.random_state(), "before": self._before}
 
-    def carry_on(self, carried: Mapping[str, Any]) -> None:
-        """Go on from what ``carried`` returned elsewhere, with fresh simulators.
+    def restore(self, carried: Mapping[str, Any]) -> None:
+        """Go on from what ``snapshot`` returned elsewhere, with fresh simulators.
 
         Args:
             carried: ``before`` is None, and ``metas`` is empty, if no update is under way.

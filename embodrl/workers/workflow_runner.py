@@ -272,9 +272,9 @@ class WorkflowCollector(SyncCollector):
         """See SyncCollector."""
         return self._metas
 
-    def carry_on(self, carried: Mapping[str, Any]) -> None:
+    def restore(self, carried: Mapping[str, Any]) -> None:
         """See SyncCollector."""
-        super().carry_on(carried)
+        super().restore(carried)
         self._metas = list(carried["metas"])
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:

@@ -185,6 +185,6 @@ def test_what_was_counted_is_told_after_carrying_on(kind: type[SyncCollector]) -
     worker.pool = SimpleNamespace(call=lambda *names, **_: asked.append(names[0]))
     worker.stats, worker.seconds, worker._metas, worker._before = EpisodeStats(), Seconds(), [], None
     meta = {"episodes": vars(EpisodeStats(episodes=8, returns=2.5)), "seconds": vars(Seconds(env=3.0))}
-    worker.carry_on({"metas": [meta], "random": ["after"], "before": ["start"]})
+    worker.restore({"metas": [meta], "random": ["after"], "before": ["start"]})
     assert asked == [["after"], "mark"] and worker._before == ["start"]
     assert worker.metas() == [meta]
