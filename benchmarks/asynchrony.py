@@ -33,7 +33,7 @@ from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
-from embodrl.workers.rollout_source import make_collector
+from embodrl.workers.rollout_backend import make_collector
 
 ITERATIONS = 6
 # Iterations before time is taken, beyond those whose rollouts were begun by the first weights.

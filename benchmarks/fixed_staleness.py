@@ -18,6 +18,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.runs import build
 from embodrl.runs import train as runner
 from embodrl.workers.collector import Collector, SyncCollector
 
@@ -40,7 +41,7 @@ class LaggedRollout(SyncCollector):
 def make_source(
     config: Config, pool: EnvPool, engine: NativeRolloutEngine, should_stop: Callable[[], bool], keep_frames: bool
 ) -> Collector:
-    """As ``workers.rollout_source.make_collector``."""
+    """As ``workers.rollout_backend.make_collector``."""
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     policy = frozen_copy(engine.policy, trained)
     apart = NativeRolloutEngine(
@@ -54,7 +55,7 @@ def make_source(
 def main(arguments: list[str]) -> int:
     """Train; return the exit code."""
     LaggedRollout.lag = int(arguments[0])
-    runner.make_collector = make_source
+    build.make_collector = make_source  # type: ignore[assignment]
     return runner.train(load_config(["env=maniskill", "model=openvla", *arguments[1:]]))
 
 

@@ -16,9 +16,8 @@ from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.scheduler.group import Handle
 from embodrl.workers.collector import EpisodeSchedule, RolloutState, Share, SyncCollector, share_config
-from embodrl.workers.group_source import RemoteCollector
 from embodrl.workers.lockstep import EpisodeStats, Seconds
-from embodrl.workers.rollout_group import RolloutGroup
+from embodrl.workers.remote_backend import RemoteBackend, RemoteCollector
 from embodrl.workers.workflow_runner import WorkflowCollector
 
 
@@ -34,7 +33,7 @@ class Processes:
     def remember(self, random: Any) -> None:
         self.random.append(random)
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
         self.asked.append((method, arguments))
         return [vars(RolloutState({"random": [str(rank)]}, blobs={"env_0": bytes([rank])})) for rank in range(2)]
 
@@ -129,11 +128,11 @@ class Group:
         return SimpleNamespace(result=lambda: None)
 
 
-def group_of(*failures: Exception) -> tuple[RolloutGroup, Group]:
-    rollouts, group = RolloutGroup.__new__(RolloutGroup), Group(*failures)
+def group_of(*failures: Exception) -> tuple[RemoteBackend, Group]:
+    rollouts, group = RemoteBackend.__new__(RemoteBackend), Group(*failures)
     rollouts.config = config_of("rollout.max_restarts=2")
     rollouts.group = group  # type: ignore[assignment]
-    rollouts.keep_frames, rollouts._restarts, rollouts._faults = False, 0, FaultCounts()
+    rollouts._restarts, rollouts.faults = 0, FaultCounts()
     rollouts._incarnations, rollouts._pings, rollouts._new = [0, 0], {}, set()
     rollouts._known_faults = [{"restarts": 3}, {"restarts": 4}]
     return rollouts, group
@@ -142,8 +141,8 @@ def group_of(*failures: Exception) -> tuple[RolloutGroup, Group]:
 def test_a_process_that_does_not_come_up_is_tried_again() -> None:
     rollouts, group = group_of(WorkerRaised("no simulator", rank=1))
     rollouts._revive(WorkerDied("rollout[1] was killed", rank=1))
-    assert group.asked == ["restart 1", "restart 1", "prepare 1"] and rollouts._new == {1}
-    assert rollouts._incarnations == [0, 2] and rollouts._faults.rollout_restarts == 2
+    assert group.asked == ["restart 1", "restart 1"] and rollouts._new == {1}
+    assert rollouts._incarnations == [0, 2] and rollouts.faults.rollout_restarts == 2
     assert rollouts._known_faults == [{"restarts": 3}, {}]
 
 
@@ -173,7 +172,7 @@ def test_an_answer_counts_before_another_process_is_brought_up() -> None:
     rollouts.group = SimpleNamespace(call_on=lambda rank, *_: first.pop(rank, None) or handle_of(rank, answer))  # type: ignore[assignment]
     seen: list[Any] = []
     rollouts.revive = lambda error, incarnation: seen.append((error.rank, rollouts._carried[1]))  # type: ignore[method-assign]
-    assert rollouts.ask("gather", [(0,), (0,)]) == [answer, answer]
+    assert rollouts.call("gather", [(0,), (0,)]) == [answer, answer]
     assert seen == [(0, answer["carried"])]
 
 
