@@ -22,6 +22,7 @@ from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of, num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver
 from embodrl.models.base import VLAPolicy
+from embodrl.runs.build import trainers_send
 from embodrl.scheduler.channel import LocalChannel, SharedChannel
 from embodrl.scheduler.group import Handle, WorkerGroup
 from embodrl.scheduler.launchers.base import Outcome
