@@ -10,6 +10,7 @@ ratio of the rates says the same where nothing else runs; a busy machine disturb
 
 from __future__ import annotations
 
+import socket
 import statistics
 import sys
 import time
@@ -20,19 +21,20 @@ import numpy as np
 
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
-from embodrl.envs.pool.channel import Channel
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.processes.frames import Connection, Frame
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.env import make_pool
 
 NUM_ENVS, NUM_PROCESSES, ROUNDS, ROUND_S = 8, 2, 21, 0.5
 
 
-class Unwatched(Channel):
+class Unwatched(Connection):
     """Reads, however long that takes: the socket blocks, nothing else is looked at."""
 
-    def _wait(self, poller: Any, deadline: float | None) -> None:
-        pass
+    def receive(self, deadline: float | None = None) -> Frame:
+        self.sock.recv(1, socket.MSG_PEEK)
+        return super().receive(None)
 
 
 def play(pool: EnvPool, actions: np.ndarray) -> tuple[float, float]:
@@ -54,14 +56,13 @@ def measure(environment: list[str]) -> dict[str, Any]:
         rows = np.arange(NUM_ENVS)
         pool.reset(rows, (rows % len(pool.spec.tasks)).astype(np.int32))
         actions = np.zeros((NUM_ENVS, config.model.num_action_chunks, pool.spec.action_dim), np.float32)
-        channels = [manager._running().channel for manager in pool.managers]
+        channels = [manager._running().connection for manager in pool.managers]
         quarantine = pool._quarantine
         play(pool, actions)
         for _ in range(ROUNDS):
             for watched in (True, False):
                 for channel in channels:
-                    channel.__class__ = Channel if watched else Unwatched
-                    channel._sock.setblocking(not watched)
+                    channel.__class__ = Connection if watched else Unwatched
                 pool._quarantine = quarantine if watched else lambda rank, step: step
                 rounds[watched].append(play(pool, actions))
     rates = {watched: statistics.median(rate for rate, _ in rounds[watched]) for watched in rounds}

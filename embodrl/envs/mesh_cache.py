@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.pool.codec import decode, encode
 from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.processes.codec import decode, encode
 from embodrl.storage.atomic import atomic_file
 
 logger = logging.getLogger("embodrl.envs")

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.base import VectorEnv
-from embodrl.envs.pool.codec import decode, encode
 from embodrl.envs.pool.video import VideoWriter
+from embodrl.processes.codec import decode, encode
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
 REWARD_MODES = ("dense_delta", "dense", "sparse")

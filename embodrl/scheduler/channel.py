@@ -15,15 +15,15 @@ from collections import deque
 from typing import Any
 
 from embodrl.errors import ChannelClosed, ChannelTimeout, EmbodrlError
-from embodrl.scheduler.messages import copied
-from embodrl.scheduler.wire import Kind, receive, send, socket_pair, wait_for
+from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair, wait_for
+from embodrl.scheduler.messages import CODEC
 
 MAX_CAPACITY = 64
 """Messages in a channel at once; the kernel queues no more of them."""
 
 
 class Channel(ABC):
-    """A queue of values that ``messages.pack`` can send; each value goes to one of those who get.
+    """A queue of values that ``messages.CODEC`` can send; each value goes to one of the receivers.
 
     Args:
         name: for messages.
@@ -89,6 +89,7 @@ class SharedChannel(Channel):
             self._free, self._end = descriptors[:2]
             inlet, outlet = (socket.socket(fileno=number) for number in descriptors[2:])
         self._inlet, self._outlet = inlet, outlet
+        self._sender = Sender(inlet, CODEC)
 
     @property
     def descriptors(self) -> tuple[int, int, int, int]:
@@ -109,7 +110,7 @@ class SharedChannel(Channel):
             except BlockingIOError:
                 continue  # another was faster
         try:
-            send(self._inlet, Kind.ITEM, 0, value, deadline)
+            self._sender.send(Frame(Kind.ITEM, value=value), deadline)
         except BaseException:
             os.eventfd_write(self._free, 1)
             raise
@@ -117,10 +118,10 @@ class SharedChannel(Channel):
     def get(self, timeout_s: float | None = None) -> Any:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            message = receive(self._outlet)
-            if message is not None:
+            frame = receive_now(self._outlet, CODEC)
+            if frame is not None:
                 os.eventfd_write(self._free, 1)
-                return message.value
+                return frame.value
             ready = wait_for({self._outlet.fileno(): select.POLLIN, self._end: select.POLLIN}, deadline)
             if not ready:
                 raise self._timeout("empty", timeout_s)
@@ -157,7 +158,7 @@ class LocalChannel(Channel):
             raise self._closed()
         if len(self._values) == self.capacity:
             raise self._timeout("full", 0.0)
-        self._values.append(copied(value))
+        self._values.append(CODEC.copied(value))
 
     def get(self, timeout_s: float | None = None) -> Any:
         if self._values:

@@ -376,7 +376,7 @@ def test_a_first_start_that_takes_too_long_stops_with_the_remedy(tmp_path: Path)
     pool = make_pool(CASES["toy"], tmp_path)
     pool.managers[1].timeouts = Impatient("start_s")  # type: ignore[assignment]
     with (
-        pytest.raises(EnvTimeout, match=r"train/1(.|\n)*no answer within 1\.5 s during BUILD") as slow,
+        pytest.raises(EnvTimeout, match=r"train/1(.|\n)*no answer within 1\.5 s during START") as slow,
         pool,
     ):
         pass

@@ -15,7 +15,7 @@ from embodrl.errors import WorkerError
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running
 from embodrl.scheduler.launchers.host import context_message, environment
-from embodrl.scheduler.messages import copied
+from embodrl.scheduler.messages import CODEC
 from embodrl.scheduler.worker import Worker, WorkerContext, make_worker
 
 NUM_CPUS = 128
@@ -72,7 +72,8 @@ class FakeLauncher(Launcher):
         variables = self.inherited | environment(job.place, job.world_size)
         self.variables[job.group, job.rank] = variables
         with as_child(variables, context["cpus"]):
-            worker = make_worker(job.worker_class, WorkerContext(**context, channels=job.channels), copied(job.kwargs))
+            placed = WorkerContext(**context, channels=job.channels)
+            worker = make_worker(job.worker_class, placed, CODEC.copied(job.kwargs))
         self.workers[job.group, job.rank] = worker
         return InPlace(worker)
 

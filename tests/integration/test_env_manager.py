@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.pool import EnvPool
@@ -113,8 +114,14 @@ def test_call_takes_and_returns_arrays():
         manager.reset(SEEDS, TASKS)
         expert = manager.call("expert_actions")
         assert expert.shape == (3, 7) and expert.dtype == np.float32
-        with pytest.raises(TypeError, match="plain"):
+        with raises_code("message"):
             manager.call("expert_actions", {"function": print})
+
+
+def test_an_error_of_embodrl_keeps_its_class_hint_and_code_across_processes():
+    with raises_code("unknown-name", EnvRaised) as raised:
+        EnvManager("no-such-simulator").start()
+    assert "UnknownNameError during START" in raised.value.message and "toy" in raised.value.message
 
 
 def test_an_exception_carries_the_traceback_and_the_process_goes_on():
@@ -176,7 +183,7 @@ def test_cpu_binding_thread_limits_and_memory():
         assert "memfd:embodrl-env" in maps and "/dev/shm" not in maps
         assert "torch" not in maps
     unusable = max(os.sched_getaffinity(0)) + 4096
-    with pytest.raises(EnvRaised, match=f"core {unusable} cannot be used"):
+    with pytest.raises(EnvRaised, match=f"CPU {unusable} cannot be used"):
         EnvManager("toy", KWARGS, cpu=unusable).start()
 
 

@@ -16,7 +16,7 @@ from sysfs_trees import build_server
 from embodrl.config import LoadedConfig, load_config
 from embodrl.deployment import Deployment, ProcessPlace, topology
 from embodrl.hybrid_engines.training import remote
-from embodrl.scheduler.messages import copied
+from embodrl.scheduler.messages import CODEC
 from embodrl.workers import actor, rollout_process
 from embodrl.workers.remote_backend import launch_rollouts, rollout_channels
 
@@ -155,7 +155,7 @@ def test_every_rank_has_the_view_of_the_driver(command: str, server: None, worke
             assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, place.devices))
         else:
             assert not variables.get("CUDA_VISIBLE_DEVICES")
-    assert copied(deployment) == deployment
+    assert CODEC.copied(deployment) == deployment
 
 
 def test_a_worker_counts_nothing(server: None, workers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_threads_are_shared_by_the_neighbours_on_a_machine(server: None) -> None
 
 def test_a_deployment_survives_a_start_message(server: None) -> None:
     deployment = load_config(list(COMMANDS["2x8xh100"]), planning=True).deployment
-    arrived = copied({"deployment": deployment})["deployment"]
+    arrived = CODEC.copied({"deployment": deployment})["deployment"]
     assert isinstance(arrived, Deployment) and arrived == deployment
     assert [place.node for place in arrived.of("rollout")] == [0] * 8 + [1] * 8
     assert arrived.machines[1].nodes == deployment.machines[1].nodes

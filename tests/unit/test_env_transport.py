@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from embodrl.envs.pool.codec import decode, encode
 from embodrl.envs.pool.transport import (
     INSTRUCTION_BYTES,
     POISON_BYTE,
@@ -136,38 +135,3 @@ def test_instruction_length_is_counted_in_bytes():
 
 def test_spec_survives_json():
     assert spec_from_dict(json.loads(json.dumps(dataclasses.asdict(SPEC)))) == SPEC
-
-
-def test_codec_round_trip():
-    value = {
-        "none": None,
-        "big": 2**100,
-        "list": [1, 2.5, "ü", {"deep": np.arange(6, dtype=np.int16).reshape(2, 3)}],
-        "empty": np.zeros((0, 3), np.float32),
-        "flags": np.array([True, False]),
-        "scalar": np.float32(0.5),
-    }
-    back = decode(encode(value))
-    assert back["none"] is None and back["big"] == 2**100 and back["scalar"] == 0.5
-    assert back["list"][:3] == [1, 2.5, "ü"]
-    np.testing.assert_array_equal(back["list"][3]["deep"], [[0, 1, 2], [3, 4, 5]])
-    assert back["list"][3]["deep"].dtype == np.int16 and back["list"][3]["deep"].flags.writeable
-    assert back["empty"].shape == (0, 3)
-    np.testing.assert_array_equal(back["flags"], [True, False])
-
-
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.array(["a"]), np.array([object()]), b"bytes"])
-def test_codec_refuses_what_is_not_plain(value):
-    with pytest.raises(TypeError, match="plain"):
-        encode({"value": value})
-
-
-def test_codec_refuses_object_arrays_and_truncation():
-    text = b'{"__ndarray__": ["|O", [1], 0]}'
-    with pytest.raises(ValueError, match="refused"):
-        decode(len(text).to_bytes(8, "little") + text + b"\0" * 8)
-    data = encode(np.arange(10))
-    with pytest.raises(ValueError):
-        decode(data[:-1])
-    with pytest.raises(ValueError):
-        decode(data[:4])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
-from embodrl.scheduler.messages import pack
+from embodrl.scheduler.messages import CODEC
 from embodrl.storage.files import raw_bytes
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -67,7 +67,7 @@ def test_what_was_written_or_sent_can_still_leave() -> None:
     tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     data = raw_bytes(tensor)
     assert bytes(data) == struct.pack("6f", *range(6)) and len(raw_bytes(tensor[:0])) == 0
-    pack(tensor)
+    CODEC.pack(tensor)
     report = Offload(lambda: [tensor]).offload()
     assert report is not None and report.before == 24 and report.after == 0
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodrl.envs.pool.codec import decode
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules, next_seed
 from embodrl.errors import EnvError
+from embodrl.processes.codec import decode
 
 CAMERA = {"name": "top", "height": 2, "width": 2}
 BOTH = np.ones(2, np.bool_)

@@ -27,7 +27,7 @@ class Adder(Worker):
 
     def __init__(self, offset: int = 0, fail_on: int = -1) -> None:
         if self.rank == fail_on:
-            raise EmbodrlError(f"rank {fail_on} will not", "ask another")
+            raise EmbodrlError(f"rank {fail_on} will not", "ask another", code="rank-refused")
         self.offset = offset
         self.calls: list[str] = []
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from embodrl.config.policy_card import BUILTIN, card_differences, policy_directory, read_card
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule, what_is
 from embodrl.config.schema import ArchitectureConfig
 from embodrl.names import nearest
 from embodrl.registry import MODELS
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-BUILTIN = "builtin"
 
 
 def facts(context: Context) -> dict[str, Any]:
@@ -199,3 +199,23 @@ def state_is_seen(context: Context) -> Iterator[Finding]:
     ):
         message = f"has no effect: {context.config.model.model_type} sees the camera and the instruction only"
         yield Finding("env.include_state", message, "leave it out")
+
+
+@note("model.model_type", "model.model_path", "model.warm_start", "model.num_action_chunks", "env")
+def policy_was_trained_for_this(context: Context) -> Iterator[Finding]:
+    """A policy rarely solves a task, or sees through a camera, that it was not trained for."""
+    if context.resuming or context.collecting:  # the weights come from a checkpoint; an expert acts
+        return
+    directory = policy_directory(context.config.model)
+    card = None if directory is None else read_card(directory)
+    if card is None:
+        return
+    key = "model.warm_start" if context.config.model.model_path is None else "model.model_path"
+    tasks = ", ".join(card.get("tasks", []))
+    for at, difference in card_differences(card, context.config):
+        if at.startswith("env.cameras"):
+            yield Finding(key, difference, "use the camera that it was trained with", others=(at,))
+        else:
+            hint = "train it on this task first (embodrl collect, then sft), or choose what it knows:"
+            hint += f" {card.get('env_type')} tasks {tasks}"
+            yield Finding(key, f"{difference}: expect a success rate near 0", hint, others=(at,))

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.environment import Environment, Tool, ToolResult
-from embodrl.envs.pool.codec import decode, encode
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError
+from embodrl.processes.codec import decode, encode
 from embodrl.types import Observation
 
 

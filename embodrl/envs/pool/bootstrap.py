@@ -1,4 +1,4 @@
-"""Start of a simulator process: ``python bootstrap.py SOCKET_FD MEMORY_FD``.
+"""Start of a simulator process: ``python bootstrap.py SOCKET_FD``.
 
 Loads the package ``embodrl`` from where this file lies without adding the surrounding site-packages to the path:
 the interpreter may belong to a simulator's own virtual environment, whose packages must win.
@@ -23,7 +23,7 @@ def main() -> None:
 
     from embodrl.envs.pool.worker_main import main as serve
 
-    serve(int(sys.argv[1]), int(sys.argv[2]))
+    serve(int(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ Legend: B environments, C actions in a chunk, A action dimensions. docs/env_mana
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +17,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.pool.channel import Frame, Kind, PeerGoneError
-from embodrl.envs.pool.codec import decode, encode
-from embodrl.envs.pool.process import WorkerProcess, resident_bytes
 from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_step, spec_from_dict
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.processes.child import ChildProcess, resident_bytes
+from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
 
 _CLOSE_GRACE_S = 5.0
 _SHOWN = 8
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+# One simulator process is bound to one core: thread pools would only compete for it.
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "LP_NUM_THREADS": "1",
+    "SAPIEN_DISABLE_RAY_TRACING": "1",
+}
 _WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
 
 
@@ -103,7 +113,8 @@ class EnvManager:
         self._log_path = None if log_dir is None else log_dir / f"{name.replace('/', '_')}.log"
         self._environ = dict(environ or {})
         self._debug = debug
-        self._process: WorkerProcess | None = None
+        self._process: ChildProcess | None = None
+        self._memory_fd = -1
         self._ring: Ring | None = None
         self._spec: EnvSpec | None = None
         self._pending: tuple[Kind, int] | None = None
@@ -137,22 +148,32 @@ class EnvManager:
         """Start the process; several come up at once this way."""
         if self._process is not None:
             raise EnvError(f"{self} runs already", "close() it or restart() it")
-        if self._log_path is not None:
-            self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        # No name: nothing is left behind when processes are killed. The child sizes it, see worker_main.make_ring.
+        self._memory_fd = os.memfd_create("embodrl-env")
         try:
-            self._process = WorkerProcess(self._config, self.python, self._environ, self._log_path)
+            self._process = ChildProcess(
+                [self.python or sys.executable, str(_BOOTSTRAP)],
+                self._config | {"memory_fd": self._memory_fd},
+                environ={**SINGLE_THREADED, **self._environ},
+                log_path=self._log_path,
+                pass_fds=[self._memory_fd],
+                stuck_error=EnvTimeout,
+            )
         except OSError as error:
+            self._drop()
             raise EnvError(f"{self}: cannot start '{self.python or 'python'}': {error}", "check env.python") from error
-        self._pending = (Kind.BUILD, 0)
+        except BaseException:
+            self._drop()
+            raise
+        self._pending = (Kind.START, 0)
         self._auto_reset = bool(self._config["kwargs"].get("auto_reset", True))
 
     def wait_started(self) -> None:
         """Wait until the environment is ready; after ``offload``, until it is back in the state it had."""
         try:
-            frame = self._receive(Kind.BUILD, self.timeouts.start_s)
-            self._spec = spec_from_dict(decode(frame.payload))
-            assert self._process is not None
-            self._ring = Ring(self._process.memory_fd, self._spec)
+            frame = self._receive(Kind.START, self.timeouts.start_s)
+            self._spec = spec_from_dict(frame.value)
+            self._ring = Ring(self._memory_fd, self._spec)
         except EnvRaised:
             self._drop()
             raise
@@ -190,7 +211,7 @@ class EnvManager:
             self.close()
         else:
             self._request(Kind.OFFLOAD)
-            state = bytes(self._receive(Kind.OFFLOAD, self.timeouts.reset_s).payload)
+            state: bytes = self._receive(Kind.OFFLOAD, self.timeouts.reset_s).value
         self._offloaded = state
 
     def onload(self) -> None:
@@ -205,7 +226,7 @@ class EnvManager:
         if self._process is None:
             self.start_async()
         else:
-            self._request(Kind.ONLOAD, payload=self._offloaded)
+            self._request(Kind.ONLOAD, value=self._offloaded)
 
     def wait_onloaded(self) -> None:
         """Wait until the simulators are back."""
@@ -228,7 +249,7 @@ class EnvManager:
             try:
                 self._request(Kind.CLOSE)
                 self._receive(Kind.CLOSE, _CLOSE_GRACE_S)
-                if self._process is not None and not process.wait_closed(_CLOSE_GRACE_S):
+                if not process.wait_ended(_CLOSE_GRACE_S) or process.end_group() != 0:
                     logger.warning("%s did not end by itself after close; it was killed", self)
             except EnvError as error:
                 logger.warning("%s", error)
@@ -294,7 +315,7 @@ class EnvManager:
             EnvRaised, EnvWorkerDied, EnvTimeout: see the class.
         """
         frame = self._receive(Kind.RESET, self.timeouts.reset_s if timeout is None else timeout)
-        observation = self._running_ring().slots[frame.slot].observation()
+        observation = self._running_ring().slots[frame.number].observation()
         return copy_observation(observation) if copy else observation
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
@@ -325,7 +346,7 @@ class EnvManager:
             EnvTimeout: it took too long and was killed.
         """
         frame = self._receive(Kind.STEP, self.timeouts.step_s if timeout is None else timeout)
-        step = self._running_ring().slots[frame.slot].step(frame.argument)
+        step = self._running_ring().slots[frame.number].step(frame.argument)
         seeded = (step.episode_seed >= 0) & step.valid[:, 0]
         self.seeds[seeded] = step.episode_seed[seeded]
         ended = np.flatnonzero(seeded & step.done & self._auto_reset)
@@ -343,11 +364,11 @@ class EnvManager:
     def get_state(self) -> bytes:
         """Return the full simulator state."""
         self._request(Kind.GET_STATE)
-        return bytes(self._receive(Kind.GET_STATE, self.timeouts.reset_s).payload)
+        return self._receive(Kind.GET_STATE, self.timeouts.reset_s).value
 
     def set_state(self, state: bytes) -> None:
         """Continue from a state of ``get_state``, to the bit."""
-        self._request(Kind.SET_STATE, payload=state)
+        self._request(Kind.SET_STATE, value=state)
         # A simulator may have to be built anew and played forward.
         self._receive(Kind.SET_STATE, self.timeouts.start_s)
 
@@ -358,17 +379,17 @@ class EnvManager:
 
     def call_async(self, method: str, arguments: Mapping[str, Any] | None = None) -> None:
         """Send a request of ``VectorEnv.call``; ``wait_call`` fetches the answer."""
-        self._request(Kind.CALL, payload=encode({"method": method, "arguments": dict(arguments or {})}))
+        self._request(Kind.CALL, value={"method": method, "arguments": dict(arguments or {})})
         if method == "set_auto_reset":
             self._auto_reset = bool((arguments or {}).get("value", self._auto_reset))
 
     def wait_call(self, method: str, timeout: float | None = None) -> Any:
         """Return the answer to ``call_async``; ``method`` is for messages."""
-        return decode(self._receive(Kind.CALL, self.timeouts.reset_s if timeout is None else timeout, method).payload)
+        return self._receive(Kind.CALL, self.timeouts.reset_s if timeout is None else timeout, method).value
 
     # -- frames -------------------------------------------------------------------------------------------------------
 
-    def _running(self) -> WorkerProcess:
+    def _running(self) -> ChildProcess:
         if self._process is None:
             state, hint = ("offloaded", "onload()") if self.is_offloaded else ("not running", "start() or restart()")
             raise EnvError(f"{self} is {state}", f"call {hint}")
@@ -386,7 +407,7 @@ class EnvManager:
             self._ring.slots[slot].poison()
         return slot
 
-    def _request(self, kind: Kind, argument: int = 0, payload: bytes = b"", slot: int = 0) -> None:
+    def _request(self, kind: Kind, argument: int = 0, value: Any = None, slot: int = 0) -> None:
         process = self._running()
         if self._offloaded is not None and kind not in _WHILE_OFFLOADED:
             raise EnvError(f"{self} is offloaded", "call onload()")
@@ -395,7 +416,7 @@ class EnvManager:
                 f"{self}: {kind.name} asked for while {self._pending[0].name} is under way", "wait for it first"
             )
         try:
-            process.channel.send(Frame(kind, slot, argument, payload), time.monotonic() + self.timeouts.reset_s)
+            process.connection.send(Frame(kind, slot, argument, value), time.monotonic() + self.timeouts.reset_s)
         except PeerGoneError:
             raise self._died(f"before {kind.name}") from None
         except TimeoutError:
@@ -410,18 +431,19 @@ class EnvManager:
             raise EnvError(f"{self}: no {kind.name} is under way", "send the request first")
         doing = f"{kind.name} {detail}".strip()
         try:
-            frame = process.channel.receive(time.monotonic() + timeout_s)
+            frame = process.connection.receive(time.monotonic() + timeout_s)
         except PeerGoneError:
             raise self._died(f"during {doing}") from None
         except TimeoutError:
             raise self._timed_out(f"during {doing}", timeout_s) from None
         self._pending = None
         if frame.kind == Kind.RAISED:
-            raised = decode(frame.payload)
+            raised = frame.value
             raise EnvRaised(
                 f"{self}: {raised['type']} during {doing}: {raised['message']}\n"
                 f"--- traceback of the simulator process ---\n{raised['traceback'].rstrip()}\n---",
                 raised["hint"],
+                code=raised["code"],
             )
         return frame
 
@@ -433,17 +455,20 @@ class EnvManager:
 
     def _timed_out(self, when: str, timeout_s: float) -> EnvTimeout:
         process = self._running()
-        process.dump_stack()
+        process.dump_stack()  # before the kill: a dead process has no stack
         message = f"{self}: no answer within {timeout_s:g} s {when}; killed{self._log_excerpt(process)}"
         self._drop()
         return EnvTimeout(message, "raise env.{start,reset,step}_timeout_s if the simulator is only slow")
 
-    def _log_excerpt(self, process: WorkerProcess) -> str:
+    def _log_excerpt(self, process: ChildProcess) -> str:
         tail = process.log_tail()
         where = f" of {process.log_path}" if process.log_path else ""
         return f"\n--- end of the log{where} ---\n{tail}\n---" if tail else ""
 
     def _drop(self) -> None:
         process, self._process, self._ring, self._pending = self._process, None, None, None
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
+        self._memory_fd = -1
         if process is not None:
             process.kill()

@@ -1,6 +1,14 @@
 """The shared memory between an EnvManager and its process: one request area and a ring of result slots.
 
-Legend: B environments, C actions in a chunk (at most ``EnvSpec.max_chunk``), A action dimensions, V cameras,
+Protocol. The parent writes the request area, then sends a frame that names a slot; the child reads the request,
+writes its result into that slot, and answers. There is no lock and no flag in the memory: one request is pending at a
+time, so that each side owns all of it between the frame that it receives and the one that it sends, and the two system
+calls of a frame order the memory accesses on both sides. A child that dies while it writes leaves a torn slot, which
+is never read: a slot is read only after the answer, and the memory is dropped with the process.
+
+Pictures go here and not through the socket because they need no copy on the parent's side: results are views.
+
+Shapes: B environments, C actions in a chunk (at most ``EnvSpec.max_chunk``), A action dimensions, V cameras,
 H x W image, S state dimensions. Both sides compute the same layout from the EnvSpec; arrays start on cache lines.
 """
 
@@ -17,10 +25,12 @@ from numpy.typing import NDArray
 from embodrl.errors import EmbodrlError
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
+# Results are views of a slot. With two, a result stays valid while the next one is written: a rollout may look at the
+# observation before the step and at the one after it, without a copy.
 NUM_SLOTS = 2
 INSTRUCTION_BYTES = 512
 POISON_BYTE = 0xAB
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # a cache line: arrays that the two sides write never share one
 _PER_ACTION = ("reward", "valid", "terminated", "truncated")
 _PER_CHUNK = ("success", "episode_return", "episode_length", "episode_seed", "final_mask")
 
@@ -123,9 +133,9 @@ def _views(buffer: Any, fields: dict[str, tuple[int, tuple[int, ...], type[np.ge
 
 
 class ResultSlot:
-    """Room for one result (observation, and outcome of a chunk) of B environments.
+    """Memory for one result (observation, and outcome of a chunk) of B environments.
 
-    Instructions seldom change, so the last ones written and read are remembered; one object must do all the writing.
+    Instructions seldom change, so the last ones written and read are cached; one object must do all the writing.
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -201,7 +211,7 @@ class ResultSlot:
         )
 
     def poison(self) -> None:
-        """Overwrite all that is handed out as a view, so that a view kept for too long shows at once."""
+        """Overwrite everything that is handed out as a view, so that a view kept for too long is noticed at once."""
         for name, array in self.arrays.items():
             if "instruction" not in name:
                 array.fill(np.nan if array.dtype.kind == "f" else POISON_BYTE)
@@ -253,6 +263,7 @@ class Ring:
 
     def __init__(self, fd: int, spec: EnvSpec) -> None:
         layout = compute_layout(spec)
+        # Populated at once: the page faults would otherwise be paid in the first steps, by the side that waits.
         region = mmap.mmap(fd, layout.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.request = _views(region, layout.request)
         self.slots = tuple(ResultSlot(_views(region, fields)) for fields in layout.slots)

@@ -160,6 +160,6 @@ def settle(future: Future[Outcome], outcome: Outcome | BaseException) -> None:
 
 
 def raised(name: str, rank: int, report: Mapping[str, Any], log_tail: str = "") -> WorkerRaised:
-    """Return the error of a method from what the worker told of it."""
+    """Return the error of a method from the report of ``describe_error``; it keeps the code of an EmbodrlError."""
     message = f"{name} raised {report['type']} in {report['method']}: {report['message']}"
-    return WorkerRaised(message, report["hint"], rank, report["traceback"], log_tail)
+    return WorkerRaised(message, report["hint"], rank, report["traceback"], log_tail, code=report["code"])

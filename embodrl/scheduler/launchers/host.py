@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
-import traceback
 from typing import Any
 
 from embodrl.deployment import ProcessPlace
-from embodrl.envs.pool.worker_main import bind_to_core
-from embodrl.errors import EmbodrlError
 from embodrl.names import import_object
+from embodrl.processes.serve import bind_to_cores
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import Worker, WorkerContext, make_worker, marked_method
 
@@ -59,7 +56,7 @@ class Host:
         kwargs: dict[str, Any],
         channels: dict[str, Channel],
     ) -> None:
-        bind(tuple(context["cpus"]), numa_node)
+        bind_to_cores(context["cpus"], numa_node, "place the worker on CPUs that this process may use")
         self.worker_class: type[Worker] = import_object(class_path)
         place = {**context, "devices": tuple(context["devices"]), "cpus": tuple(context["cpus"])}
         self.worker = make_worker(self.worker_class, WorkerContext(**place, channels=channels), kwargs)
@@ -70,32 +67,3 @@ class Host:
         start = time.perf_counter()
         value = getattr(self.worker, method)(*args, **kwargs)
         return value, time.perf_counter() - start
-
-
-def bind(cpus: tuple[int, ...], numa_node: int | None) -> None:
-    """Bind this process to cores, and let it prefer the memory of a NUMA node.
-
-    Raises:
-        EmbodrlError: this process may not use those cores.
-    """
-    if cpus:
-        try:
-            os.sched_setaffinity(0, cpus)
-        except OSError as error:
-            allowed = sorted(os.sched_getaffinity(0))
-            raise EmbodrlError(
-                f"the CPUs {', '.join(map(str, cpus))} can't be used ({error}); allowed: {allowed}",
-                "place the worker on CPUs that there are",
-            ) from error
-    bind_to_core(None, numa_node)
-
-
-def report(error: BaseException, method: str) -> dict[str, Any]:
-    """Return what the driver needs to raise the error there."""
-    return {
-        "type": type(error).__name__,
-        "method": method,
-        "message": error.message if isinstance(error, EmbodrlError) else str(error),
-        "hint": error.hint if isinstance(error, EmbodrlError) else "",
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-    }

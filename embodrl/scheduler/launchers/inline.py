@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.errors import WorkerError
+from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel, LocalChannel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised
-from embodrl.scheduler.launchers.host import report
-from embodrl.scheduler.messages import copied
+from embodrl.scheduler.messages import CODEC
 from embodrl.scheduler.worker import WorkerContext, make_worker
 
 
@@ -45,18 +45,18 @@ class _InlineWorker(Running):
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
-        args, kwargs = copied(args), copied(kwargs)
+        args, kwargs = CODEC.copied((args, kwargs))
         start = time.perf_counter()
         try:
             value = getattr(self._worker, method)(*args, **kwargs)
             seconds = time.perf_counter() - start
-            future.set_result(Outcome(copied(value), seconds))
+            future.set_result(Outcome(CODEC.copied(value), seconds))
         except Exception as error:  # noqa: BLE001 - whoever waits for the result raises it
             future.set_exception(self._describe(error, method))
         return future
 
     def _describe(self, error: Exception, method: str) -> WorkerError:
-        described = raised(self._job.name, self._job.rank, report(error, method))
+        described = raised(self._job.name, self._job.rank, describe_error(error, method))
         described.__cause__ = error
         return described
 

@@ -1,6 +1,6 @@
 """Workers in processes of this machine: own interpreters, bound cores, messages through shared memory.
 
-Nothing is forked or pickled: a child is told the name of its class and its arguments. A thread in the driver waits for
+Nothing is forked or pickled: a child gets the name of its class and its arguments. A thread in the driver waits for
 its answers and for its death.
 """
 
@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import select
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,19 +16,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from embodrl.errors import EmbodrlError, MessageError, WorkerDied, WorkerError
+from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerTimeout
+from embodrl.processes.child import ChildProcess
+from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.scheduler.channel import Channel, SharedChannel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised, settle
 from embodrl.scheduler.launchers.host import context_message, environment
-from embodrl.scheduler.wire import Kind, Message, PeerGone, receive, send, socket_pair, wait_for
+from embodrl.scheduler.messages import CODEC
 
 MODULE = "embodrl.scheduler.launchers.process_main"
-_LOG_TAIL_BYTES = 4096
-_STACK_DUMP_S = 2.0
-_STACK_DUMP_PAUSE_S = 0.05  # the dump comes in several writes; a pause as long as this ends it
-_REAP_S = 10.0
+_JOIN_S = 10.0
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
@@ -40,41 +36,35 @@ class _ProcessWorker(Running):
         self._job, self._on_death = job, on_death
         shared = _shared_channels(job)
         context = context_message(job.group, job.rank, job.world_size, job.place, job.rendezvous)
-        message = {
+        start = {
             "class_path": job.class_path,
             "context": context,
             "numa_node": job.place.numa_node,
             "kwargs": job.kwargs,
             "channels": {name: (channel.capacity, channel.descriptors) for name, channel in shared.items()},
-            "sys_path": [path for path in sys.path if path],
-            "started_by_main_thread": threading.current_thread() is threading.main_thread(),
         }
-        self._log = _open_log(job)
-        self._log_start = self._log.seek(0, os.SEEK_END)
-        self._sock, theirs = socket_pair()
-        descriptors = [number for channel in shared.values() for number in channel.descriptors]
-        self._popen = _spawn(theirs.fileno(), descriptors, self._log, environment(job.place, job.world_size))
-        theirs.close()
-        self._pidfd = os.pidfd_open(self._popen.pid)
-        self._lock, self._reaping = threading.Lock(), threading.Lock()
+        search_path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
+        self._child = ChildProcess(
+            [sys.executable, "-m", MODULE],
+            start,
+            CODEC,
+            {"PYTHONPATH": search_path, **environment(job.place, job.world_size)},
+            None if job.log_dir is None else job.log_dir / f"{job.group}_{job.rank}.log",
+            [number for channel in shared.values() for number in channel.descriptors],
+            WorkerTimeout,
+        )
+        self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._pending: dict[int, tuple[str, Future[Outcome]]] = {0: ("__init__", Future())}
-        self._started = self._pending[0][1]
+        self._pending: dict[int, Future[Outcome]] = {0: Future()}
+        self._started = self._pending[0]
         self._closing = False
         self._dead: WorkerError | None = None
         self._thread = threading.Thread(target=self._listen, name=f"embodrl-{job.name}", daemon=True)
-        try:
-            send(self._sock, Kind.START, 0, message)
-        except PeerGone:
-            pass  # the thread tells
-        except MessageError:
-            self.kill()
-            raise
         self._thread.start()
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        return self._child.pid
 
     def started(self) -> Future[Outcome]:
         return self._started
@@ -86,113 +76,73 @@ class _ProcessWorker(Running):
                 future.set_exception(self._dead)
                 return future
             number = next(self._numbers)
-            self._pending[number] = (method, future)
+            self._pending[number] = future
         try:
-            send(self._sock, Kind.CALL, number, (method, args, kwargs))
-        except PeerGone:
-            pass  # the thread tells
+            self._child.connection.send(Frame(Kind.CALL, number, value=(method, args, kwargs)))
+        except PeerGoneError:
+            pass  # the listening thread reports it
         except BaseException:
             self._pending.pop(number, None)
             raise
         return future
 
     def _listen(self) -> None:
-        """Complete calls until the process has gone."""
-        while True:
-            try:
-                message = receive(self._sock)
-                if message is not None:
-                    self._complete(message)
-                    continue
-            except (PeerGone, OSError):
-                break
-            if self._pidfd in wait_for({self._sock.fileno(): select.POLLIN, self._pidfd: select.POLLIN}, None):
-                with contextlib.suppress(PeerGone, OSError):
-                    while (message := receive(self._sock)) is not None:
-                        self._complete(message)
-                break
-        self._mourn()
+        """Complete calls until the process has gone; what it sent before its end still counts."""
+        with contextlib.suppress(PeerGoneError, OSError):
+            while True:
+                self._complete(self._child.connection.receive())
+        self._on_exit()
 
-    def _complete(self, message: Message) -> None:
+    def _complete(self, frame: Frame) -> None:
         with self._lock:
-            _, future = self._pending.pop(message.call)
-        if message.kind == Kind.OK:
-            value, seconds = message.value
+            future = self._pending.pop(frame.number)
+        if frame.kind == Kind.OK:
+            value, seconds = frame.value
             settle(future, Outcome(value, seconds))
         else:
-            settle(future, raised(self._job.name, self._job.rank, message.value, self._log_tail()))
+            settle(future, raised(self._job.name, self._job.rank, frame.value, self._child.log_tail()))
 
-    def _mourn(self) -> None:
-        """Fail what is pending, and tell the group unless this end was asked for."""
-        reason = self._exit_reason()
+    def _on_exit(self) -> None:
+        """Fail what is pending, and notify the group unless this end was asked for."""
+        try:
+            reason = self._child.exit_reason()
+        except WorkerTimeout as error:
+            reason = error.message
         with self._lock:
             error = WorkerDied(
                 f"{self._job.name} {'was closed' if self._closing else reason}",
                 "" if self._closing else "see its last output; `embodrl doctor` checks memory and drivers",
                 self._job.rank,
-                log_tail="" if self._closing else self._log_tail(),
+                log_tail="" if self._closing else self._child.log_tail(),
             )
             self._dead = error
             pending, self._pending = list(self._pending.values()), {}
         failed_to_start = self._started.done() and self._started.exception() is not None
         if not self._closing and not failed_to_start:
             self._on_death(error)
-        for _, future in pending:
+        for future in pending:
             settle(future, error)
 
     def explain_delay(self) -> str:
-        before = size = os.fstat(self._log.fileno()).st_size
-        with contextlib.suppress(ProcessLookupError):
-            self._popen.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _STACK_DUMP_S
-        while time.monotonic() < deadline:
-            time.sleep(_STACK_DUMP_PAUSE_S)
-            last, size = size, os.fstat(self._log.fileno()).st_size
-            if before < size == last:
-                break
-        return self._log_tail()
+        self._child.dump_stack()
+        return self._child.log_tail()
 
     def close(self, grace_s: float) -> None:
         self._closing = True
-        with contextlib.suppress(PeerGone, TimeoutError, OSError):
-            send(self._sock, Kind.CLOSE, 0, None, time.monotonic() + grace_s)
-            wait_for({self._pidfd: select.POLLIN}, time.monotonic() + grace_s)
+        with contextlib.suppress(PeerGoneError, TimeoutError, OSError):
+            self._child.connection.send(Frame(Kind.CLOSE), time.monotonic() + grace_s)
+            self._child.wait_ended(grace_s)
         self.kill()
 
     def kill(self) -> None:
         self._closing = True
-        if self._pidfd < 0:
+        if self._child.pidfd < 0:
             return
-        self._end_group()
-        if self._thread.ident is not None:
-            self._thread.join(_REAP_S)
-        self._sock.close()
-        self._log.close()
-        os.close(self._pidfd)
-        self._pidfd = -1
-
-    def _log_tail(self) -> str:
-        if self._log.closed:
-            return ""
-        size = os.fstat(self._log.fileno()).st_size
-        start = max(self._log_start, size - _LOG_TAIL_BYTES)
-        return os.pread(self._log.fileno(), size - start, start).decode(errors="replace").strip()
-
-    def _exit_reason(self) -> str:
-        wait_for({self._pidfd: select.POLLIN}, time.monotonic() + _REAP_S)
-        code = self._end_group()
-        if code >= 0:
-            return f"exited with code {code}"
-        reason = f"was killed by {signal.Signals(-code).name}"
-        return reason + " (out of memory?)" if code == -signal.SIGKILL else reason
-
-    def _end_group(self) -> int:
-        """Kill what is left of the process group and reap; its id is safe to use until the leader is reaped."""
-        with self._reaping:
-            if self._popen.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._popen.pid, signal.SIGKILL)
-            return self._popen.wait(_REAP_S)
+        try:
+            self._child.end_group()
+            self._thread.join(_JOIN_S)  # it reads the socket and the log, which are closed next
+        finally:
+            self._child.release()
 
 
 def _shared_channels(job: Job) -> dict[str, SharedChannel]:
@@ -205,26 +155,6 @@ def _shared_channels(job: Job) -> dict[str, SharedChannel]:
             )
         shared[name] = channel
     return shared
-
-
-def _open_log(job: Job) -> BinaryIO:
-    if job.log_dir is None:
-        return tempfile.TemporaryFile()
-    job.log_dir.mkdir(parents=True, exist_ok=True)
-    return (job.log_dir / f"{job.group}_{job.rank}.log").open("ab+")
-
-
-def _spawn(descriptor: int, others: list[int], log: BinaryIO, variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(
-        [sys.executable, "-m", MODULE, str(descriptor)],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=(descriptor, *others),
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path, **variables},
-        process_group=0,  # Ctrl-C goes to the driver alone, which decides
-    )
 
 
 class ProcessLauncher(Launcher):

@@ -2,83 +2,60 @@
 
 from __future__ import annotations
 
-import faulthandler
-import signal
-import socket
 import sys
 from typing import Any
 
-from embodrl.envs.pool.worker_main import die_with_parent
 from embodrl.errors import MessageError
+from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
+from embodrl.processes.serve import begin, describe_error
 from embodrl.scheduler.channel import Channel, SharedChannel
-from embodrl.scheduler.launchers.host import Host, report
-from embodrl.scheduler.wire import Kind, Message, PeerGone, receive, send, wait_for
-
-_READABLE = 1  # select.POLLIN
+from embodrl.scheduler.launchers.host import Host
+from embodrl.scheduler.messages import CODEC
 
 
-def main(descriptor: int) -> None:
+def main(socket_fd: int) -> None:
     """Serve calls until asked to close or until the parent has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    sock = socket.socket(fileno=descriptor)
     try:
-        start = next_message(sock)
-        die_with_parent(sock, start.value["started_by_main_thread"])
-        host = bring_up(sock, start.value)
+        connection, start = begin(socket_fd, CODEC)
+        host = start_host(connection, start)
         if host is not None:
-            serve(sock, host)
-    except PeerGone:
+            serve(connection, host)
+    except PeerGoneError:
         sys.exit(0)
 
 
-def next_message(sock: socket.socket) -> Message:
-    """Return the next message.
-
-    Raises:
-        PeerGone: the parent has gone.
-    """
-    while True:
-        message = receive(sock)
-        if message is not None:
-            return message
-        wait_for({sock.fileno(): _READABLE}, None)
-
-
-def bring_up(sock: socket.socket, start: dict[str, Any]) -> Host | None:
-    """Make the worker and tell the parent; None if that failed."""
-    sys.path[:0] = [path for path in start["sys_path"] if path not in sys.path]
+def start_host(connection: Connection, start: dict[str, Any]) -> Host | None:
+    """Make the worker and report to the parent; None if that failed."""
     channels: dict[str, Channel] = {
         name: SharedChannel(name, capacity, descriptors) for name, (capacity, descriptors) in start["channels"].items()
     }
     try:
         host = Host(start["class_path"], start["context"], start["numa_node"], start["kwargs"], channels)
-    except Exception as error:  # noqa: BLE001 - the parent raises it
-        send(sock, Kind.RAISED, 0, report(error, "__init__"))
+    except Exception as error:  # noqa: BLE001 - process border: the parent raises it
+        connection.send(Frame(Kind.RAISED, value=describe_error(error, "__init__")))
         return None
-    send(sock, Kind.OK, 0, (None, 0.0))
+    connection.send(Frame(Kind.OK, value=(None, 0.0)))
     return host
 
 
-def serve(sock: socket.socket, host: Host) -> None:
+def serve(connection: Connection, host: Host) -> None:
     """Answer calls, in order, until CLOSE."""
     while True:
-        message = next_message(sock)
-        if message.kind == Kind.CLOSE:
+        frame = connection.receive()
+        if frame.kind == Kind.CLOSE:
             host.worker.close()
             return
-        method, args, kwargs = message.value
+        method, args, kwargs = frame.value
         try:
             answer = host.call(method, args, kwargs)
             try:
-                send(sock, Kind.OK, message.call, answer)
+                connection.send(Frame(Kind.OK, frame.number, value=answer))
             except MessageError as error:
                 raise MessageError(f"the result can't be sent: {error.message}", error.hint) from error
-        except PeerGone:
+        except PeerGoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - the parent raises it
-            send(sock, Kind.RAISED, message.call, report(error, method))
+        except Exception as error:  # noqa: BLE001 - process border: the parent raises it
+            connection.send(Frame(Kind.RAISED, frame.number, value=describe_error(error, method)))
 
 
 if __name__ == "__main__":

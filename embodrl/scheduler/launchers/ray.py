@@ -18,14 +18,15 @@ from typing import Any
 
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
+from embodrl.processes.child import LOG_TAIL_BYTES
+from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, raised, settle
-from embodrl.scheduler.launchers.host import Host, context_message, environment, report
+from embodrl.scheduler.launchers.host import Host, context_message, environment
 from embodrl.scheduler.launchers.ray_machines import Machine, Reservation
-from embodrl.scheduler.messages import owned, pack, unpack
+from embodrl.scheduler.messages import CODEC
 
 RESERVE_TIMEOUT_S = 60.0
-_LOG_TAIL_BYTES = 4096
 _LOOK_S = 1.0  # between two looks at the machine of an actor that is not up yet
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 Packed = tuple[bytes, list[Any]]
@@ -66,22 +67,22 @@ class RayHost:
 
     def start(self, class_path: str, numa_node: int | None, packed: Packed, channels: dict[str, Any]) -> Packed | None:
         """Make the worker; returns None, or a packed report of its error."""
-        context, kwargs = unpack(packed[0], owned(packed[1]))
+        context, kwargs = CODEC.unpack(*packed)
         try:
             self._host = Host(class_path, context, numa_node, kwargs, channels)
         except Exception as error:  # noqa: BLE001 - the driver raises it
-            return pack(report(error, "__init__"))
+            return CODEC.pack(describe_error(error, "__init__"))
         return None
 
     def call(self, method: str, packed: Packed) -> tuple[bool, Packed]:
         """Return whether a method returned, and its result with seconds, or a report of its error; packed."""
         assert self._host is not None
         # Ray's object store is read-only and shared: a worker owns what it gets.
-        args, kwargs = unpack(packed[0], owned(packed[1]))
+        args, kwargs = CODEC.unpack(*packed)
         try:
-            return True, pack(self._host.call(method, args, kwargs))
+            return True, CODEC.pack(self._host.call(method, args, kwargs))
         except Exception as error:  # noqa: BLE001 - the driver raises it
-            return False, pack(report(error, method))
+            return False, CODEC.pack(describe_error(error, method))
 
     def close(self) -> None:
         """Let the worker free what it holds."""
@@ -99,7 +100,7 @@ class RayChannel(Channel):
     def put(self, value: Any, timeout_s: float | None = None) -> None:
         queue = importlib.import_module("ray.util.queue")
         try:
-            self._queue.put(pack(value), timeout=timeout_s)
+            self._queue.put(CODEC.pack(value), timeout=timeout_s)
         except queue.Full as error:
             raise self._timeout("full", timeout_s) from error
         except import_ray().exceptions.RayActorError as error:
@@ -113,7 +114,7 @@ class RayChannel(Channel):
             raise self._timeout("empty", timeout_s) from error
         except import_ray().exceptions.RayActorError as error:
             raise self._closed() from error
-        return unpack(description, owned(blobs))
+        return CODEC.unpack(description, blobs)
 
     def close(self) -> None:
         self._queue.shutdown(force=True)
@@ -149,7 +150,7 @@ class _RayWorker(Running):
         self._about: tuple[int, str, str] | None = None
         self._started: Future[Outcome] = Future()
         actor.about.remote().future().add_done_callback(self._introduce)
-        packed = pack((context, job.kwargs))
+        packed = CODEC.pack((context, job.kwargs))
         started = actor.start.remote(job.class_path, job.place.numa_node, packed, dict(job.channels))
         started.future().add_done_callback(lambda done: self._complete(done, self._started, starting=True))
         self._watcher = threading.Thread(target=self._watch, args=(lost,), name=f"{job.name} comes up", daemon=True)
@@ -160,7 +161,7 @@ class _RayWorker(Running):
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
-        answer = self._actor.call.remote(method, pack((args, kwargs)))
+        answer = self._actor.call.remote(method, CODEC.pack((args, kwargs)))
         answer.future().add_done_callback(lambda done: self._complete(done, future, starting=False))
         return future
 
@@ -184,7 +185,7 @@ class _RayWorker(Running):
             return
         answer = done.result()
         well, packed = (answer is None, answer) if starting else answer
-        value: Any = None if packed is None else unpack(packed[0], owned(packed[1]))
+        value: Any = None if packed is None else CODEC.unpack(*packed)
         if not well:
             settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
         else:
@@ -209,7 +210,7 @@ class _RayWorker(Running):
             return ""
         pid, address, logs = self._about
         found = sorted(Path(logs).glob(f"worker-*-{pid}.*")) if logs else []
-        tails = [path.read_text(errors="replace")[-_LOG_TAIL_BYTES:] for path in found]
+        tails = [path.read_text(errors="replace")[-LOG_TAIL_BYTES:] for path in found]
         tails = ["\n".join(line for line in tail.splitlines() if not line.startswith(":")) for tail in tails]
         return "\n".join(filter(None, tails)).strip() or f"its output is in {logs} of {address}, process {pid}"
 

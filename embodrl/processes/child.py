@@ -1,0 +1,202 @@
+"""A child process as its parent sees it: start, connection, death, log, stack dump, kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import site
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from embodrl.errors import EmbodrlError, MessageError
+from embodrl.processes.codec import PLAIN, Codec
+from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, socket_pair, wait_for
+
+LOG_TAIL_BYTES = 4096
+_STACK_DUMP_S = 2.0
+_STACK_DUMP_PAUSE_S = 0.05  # the dump comes in several writes; a pause as long as this ends it
+_REAP_S = 10.0
+
+
+def importable_in_other_python() -> list[str]:
+    """Return the entries of ``sys.path`` outside this interpreter's installation: the user's own code."""
+    names = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = {Path(name).resolve() for name in [*names, *site.getsitepackages(), site.getusersitepackages()]}
+    paths = [Path(entry or ".").resolve() for entry in sys.path]
+    return [str(path) for path in paths if path.is_dir() and not installed & {path, *path.parents}]
+
+
+def resident_bytes(pid: int | None) -> int:
+    """Return how many bytes of memory a process holds; 0 if there is none, or it has gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class ChildProcess:
+    """A running child in a process group of its own, so that what it starts ends with it.
+
+    The way down is always the same: a stack dump first if it hangs (a dead process has no stack), then SIGKILL to the
+    whole group while the leader is not reaped (its id, which is the group's, can't be given to another process until
+    then), then reap, and only then close socket, log and pidfd, which the log tail and the exit reason are read from.
+
+    Args:
+        command: interpreter and script; the number of the child's socket is appended. It begins with ``serve.begin``.
+        start: value of the START frame, a dictionary; ``sys_path`` and ``started_by_main_thread`` are added.
+        codec: of the values.
+        environ: environment variables on top of this process's.
+        log_path: file that gets what the process prints; None for an unnamed one.
+        pass_fds: file descriptors that it inherits, under the same numbers.
+        stuck_error: raised if it does not end after SIGKILL.
+
+    Attributes:
+        connection: to the child.
+        pidfd: readable once the child has ended; -1 once everything is closed.
+
+    Raises:
+        OSError: it can't be started.
+        MessageError: ``start`` can't be sent.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        start: Mapping[str, Any],
+        codec: Codec = PLAIN,
+        environ: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        pass_fds: Sequence[int] = (),
+        stuck_error: type[EmbodrlError] = EmbodrlError,
+    ) -> None:
+        same_python = command[0] == sys.executable
+        self.log_path, self._stuck_error = log_path, stuck_error
+        self._reaping = threading.Lock()
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log: BinaryIO = tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")  # noqa: SIM115
+        self._log_start = self._log.seek(0, os.SEEK_END)
+        ours, theirs = socket_pair()
+        # Another interpreter must not find the packages of this one.
+        inherited = {k: v for k, v in os.environ.items() if same_python or k not in ("PYTHONPATH", "PYTHONHOME")}
+        try:
+            self._popen = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(), *pass_fds),
+                env={**inherited, "PYTHONUNBUFFERED": "1", **(environ or {})},
+                process_group=0,  # Ctrl-C goes to the parent alone, which decides
+            )
+        except OSError:
+            ours.close()
+            self._log.close()
+            raise
+        finally:
+            theirs.close()
+        self.pidfd = os.pidfd_open(self._popen.pid)
+        self.connection = Connection(ours, codec, self.pidfd)
+        message = {
+            **start,
+            "sys_path": sys.path if same_python else importable_in_other_python(),
+            "started_by_main_thread": threading.current_thread() is threading.main_thread(),
+        }
+        try:
+            self.connection.send(Frame(Kind.START, value=message))
+        except PeerGoneError:
+            pass  # the first receive reports it, with the log
+        except MessageError:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def exit_reason(self) -> str:
+        """Describe how the process, which is known to be ending, ended; reaps it.
+
+        Raises:
+            EmbodrlError: ``stuck_error``, it did not end.
+        """
+        self.wait_ended(_REAP_S)
+        code = self.end_group()
+        if code >= 0:
+            return f"exited with code {code}"
+        reason = f"was killed by {signal.Signals(-code).name}"
+        return reason + " (out of memory?)" if code == -signal.SIGKILL else reason
+
+    def log_tail(self) -> str:
+        """Return the end of what this process printed; "" once everything is closed."""
+        if self._log.closed:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        start = max(self._log_start, size - LOG_TAIL_BYTES)
+        return os.pread(self._log.fileno(), size - start, start).decode(errors="replace").strip()
+
+    def dump_stack(self) -> None:
+        """Ask a process that hangs to write its Python stack to its log, and wait for it a short while.
+
+        ``faulthandler`` answers SIGUSR1 from the C signal handler, so that it works while the interpreter is blocked.
+        """
+        before = size = os.fstat(self._log.fileno()).st_size
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_DUMP_S
+        while time.monotonic() < deadline:
+            time.sleep(_STACK_DUMP_PAUSE_S)
+            last, size = size, os.fstat(self._log.fileno()).st_size
+            if before < size == last:
+                return
+
+    def wait_ended(self, grace_s: float) -> bool:
+        """Wait for the process to end by itself; return whether it did. ``kill`` is still due."""
+        return bool(wait_for({self.pidfd: select.POLLIN}, time.monotonic() + grace_s))
+
+    def kill(self) -> None:
+        """End the process, and what it started, at once; close everything.
+
+        Raises:
+            EmbodrlError: ``stuck_error``, it did not end; everything on this side is closed all the same.
+        """
+        try:
+            self.end_group()
+        finally:
+            self.release()
+
+    def end_group(self) -> int:
+        """Kill what is left of the process group and reap the leader; return its exit code.
+
+        Raises:
+            EmbodrlError: ``stuck_error``, it did not end.
+        """
+        with self._reaping:  # the thread that waits for answers and the one that closes may both come here
+            if self._popen.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._popen.pid, signal.SIGKILL)
+            try:
+                return self._popen.wait(_REAP_S)
+            except subprocess.TimeoutExpired as error:
+                raise self._stuck_error(
+                    f"process {self._popen.pid} was killed and still exists {_REAP_S:.0f} s later",
+                    "it waits for a driver or a disk: look at `dmesg`; if the machine is only busy, try again",
+                ) from error
+
+    def release(self) -> None:
+        """Close socket, log and pidfd; the process has ended."""
+        self.connection.close()
+        self._log.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+        self.pidfd = -1

@@ -1,0 +1,237 @@
+"""Frames over a local socket: small ones inline, large ones in a memory file whose descriptor is handed over.
+
+The receiver maps the memory file, so an array is copied once, by its sender. A memory file has no name: a process that
+is killed leaves nothing behind. The socket keeps frames whole (SOCK_SEQPACKET), so that none is ever half sent when a
+deadline passes.
+"""
+
+from __future__ import annotations
+
+import array
+import enum
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from embodrl.errors import MessageError
+from embodrl.processes.codec import PLAIN, Codec, aligned, placed
+
+# kind, number, argument, length of the description, bytes in the memory file
+_HEADER = struct.Struct("<BQQQQ")
+_INLINE_BYTES = 1024
+_FD_BYTES = array.array("i").itemsize
+# Computed once: operators of the flags' enumeration cost as much as the system call.
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_FD_BYTES)
+
+
+class Kind(enum.IntEnum):
+    """What a frame asks for or answers."""
+
+    START = 1
+    CALL = 2
+    CLOSE = 3
+    RESET = 4
+    STEP = 5
+    GET_STATE = 6
+    SET_STATE = 7
+    OFFLOAD = 8
+    ONLOAD = 9
+    OK = 16
+    RAISED = 17
+    ITEM = 32
+
+
+class PeerGoneError(Exception):
+    """The process at the other end has gone."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message.
+
+    Attributes:
+        kind: what it asks for or answers.
+        number: of the call that it belongs to; of the result slot in the shared memory of a simulator.
+        argument: a count: actions in the chunk (STEP), environments (RESET).
+        value: content.
+    """
+
+    kind: Kind
+    number: int = 0
+    argument: int = 0
+    value: Any = None
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that keep messages whole."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def wait_for(descriptors: dict[Any, int], deadline: float | None) -> set[int]:
+    """Return which file descriptors are ready; none once ``time.monotonic()`` has passed the deadline.
+
+    Args:
+        descriptors: of files or sockets, with the poll events wanted.
+        deadline: None waits for ever.
+    """
+    poller = select.poll()
+    for descriptor, events in descriptors.items():
+        poller.register(descriptor, events)
+    remaining = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
+    return {descriptor for descriptor, _ in poller.poll(remaining)}
+
+
+class Sender:
+    """Sends frames; several threads may use it.
+
+    Args:
+        sock: one of ``socket_pair``.
+        codec: of the values.
+        peer_pidfd: pidfd of the process at the other end, if it is known.
+    """
+
+    def __init__(self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None) -> None:
+        self.sock, self._codec, self._peer = sock, codec, peer_pidfd
+
+    def send(self, frame: Frame, deadline: float | None = None) -> None:
+        """Send a frame.
+
+        Raises:
+            MessageError: the value can't be sent, or there is no memory for it.
+            PeerGoneError: the other end has gone.
+            TimeoutError: ``time.monotonic()`` passed the deadline first.
+        """
+        description, blobs = (b"", []) if frame.value is None else self._codec.pack(frame.value)
+        memory, num_bytes = -1, 0
+        if blobs or len(description) > _INLINE_BYTES:
+            memory, num_bytes = _memory_file(description, blobs)
+        header = _HEADER.pack(frame.kind, frame.number, frame.argument, len(description), num_bytes)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory]))] if memory >= 0 else []
+        try:
+            while True:
+                try:
+                    self.sock.sendmsg([header if rights else header + description], rights, _SEND_FLAGS)
+                    return
+                except BlockingIOError:
+                    self._wait_writable(deadline)
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    raise PeerGoneError from error
+        finally:
+            if memory >= 0:
+                os.close(memory)
+
+    def _wait_writable(self, deadline: float | None) -> None:
+        wanted = {self.sock.fileno(): select.POLLOUT}
+        if self._peer is not None:
+            wanted[self._peer] = select.POLLIN
+        ready = wait_for(wanted, deadline)
+        if not ready:
+            raise TimeoutError
+        if ready == {self._peer}:
+            raise PeerGoneError
+
+
+def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
+    """Return the next frame, None if there is none yet.
+
+    Raises:
+        PeerGoneError: the other end has gone.
+        MessageError: it can't be read.
+    """
+    try:
+        data, ancillary, _, _ = sock.recvmsg(_HEADER.size + _INLINE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError as error:
+        raise PeerGoneError from error
+    if not data:
+        raise PeerGoneError
+    kind, number, argument, length, num_bytes = _HEADER.unpack_from(data)
+    if not ancillary:
+        value = codec.read_from(data[_HEADER.size :], lambda *_: b"") if length else None
+        return Frame(Kind(kind), number, argument, value)
+    descriptors = array.array("i")
+    for _, _, content in ancillary:
+        descriptors.frombytes(content[: len(content) // _FD_BYTES * _FD_BYTES])
+    try:
+        view = memoryview(mmap.mmap(descriptors[0], num_bytes))
+    finally:
+        os.close(descriptors[0])
+    body = view[aligned(length) :]
+    value = codec.read_from(view[:length], lambda start, count: body[start : start + count])
+    return Frame(Kind(kind), number, argument, value)
+
+
+class Connection(Sender):
+    """One end of a connected pair, with deadlines and prompt notice of the peer's death.
+
+    Args:
+        sock: one of ``socket_pair``.
+        codec: of the values.
+        peer_pidfd: the peer's pidfd. A process forked by the peer may hold the peer's socket open, so that end-of-file
+            alone would not report its death.
+    """
+
+    def __init__(self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None) -> None:
+        super().__init__(sock, codec, peer_pidfd)
+        self._readable = select.poll()  # made once: it is waited on for every step of a simulator
+        self._readable.register(sock, select.POLLIN)
+        if peer_pidfd is not None:
+            self._readable.register(peer_pidfd, select.POLLIN)
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        """Return the next frame. What the peer sent before its death still arrives.
+
+        Raises:
+            PeerGoneError: the peer has gone.
+            TimeoutError: ``time.monotonic()`` passed the deadline first.
+            MessageError: the frame can't be read.
+        """
+        while True:
+            remaining_ms = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
+            events = self._readable.poll(remaining_ms)
+            if any(descriptor == self.sock.fileno() for descriptor, _ in events):
+                frame = receive_now(self.sock, self._codec)
+                if frame is not None:
+                    return frame
+            elif events:
+                raise PeerGoneError
+            elif deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError
+
+    def close(self) -> None:
+        """Close this end; the peer sees end-of-file."""
+        self.sock.close()
+
+
+def _memory_file(description: bytes, blobs: list[Any]) -> tuple[int, int]:
+    """Return a memory file with the description and the blobs, each at its start in the body, and its size."""
+    body = aligned(len(description))
+    total = body + sum(aligned(blob.nbytes) for blob in blobs)
+    memory = os.memfd_create("embodrl-message")
+    try:
+        # Not through a mapping: faulting in new pages takes longer than the copy, and a full memory is a bus error.
+        os.ftruncate(memory, total)
+        _write(memory, memoryview(description), 0)
+        for start, blob in placed(blobs):
+            _write(memory, memoryview(blob), body + start)
+    except OSError as error:
+        os.close(memory)
+        raise MessageError(
+            f"no {total / 2**20:.0f} MiB of memory for a message: {error}", "send less at once"
+        ) from error
+    return memory, total
+
+
+def _write(memory: int, rest: memoryview, offset: int) -> None:
+    """Write bytes, of which the system takes up to 2 GiB at once."""
+    while rest:
+        written = os.pwrite(memory, rest, offset)
+        rest, offset = rest[written:], offset + written

@@ -1,0 +1,115 @@
+"""What a child process does about its parent: begin, follow the parent's death, bind to cores, report errors."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import platform
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from embodrl.errors import EmbodrlError
+from embodrl.processes.codec import PLAIN, Codec
+from embodrl.processes.frames import Connection
+
+logger = logging.getLogger("embodrl.processes")
+
+_PR_SET_PDEATHSIG = 1
+_MPOL_PREFERRED = 1
+_SET_MEMPOLICY_SYSCALL = {"x86_64": 238, "aarch64": 237}
+
+
+def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, Any]]:
+    """Prepare this child process; return the connection to its parent and the value of its START frame.
+
+    Ctrl-C is left to the parent; SIGUSR1 writes the stack of every thread to the log.
+
+    Raises:
+        PeerGoneError: the parent has gone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    sock = socket.socket(fileno=socket_fd)
+    connection = Connection(sock, codec)
+    start: dict[str, Any] = connection.receive().value
+    _die_with_parent(sock, start["started_by_main_thread"])
+    sys.path[:0] = [path for path in start["sys_path"] if path not in sys.path]
+    return connection, start
+
+
+def _die_with_parent(sock: socket.socket, started_by_main_thread: bool) -> None:
+    """Make sure that this process does not outlive its parent, not even one killed by SIGKILL.
+
+    The kernel's parent-death signal works even where this process hangs in native code, but is tied to the *thread*
+    that started it, so it is used only if that was the main thread. The watcher sees the socket's end-of-file.
+    """
+    if started_by_main_thread:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    watch = select.poll()
+    watch.register(sock, 0)
+    if watch.poll(0):
+        os._exit(0)  # the parent went before the signal was armed
+
+    def wait_for_hangup() -> None:
+        watch.poll()
+        os._exit(0)
+
+    threading.Thread(target=wait_for_hangup, name="parent-watch", daemon=True).start()
+
+
+def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None:
+    """Bind this process to cores, and let it prefer the memory of a NUMA node.
+
+    Args:
+        cpus: logical CPUs; empty for no binding.
+        numa_node: None for no preference.
+        hint: of the error.
+
+    Raises:
+        EmbodrlError: this process may not use those cores.
+    """
+    if cpus:
+        try:
+            os.sched_setaffinity(0, cpus)
+        except OSError as error:
+            allowed = sorted(os.sched_getaffinity(0))
+            raise EmbodrlError(
+                f"CPU {', '.join(map(str, cpus))} cannot be used ({error}); allowed: {allowed}", hint
+            ) from error
+    num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    if numa_node is None or num_nodes < 2:
+        return
+    number = _SET_MEMPOLICY_SYSCALL.get(platform.machine())
+    mask = (ctypes.c_ulong * 16)()
+    mask[numa_node // 64] = 1 << (numa_node % 64)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if number is None or libc.syscall(number, _MPOL_PREFERRED, mask, 16 * 64) != 0:
+        logger.warning("memory stays unbound to NUMA node %d (errno %d)", numa_node, ctypes.get_errno())
+
+
+def describe_error(error: BaseException, method: str = "") -> dict[str, Any]:
+    """Return the value of a RAISED frame: all that the parent needs to raise the error there.
+
+    Args:
+        error: what was raised; of an EmbodrlError message, hint and code survive, of another one its text.
+        method: what was called.
+    """
+    ours = error if isinstance(error, EmbodrlError) else None
+    return {
+        "type": type(error).__name__,
+        "method": method,
+        "message": ours.message if ours else str(error),
+        "hint": ours.hint if ours else "",
+        "code": ours.code if ours else None,
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }
