@@ -10,11 +10,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-<<<<<<< HEAD
-.PHONY: help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm soak lint format warm-start clean
-=======
-.PHONY: help setup train test test-long test-megatron test-ray test-simulators test-vllm soak lint format docs warm-start clean
->>>>>>> main
+.PHONY: help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm soak lint format docs warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -25,9 +21,8 @@ setup: ## create .venv with all dependencies; does nothing if it is up to date
 train: setup ## train OpenVLA on ManiSkill PushCube
 	@$(BIN)/embodrl train env=maniskill model=openvla $(ARGS)
 
-<<<<<<< HEAD
-# One thread per process: the pytest workers fill the cores already, one more than there are cores as many tests wait for
-# processes. All tests of a file stay in one worker; unit tests, which are many and small, come last.
+# One thread per process: the workers already use all cores (one worker more than cores, since many tests wait for
+# subprocesses). All tests of a file run in one process; the many small unit tests run last.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SPREAD := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup ## run the tests, but for the long ones (8 minutes on two cores)
@@ -45,15 +40,6 @@ test-long: setup ## run the long tests that the target test leaves out
 
 test-gpu: setup ## run the tests that need a CUDA GPU
 	@$(PYTEST) -n 0 -m gpu $(ARGS)
-=======
-# One thread per process: the workers already use all cores (one worker more than cores, since many tests wait for
-# subprocesses). All tests of a file run in one process; the many small unit tests run last.
-test: setup ## run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
-
-test-long: setup ## run the long tests that `make test` skips
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m long $(ARGS)
->>>>>>> main
 
 test-megatron: setup ## install megatron-core and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'
