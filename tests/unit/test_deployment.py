@@ -63,6 +63,17 @@ COMMANDS = {
     "hybrid": (*RAY_TWO, "env.pin_cpus=false", "cluster.num_threads=1", PLACES + "{actor:0,rollout:0-1,env:0-1}"),
     "disaggregated": (*RAY_TWO, "env.pin_cpus=false", PLACES + "{actor:0,rollout:1,env:1}"),
     "one process": ("actor.training_backend=native", PLACES + "{actor:0,rollout:0,env:0}", "cluster.device=cpu"),
+    # docs/cluster.md
+    "plan of two servers": (
+        *("cluster=2x8xh100", "cluster.launcher=ray", "actor=fsdp", "actor.micro_batch_size=10"),
+        *("env.num_processes=64", "env.train.total_num_envs=256", "env.eval.total_num_envs=256"),
+        PLACES + "{actor:0-7,rollout:8-15,env:8-15}",
+    ),
+    "two servers": (
+        *RAY_TWO,
+        *("actor=fsdp", "actor.micro_batch_size=20", "env.num_processes=8"),
+        PLACES + "{actor:0-7,rollout:8-15,env:8-15}",
+    ),
     # docs/placement.md
     "plan": (
         "cluster=8xh100",
