@@ -19,7 +19,7 @@ from embodrl.scheduler.messages import CODEC
 from embodrl.workers import actor, rollout_process
 from embodrl.workers.launch import make_rollouts
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PLACES = "cluster.component_placement="
 PROCESSES = ("actor.own_process=true", "rollout.own_process=true", "actor.micro_batch_size=10")
 FSDP = (
