@@ -60,7 +60,7 @@ _EXPORTS = {
     "PipelineContext": "embodrl.pipelines.context:Context",
     **dict.fromkeys(("RolloutWorkflow", "EpisodeTask", "Trajectory"), "embodrl.workers.workflow"),
     **dict.fromkeys(("Environment", "Tool", "ToolResult"), "embodrl.envs.environment"),
-    "EpisodeEngine": "embodrl.hybrid_engines.rollout.async_engine",
+    "EpisodeEngine": "embodrl.hybrid_engines.rollout.batched",
     # Registries.
     "register_model": "embodrl.models.registry:SupportedModel.register",
     "register_env": "embodrl.envs.registry:SupportedEnv.register",
@@ -116,7 +116,7 @@ if TYPE_CHECKING:
     from embodrl.errors import ConfigError as ConfigError
     from embodrl.errors import ConfigProblem as ConfigProblem
     from embodrl.errors import EmbodrlError as EmbodrlError
-    from embodrl.hybrid_engines.rollout.async_engine import EpisodeEngine as EpisodeEngine
+    from embodrl.hybrid_engines.rollout.batched import EpisodeEngine as EpisodeEngine
     from embodrl.models.base import LoadReport as LoadReport
     from embodrl.models.base import VLAPolicy as VLAPolicy
     from embodrl.models.common import checkpoint as checkpoint
