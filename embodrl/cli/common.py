@@ -48,15 +48,17 @@ JsonFile = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error", show_default=False)]
 
 
-def load(overrides: list[str] | None, config_file: Path | None, collecting: bool = False) -> LoadedConfig:
+def load(
+    overrides: list[str] | None, config_file: Path | None, collecting: bool = False, evaluating: bool = False
+) -> LoadedConfig:
     """Load the configuration and print its notes to stderr; see ``load_config``.
 
     Raises:
         ConfigError: with every problem found.
     """
-    from embodrl.config import load_config
+    from embodrl.runs.load import load_config
 
-    loaded = load_config(overrides or [], config_file, collecting=collecting)
+    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
     show_notes(loaded.notes)
     choice = loaded.processes
     if choice is not None and not choice.measured:
@@ -70,6 +72,7 @@ def load_measured(
     config_file: Path | None,
     needed: Callable[[Config], bool] = lambda _: True,
     collecting: bool = False,
+    evaluating: bool = False,
 ) -> LoadedConfig:
     """As ``load``, for verbs that start simulators: ``env.num_processes=auto`` is measured if it has not been.
 
@@ -78,19 +81,20 @@ def load_measured(
         config_file: of the user's.
         needed: tells whether simulators will be started.
         collecting: for `embodrl collect`.
+        evaluating: for `embodrl eval`.
 
     Raises:
         ConfigError: with every problem found.
         EmbodrlError: the simulator can't run, or the measurement can't be kept.
     """
-    from embodrl.config import load_config
+    from embodrl.runs.load import load_config
 
-    loaded = load_config(overrides or [], config_file, collecting=collecting)
+    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
         from embodrl.runs.measure import measure_processes
 
         measure_processes(loaded.config, loaded.processes, lambda line: print(line, flush=True))
-    return load(overrides, config_file, collecting)
+    return load(overrides, config_file, collecting, evaluating)
 
 
 def split_path(arguments: list[str] | None) -> tuple[Path | None, list[str]]:

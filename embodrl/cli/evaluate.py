@@ -41,7 +41,7 @@ def evaluate(
     def action() -> int | None:
         path, rest = split_path(overrides)
         if path is None:
-            loaded = load_measured(rest, config)
+            loaded = load_measured(rest, config, evaluating=True)
             from embodrl.runs import evaluate as verb
 
             return verb.evaluate(loaded, json, output).exit_code
@@ -51,10 +51,10 @@ def evaluate(
         source = find_policy(path)
         if config is not None:
             rest = source.arguments(rest)
-            loaded = load_measured(rest, config)
+            loaded = load_measured(rest, config, evaluating=True)
         else:
             loaded = source.load_config(rest)
             show_notes(loaded.notes)
-        return verb.evaluate(loaded, json, output, source.make_policy).exit_code
+        return verb.evaluate(loaded, json, output, source.make_policy, str(path)).exit_code
 
     execute(action, debug)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodrl.registry import MODELS, RegisteredName
+from embodrl.specs import MODELS, ModelSpec, RegisteredName
 
 if TYPE_CHECKING:
     import torch
@@ -30,27 +30,25 @@ class SupportedModel(RegisteredName):
     GR00T: ClassVar[SupportedModel]
 
     @classmethod
-    def register(
-        cls, name: str, builder: Any, description: str = "", *, value_head: bool = True, **facts: Any
-    ) -> SupportedModel:
-        """Add a model family.
+    def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:
+        """Add a model family, from a module that ``extensions`` or an entry point names.
 
         Args:
             name: for ``model.model_type``.
             builder: ``module:function``, imported on first use, or the function itself, called as
                 ``builder(config, device=..., dtype=..., seed=...)``; returns a policy and a load report.
             description: one line for ``embodrl list models``.
-            value_head: the family offers one, which actor-critic losses need.
-            facts: what else validation and ``embodrl list models`` should know, as in ``embodrl/registry.py``.
+            facts: what validation and ``embodrl list models`` should know: attributes of ``ModelSpec``, among them
+                ``settings``, a class derived from ``embodrl.config.schema.ModelConfig``, or ``module:Class``.
 
         Raises:
-            EmbodrlError: the name is taken.
+            EmbodrlError: the name is taken, or a fact is unknown or invalid.
         """
-        return cls.add(name, builder, description, value_head=value_head, **facts)
+        return cls.of(ModelSpec.make(name, builder, description, facts))
 
 
-for _member in SupportedModel.members():
-    setattr(SupportedModel, _member.upper(), _member)
+for _name in SupportedModel.registry.builtin:
+    setattr(SupportedModel, _name.upper(), SupportedModel(_name))
 
 
 def build_policy(

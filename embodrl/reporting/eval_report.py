@@ -1,25 +1,18 @@
-"""The page of an evaluation: one HTML file with figures, a table, bars with their intervals, and the grid of videos."""
+"""The page of an evaluation: one HTML file with figures, bars with intervals, episodes and how to repeat it."""
 
 from __future__ import annotations
 
-import base64
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from embodrl.reporting.report import BLUE, STYLE
+from embodrl.reporting.charts import histogram
+from embodrl.reporting.intervals import CONFIDENCE_TEXT
+from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
 
-# A larger grid is linked, not embedded: browsers are slow with long addresses.
-EMBED_BYTES = 16 * 2**20
-ROW_PX, LABEL_PX, BAR_PX, TEXT_PX = 26, 300, 420, 230
-OWN_STYLE = """
-table.tasks td { font-family: inherit; font-variant-numeric: tabular-nums; }
-table.tasks th { text-align: left; font-weight: 600; padding: .2rem 1.5rem .2rem 0; }
-svg text { font: 13px system-ui, sans-serif; fill: currentColor; }
-video.grid { width: auto; max-width: 100%; }
-"""
+ROW_PX, BAR_PX = 44, 330
+MAX_FAILURES = 200
 
 
 def eval_page(content: Mapping[str, Any], title: str, directory: Path, grid: Path | None, videos: list[Path]) -> str:
@@ -30,65 +23,65 @@ def eval_page(content: Mapping[str, Any], title: str, directory: Path, grid: Pat
         title: of the page.
         directory: where the page will lie; videos are named from there.
         grid: the video of all filmed episodes.
-        videos: one a filmed episode.
+        videos: one per filmed episode.
     """
-    parts = [f"<h1>{html.escape(title)}</h1>", _figures(content)]
+    settings: Mapping[str, Any] = content["settings"]
     rows = [(name, row) for name, row in content["tasks"].items()]
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f'<p class="sub">{html.escape(_text(settings["tasks"]))} · {html.escape(_text(settings["date"]))}</p>',
+        _figures(content),
+    ]
     if rows:
-        parts += ["<h2>Success by task</h2>", bars(rows), _table(rows)]
+        parts += ["<h2>Success by task</h2>", f'<div class="chart">{bars(rows)}</div>', _table(rows)]
+    embedder = Embedder(directory)
     if grid is not None:
-        parts += ["<h2>Episodes</h2>", _grid(grid, directory), _links(videos, directory)]
-    facts = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(_text(value))}</td></tr>"
-        for name, value in content["settings"].items()
-    )
-    parts += ["<h2>What was measured</h2>", f"<table>{facts}</table>"]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}{OWN_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
+        parts += ["<h2>Episodes</h2>", _grid(grid, embedder)]
+    parts += [_failures(content["per_episode"], embedder, videos), _histograms(content["per_episode"])]
+    facts = [(name, _fact(name, value)) for name, value in settings.items()]
+    parts += ["<h2>What was measured</h2>", table((), facts)]
+    return page(title, parts)
 
 
 def _figures(content: Mapping[str, Any]) -> str:
     low, high = content["interval"]
-    figures = [("episodes", f"{content['episodes']:,}"), ("lost to faults", f"{content['lost_episodes']:,}")]
+    found = [(f"{content['episodes']:,}", "episodes"), (f"{content['lost_episodes']:,}", "lost to simulator faults")]
     if content["episodes"]:
-        rate = f"{100 * content['success_rate']:.1f} %"
-        figures = [
-            ("success rate", rate),
-            ("95 % interval", f"{100 * low:.1f} to {100 * high:.1f} %"),
-            *figures,
-            ("mean return", f"{content['mean_return']:.3g}"),
-            ("mean length, steps", f"{content['mean_length']:.1f}"),
+        found = [
+            (f"{100 * content['success_rate']:.1f} %", "success rate"),
+            (f"{100 * low:.1f} to {100 * high:.1f} %", f"{CONFIDENCE_TEXT} interval"),
+            *found,
+            (f"{content['mean_return']:.3g}", "mean return"),
+            (f"{content['mean_length']:.1f}", "mean length, steps"),
         ]
-    cells = "".join(f"<div><b>{html.escape(value)}</b>{html.escape(label)}</div>" for label, value in figures)
-    return f'<div class="figures">{cells}</div>'
+    return figures(found)
 
 
-def bars(rows: list[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return an inline SVG: a bar from 0 to 100 % for each task, and a whisker over its interval."""
-    height = ROW_PX * len(rows) + 24
+def bars(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return an inline SVG: for each task its name, a bar from 0 to 100 %, and a whisker over its interval."""
+    height = ROW_PX * len(rows) + 20
     parts: list[str] = []
     for tick in (0, 25, 50, 75, 100):
-        x = LABEL_PX + BAR_PX * tick / 100
-        parts.append(f'<line x1="{x}" x2="{x}" y1="0" y2="{height - 20}" stroke="#8884"/>')
-        parts.append(f'<text x="{x}" y="{height - 5}" text-anchor="middle">{tick} %</text>')
+        x = 5 + BAR_PX * tick / 100
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height - 20}"/>')
+        anchor = {0: "start", 100: "end"}.get(tick, "middle")
+        parts.append(f'<text x="{x}" y="{height - 5}" text-anchor="{anchor}">{tick} %</text>')
     for number, (name, row) in enumerate(rows):
-        middle = ROW_PX * number + ROW_PX / 2
-        low, high = (LABEL_PX + BAR_PX * bound for bound in row["interval"])
-        short = name if len(name) <= 40 else f"{name[:39]}…"
+        top = ROW_PX * number
+        middle = top + 29
+        low, high = (5 + BAR_PX * bound for bound in row["interval"])
+        short = name if len(name) <= 32 else f"{name[:31]}…"
         whisker = f"M{low:.1f} {middle}H{high:.1f}M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10"
         parts += [
-            f'<text x="{LABEL_PX - 10}" y="{middle + 4}" text-anchor="end"><title>{html.escape(name)}</title>'
-            f"{html.escape(short)}</text>",
-            f'<rect x="{LABEL_PX}" y="{middle - 8}" width="{BAR_PX * row["success_rate"]:.1f}" height="16" rx="2"'
-            f' fill="{BLUE}"/>',
-            f'<path d="{whisker}" stroke="currentColor" stroke-width="1.5" fill="none"/>',
-            f'<text x="{LABEL_PX + BAR_PX + 14}" y="{middle + 4}">{_percent(row)}</text>',
+            f'<text x="5" y="{top + 15}"><title>{html.escape(name)}</title>{html.escape(short)}</text>',
+            f'<text x="{5 + BAR_PX}" y="{top + 15}" text-anchor="end">{_percent(row)}</text>',
+            f'<rect x="5" y="{middle - 7}" width="{BAR_PX * row["success_rate"]:.1f}" height="14" rx="2"'
+            ' fill="var(--c0)"/>',
+            f'<path d="{whisker}" stroke="var(--fg)" stroke-width="1.3" fill="none"/>',
         ]
-    width = LABEL_PX + BAR_PX + TEXT_PX
+    width = BAR_PX + 10
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" style="max-width:100%"'
+        f'<svg viewBox="0 0 {width} {height}" role="img" style="max-width:480px"'
         f' aria-label="success by task">{"".join(parts)}</svg>'
     )
 
@@ -98,43 +91,77 @@ def _percent(row: Mapping[str, Any]) -> str:
     return f"{100 * row['success_rate']:.1f} % ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _table(rows: list[tuple[str, Mapping[str, Any]]]) -> str:
-    head = "".join(
-        f"<th>{name}</th>" for name in ("task", "instruction", "successes", "episodes", "success", "95 % interval")
-    )
-    lines: list[str] = []
+def _table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    head = ("task", "instruction", "successes", "episodes", "success", f"{CONFIDENCE_TEXT} interval")
+    lines: list[tuple[object, ...]] = []
     for name, row in rows:
         low, high = row["interval"]
-        cells = (
-            name,
-            row["instruction"],
-            row["successes"],
-            row["episodes"],
-            f"{100 * row['success_rate']:.1f} %",
-            f"{100 * low:.1f} to {100 * high:.1f} %",
-        )
-        lines.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
-    return f'<table class="tasks"><tr>{head}</tr>{"".join(lines)}</table>'
+        rate, interval = f"{100 * row['success_rate']:.1f} %", f"{100 * low:.1f} to {100 * high:.1f} %"
+        lines.append((name, row["instruction"], row["successes"], row["episodes"], rate, interval))
+    return table(head, lines)
 
 
-def _grid(grid: Path, directory: Path) -> str:
-    if grid.stat().st_size <= EMBED_BYTES:
-        source = f"data:video/mp4;base64,{base64.b64encode(grid.read_bytes()).decode('ascii')}"
-    else:
-        source = _relative(grid, directory)
+def _grid(grid: Path, embedder: Embedder) -> str:
     return (
-        "<p>The first episodes of the fixed seeds, whatever came of them: grey while they run, then green with a tick,"
-        f' or red with a cross.</p><video class="grid" controls muted loop autoplay playsinline src="{source}"></video>'
+        '<p class="sub">The first evaluation episodes, not cherry-picked: grey while they run, then green with a tick,'
+        " or red with a cross.</p>"
+        f'<video controls muted loop autoplay playsinline style="max-width:100%" src="{embedder.source(grid)}"></video>'
     )
 
 
-def _links(videos: list[Path], directory: Path) -> str:
-    links = ", ".join(f'<a href="{_relative(path, directory)}">{html.escape(path.stem)}</a>' for path in videos)
-    return f"<p>Each on its own: {links}</p>"
+def _failures(episodes: Sequence[Mapping[str, Any]], embedder: Embedder, videos: list[Path]) -> str:
+    """List the failed episodes with their seeds, the filmed ones with their videos; then the other videos."""
+    by_number = {int(path.stem.split("_")[1]): path for path in videos}
+    failed = [episode for episode in episodes if not episode["success"]]
+    filmed = [by_number.pop(e["number"]) for e in failed if e["number"] in by_number]
+    parts: list[str] = []
+    if filmed:
+        parts.append(f'<h2>Failures on video</h2><div class="videos">{"".join(map(embedder.episode, filmed))}</div>')
+    if by_number:
+        items = "".join(embedder.episode(path) for path in by_number.values())
+        parts.append(f'<details><summary>Successes on video</summary><div class="videos">{items}</div></details>')
+    if videos:
+        links = ", ".join(
+            f'<a href="{relative(path, embedder.directory)}">{html.escape(path.stem)}</a>' for path in videos
+        )
+        parts.append(f'<p class="sub">Files: {links}</p>')
+    if failed:
+        head = ("episode", "seed", "task", "return", "steps")
+        rows = [
+            (e["number"], e["seed"], e["task"], f"{e['episode_return']:.3g}", e["length"])
+            for e in failed[:MAX_FAILURES]
+        ]
+        more = f", the first {MAX_FAILURES} of them" if len(failed) > MAX_FAILURES else ""
+        summary = f"{len(failed)} failed episodes{more}" if len(failed) > 1 else "1 failed episode"
+        shown = " open" if len(failed) <= 12 else ""
+        parts += [
+            "<h2>Failed episodes</h2>",
+            f"<details{shown}><summary>{summary}</summary>{table(head, rows)}</details>",
+        ]
+    return "\n".join(parts)
 
 
-def _relative(path: Path, directory: Path) -> str:
-    return quote(path.relative_to(directory).as_posix())
+def _histograms(episodes: Sequence[Mapping[str, Any]]) -> str:
+    charts = [
+        histogram(
+            title,
+            [
+                (name, colour, [float(e[key]) for e in episodes if bool(e["success"]) == success])
+                for name, colour, success in (("successes", "good", True), ("failures", "bad", False))
+            ],
+            label,
+        )
+        for title, key, label in (
+            ("Episode lengths", "length", "environment steps"),
+            ("Episode returns", "episode_return", "sum of rewards"),
+        )
+    ]
+    return f'<h2>Distribution</h2>\n<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+
+def _fact(name: str, value: Any) -> object:
+    text = html.escape(_text(value))
+    return Html(f"<code>{text}</code>") if name in ("command", "weights", "weights SHA-256") else _text(value)
 
 
 def _text(value: Any) -> str:

@@ -1,71 +1,58 @@
-"""The report of a run: curves.png and a self-contained report.html."""
+"""The report of a run: one self-contained report.html with charts, videos and how the run came about."""
 
 from __future__ import annotations
 
-import base64
 import html
 import math
+import time
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
 import yaml
 
-from embodrl.errors import OutputError
+from embodrl.config import load_config
+from embodrl.config.load import leaf_keys
+from embodrl.config.schema import Config
+from embodrl.errors import EmbodrlError, OutputError
+from embodrl.reporting.charts import Series, line_chart, stacked_chart
+from embodrl.reporting.health import find_warnings
+from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
+from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
+from embodrl.reporting.provenance import read_provenance
 from embodrl.reporting.sinks import METRICS_FILE, read_metrics
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from embodrl.storage.json_file import write_text_file
 
 Rows = list[dict[str, Any]]
 
-HIGHLIGHTS = (
-    "env.env_type",
-    "env.tasks",
-    "env.train.total_num_envs",
-    "env.eval.num_episodes",
-    "env.num_processes",
-    "model.model_type",
-    "model.model_path",
-    "model.warm_start",
-    "model.num_action_chunks",
-    "algorithm.adv_type",
-    "algorithm.loss_type",
-    "algorithm.gamma",
-    "algorithm.gae_lambda",
-    "algorithm.clip_ratio_low",
-    "algorithm.clip_ratio_high",
-    "algorithm.update_epoch",
-    "algorithm.sampling.temperature",
-    "actor.global_batch_size",
-    "actor.precision",
-    "actor.optim.lr",
-    "actor.optim.value_lr",
-    "cluster.device",
-    "runner.max_iterations",
-    "runner.seed",
+TIMES = (
+    *(("simulation", "time/env_s", "c0"), ("policy", "time/policy_s", "c4")),
+    *(("training", "time/train_s", "c2"), ("evaluation", "time/eval_s", "c1")),
 )
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2a6fbb", "#d9730d", "#2f8f4e", "#b3261e", "#7b4bb3", "#8a8a8a"
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-img { width: 100%; background: #fff; border: 1px solid #8884; border-radius: 6px; }
-.figures { display: flex; gap: 2.5rem; flex-wrap: wrap; } .figures b { display: block; font-size: 1.6rem; }
-table { border-collapse: collapse; } td { padding: .2rem 1.5rem .2rem 0; border-bottom: 1px solid #8884; }
-td:last-child { font-family: ui-monospace, monospace; }
-video { width: 240px; margin: 0 .6rem .6rem 0; border-radius: 6px; vertical-align: top; }
-figure { display: inline-block; margin: 0; } figcaption { font-size: .85rem; opacity: .75; }
-"""
+CURVES = (
+    ("Return per training episode", "rollout/return", "c1"),
+    ("Steps per training episode", "rollout/episode_length", "c5"),
+    ("Policy loss", "train/policy_loss", "c0"),
+    ("Value loss", "train/value_loss", "c1"),
+    ("KL of an update (nats per token)", "train/approx_kl", "c3"),
+    ("Clipped ratios", "train/clip_fraction", "c4"),
+    ("Entropy (nats per token)", "train/entropy", "c2"),
+    ("Explained variance of the critic", "train/explained_variance", "c5"),
+    ("Gradient norm", "train/grad_norm", "c0"),
+    ("Learning rate", "train/lr", "grey"),
+)
+PERCENT = ("train/clip_fraction",)
+SEEDS = (("training", "runner.seed"), ("first evaluation episode", "env.eval.seed"))
+MAX_LOGS = 40
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``curves.png`` and ``report.html`` from a run's metrics.jsonl, config.yaml and videos.
+    """Write ``report.html`` from what a run has left: metrics.jsonl, config.yaml, provenance.json, videos and logs.
 
     Args:
-        run_dir: directory of the run; without config.yaml or videos their parts are left out.
+        run_dir: directory of the run; without one of the other files its part is left out.
 
     Returns:
         the path of report.html.
@@ -78,182 +65,202 @@ def write_report(run_dir: Path) -> Path:
     if not rows:
         raise OutputError(f"{run_dir} has no metrics", "name the directory of a run that has done an iteration")
     config_path = run_dir / "config.yaml"
-    config = yaml.safe_load(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-    try:
-        draw_curves(rows, run_dir / "curves.png", _lookup(config, "env.eval.num_episodes"))
-        page = _page(run_dir, rows, config)
-        (run_dir / "report.html").write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"the report can't be written: {error}", "free some room in the run's directory") from error
+    text = config_path.read_text(encoding="utf-8") if config_path.is_file() else ""
+    config: dict[str, Any] = yaml.safe_load(text) or {}
+    records = read_provenance(run_dir)
+    parts = [
+        f"<h1>{html.escape(run_dir.name)}</h1>",
+        f'<p class="sub">{html.escape(_subtitle(config, records))}</p>',
+        figures(_figures(rows)),
+        _warnings(rows),
+        _success(rows, config),
+        _curves(rows),
+        _videos(run_dir),
+        _origin(records, config, run_dir),
+        _differences(config, text),
+        _files(run_dir),
+    ]
+    write_text_file(run_dir / "report.html", page(run_dir.name, parts))
     return run_dir / "report.html"
 
 
-def success_standard_error(rate: float, num_episodes: int) -> float:
-    """Return the standard error of a success rate: ``sqrt(p (1 - p) / n)``, that of a binomial proportion."""
-    return math.sqrt(max(0.0, rate * (1.0 - rate)) / num_episodes)
+def _subtitle(config: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
+    facts = [_lookup(config, key) for key in ("env.env_type", "env.tasks", "model.model_type", "algorithm.adv_type")]
+    date = records[0]["started"] if records else time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return " · ".join([*(_text(fact) for fact in facts if fact), _readable(date)])
 
 
-def draw_curves(rows: Rows, path: Path, num_eval_episodes: int | None = None) -> None:
-    """Draw the curves of a run.
-
-    Args:
-        rows: of metrics.jsonl.
-        path: of the PNG.
-        num_eval_episodes: for the error bars, where the rows have no ``eval/num_episodes``.
-    """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(12, 9.5), dpi=110)
-        FigureCanvasAgg(figure)
-        # A constrained layout draws everything twice.
-        figure.subplots_adjust(left=0.085, right=0.92, bottom=0.05, top=0.965, wspace=0.4, hspace=0.32)
-        axes = figure.subplots(3, 2)
-        iterations = [row["iteration"] for row in rows]
-        minutes = [seconds / 60 for seconds in _elapsed_s(rows)]
-        steps = [row.get("env_steps", 0) / 1000 for row in rows]
-        _draw_success(axes[0, 0], rows, minutes, num_eval_episodes, "wall time (minutes)")
-        _draw_success(axes[0, 1], rows, steps, num_eval_episodes, "environment steps (thousands)")
-        _draw_losses(axes[1, 0], rows, iterations)
-        _draw_update_size(axes[1, 1], rows, iterations)
-        _draw_time(axes[2, 0], rows, iterations)
-        _draw_health(axes[2, 1], rows, iterations)
-        figure.savefig(path, format="png")
-
-
-def _draw_success(ax: Axes, rows: Rows, x: list[float], num_episodes: int | None, label: str) -> None:
-    _plot(ax, rows, x, "rollout/success_rate", "training rollouts (sampled)", GREY, alpha=0.7)
-    points = [(at, row) for at, row in zip(x, rows, strict=True) if _is_number(row.get("eval/success_rate"))]
-    if points:
-        rates = [float(row["eval/success_rate"]) for _, row in points]
-        counts = [int(row.get("eval/num_episodes") or num_episodes or 0) for _, row in points]
-        errors = [success_standard_error(p, n) if n else 0.0 for p, n in zip(rates, counts, strict=True)]
-        times = [at for at, _ in points]
-        name = "evaluation, fixed seeds, ± standard error"
-        ax.errorbar(times, rates, yerr=errors, fmt="o-", color=BLUE, capsize=3, markersize=4, linewidth=1.6, label=name)
-    ax.set(xlabel=label, ylabel="success rate", ylim=(-0.02, 1.02), title="Success rate")
-    ax.grid(alpha=0.25)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(loc="lower right", framealpha=0.8, edgecolor="none", fontsize=8)
-
-
-def _draw_losses(ax: Axes, rows: Rows, x: list[float]) -> None:
-    _plot(ax, rows, x, "train/policy_loss", "policy loss (left)", BLUE)
-    other = ax.twinx()
-    _plot(other, rows, x, "train/value_loss", "value loss (right)", ORANGE)
-    other.spines["right"].set_visible(True)
-    ax.set(xlabel="iteration", ylabel="policy loss", title="Losses")
-    other.set(ylabel="value loss")
-    ax.grid(alpha=0.25)
-    _legend(ax, other)
-
-
-def _draw_update_size(ax: Axes, rows: Rows, x: list[float]) -> None:
-    _plot(ax, rows, x, "train/approx_kl", "KL per token (left)", RED)
-    other = ax.twinx()
-    _plot(other, rows, x, "train/clip_fraction", "clip fraction (right)", PURPLE)
-    other.spines["right"].set_visible(True)
-    ax.set(xlabel="iteration", ylabel="approximate KL (nats)", title="Size of the updates", ylim=(0, None))
-    other.set(ylabel="part of the ratios clipped", ylim=(0, None))
-    ax.grid(alpha=0.25)
-    _legend(ax, other)
-
-
-def _draw_time(ax: Axes, rows: Rows, x: list[float]) -> None:
-    names = (
-        ("time/env_s", "environment", BLUE),
-        ("time/policy_s", "policy", PURPLE),
-        ("time/train_s", "training", GREEN),
-        ("time/eval_s", "evaluation", ORANGE),
-    )
-    present = [entry for entry in names if any(_is_number(row.get(entry[0])) for row in rows)]
-    if present:
-        parts = [[float(row.get(name) or 0.0) for row in rows] for name, _, _ in present]
-        labels, colours = [label for _, label, _ in present], [colour for _, _, colour in present]
-        ax.stackplot(x, parts, labels=labels, colors=colours, alpha=0.8, step="mid", linewidth=0)
-    ax.set(xlabel="iteration", ylabel="seconds", title="Where the time goes", ylim=(0, None))
-    ax.grid(alpha=0.25)
-    _legend(ax)
-
-
-def _draw_health(ax: Axes, rows: Rows, x: list[float]) -> None:
-    _plot(ax, rows, x, "train/entropy", "entropy per token (left)", GREEN)
-    other = ax.twinx()
-    _plot(other, rows, x, "train/explained_variance", "explained variance (right)", GREY)
-    other.spines["right"].set_visible(True)
-    ax.set(xlabel="iteration", ylabel="entropy (nats)", title="Entropy and critic")
-    other.set(ylabel="explained variance", ylim=(-1.05, 1.05))
-    ax.grid(alpha=0.25)
-    _legend(ax, other)
-
-
-def _plot(ax: Axes, rows: Rows, x: list[float], name: str, label: str, colour: str, alpha: float = 1.0) -> None:
-    points = [(at, float(row[name])) for at, row in zip(x, rows, strict=True) if _is_number(row.get(name))]
-    if points:
-        marker = "o" if len(points) < 3 else None
-        xs, ys = zip(*points, strict=True)
-        ax.plot(xs, ys, color=colour, alpha=alpha, label=label, linewidth=1.4, marker=marker, markersize=4)
-
-
-def _legend(ax: Axes, other: Axes | None = None) -> None:
-    """Put one legend for both axes into room made above the curves."""
-    handles, labels = ax.get_legend_handles_labels()
-    if other is not None:
-        more_handles, more_labels = other.get_legend_handles_labels()
-        handles, labels = handles + more_handles, labels + more_labels
-    for each in (ax, other):
-        if each is not None:
-            low, high = each.get_ylim()
-            each.set_ylim(low, high + 0.15 * (high - low))
-    if handles:
-        (other or ax).legend(handles, labels, loc="upper left", ncols=4, frameon=False, fontsize=8)
-
-
-def _page(run_dir: Path, rows: Rows, config: Mapping[str, Any]) -> str:
-    image = base64.b64encode((run_dir / "curves.png").read_bytes()).decode("ascii")
-    facts = "".join(f"<div><b>{html.escape(value)}</b>{html.escape(label)}</div>" for label, value in _figures(rows))
-    found = [(key, _lookup(config, key)) for key in HIGHLIGHTS]
-    cells = "".join(
-        f"<tr><td>{key}</td><td>{html.escape(_text(value))}</td></tr>" for key, value in found if value is not None
-    )
-    table = f"<h2>Configuration</h2>\n<table>{cells}</table>" if cells else ""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(run_dir.name)}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n<h1>{html.escape(run_dir.name)}</h1>\n"
-        f'<div class="figures">{facts}</div>\n<h2>Curves</h2>\n'
-        f'<img alt="curves of the run" src="data:image/png;base64,{image}">\n{_videos(run_dir)}\n{table}\n'
-        f"</body></html>\n"
-    )
+def _readable(stamp: str) -> str:
+    try:
+        return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S%z").strftime("%Y-%m-%d %H:%M %z").strip()
+    except ValueError:
+        return stamp
 
 
 def _figures(rows: Rows) -> list[tuple[str, str]]:
     evaluated = [row for row in rows if _is_number(row.get("eval/success_rate"))]
-    figures: list[tuple[str, str]] = []
+    found: list[tuple[str, str]] = []
     if evaluated:
-        first, last = evaluated[0]["eval/success_rate"], evaluated[-1]["eval/success_rate"]
-        figures.append(("evaluation success, first to last", f"{100 * first:.1f} → {100 * last:.1f} %"))
+        first, last = evaluated[0], evaluated[-1]
+        start = f"{100 * first['eval/success_rate']:.1f} → " if first is not last else ""
+        interval = eval_interval(last)
+        how = f", {CONFIDENCE_TEXT} interval {100 * interval[0]:.0f} to {100 * interval[1]:.0f} %" if interval else ""
+        found.append((f"{start}{100 * last['eval/success_rate']:.1f} %", f"evaluation success{how}"))
+        best = max(evaluated, key=lambda row: row["eval/success_rate"])
+        if best["eval/success_rate"] > max(first["eval/success_rate"], last["eval/success_rate"]):
+            found.append(
+                (f"{100 * best['eval/success_rate']:.1f} %", f"best evaluation, iteration {best['iteration']}")
+            )
     seconds = _elapsed_s(rows)[-1]
-    figures.append(("wall time", f"{seconds / 60:.1f} min"))
-    figures.append(("iterations", f"{rows[-1]['iteration']}"))
-    figures.append(("environment steps", f"{rows[-1].get('env_steps', 0):,}"))
-    if seconds:
-        figures.append(("environment steps a second, all included", f"{rows[-1].get('env_steps', 0) / seconds:.0f}"))
-    return figures
+    steps = rows[-1].get("env_steps") or 0
+    found += [(f"{seconds / 60:.1f} min", "wall time"), (f"{rows[-1]['iteration']}", "iterations")]
+    found.append((f"{steps:,}", "environment steps"))
+    return [*found, (f"{steps / seconds:.0f}", "environment steps per second, all included")] if seconds else found
+
+
+def _warnings(rows: Rows) -> str:
+    found = find_warnings(rows)
+    if not found:
+        return ""
+    items = "".join(
+        f"<li><b>Iteration {w.iteration}: {html.escape(w.message)}.</b><br>"
+        f"{html.escape(w.hint[0].upper() + w.hint[1:])}. <code>{w.code}</code></li>"
+        for w in found
+    )
+    return f'<h2>Warnings</h2>\n<ul class="warnings">{items}</ul>'
+
+
+def _success(rows: Rows, config: Mapping[str, Any]) -> str:
+    evaluated = [row for row in rows if _is_number(row.get("eval/success_rate"))]
+    intervals = [eval_interval(row) for row in evaluated]
+    minutes = {row["iteration"]: seconds / 60 for row, seconds in zip(rows, _elapsed_s(rows), strict=True)}
+    tips = [
+        f"iteration {row['iteration']}: {100 * row['eval/success_rate']:.1f} %, {minutes[row['iteration']]:.1f} min,"
+        f" {row.get('env_steps') or 0:,} steps"
+        for row in evaluated
+    ]
+    series = [
+        Series("training, of ended episodes", _points(rows, "rollout/success_rate"), "grey"),
+        Series("training, of started episodes", _points(rows, "rollout/success_rate_started"), "grey", dashed=True),
+        Series(
+            f"evaluation on fixed seeds, {CONFIDENCE_TEXT} interval",
+            _points(evaluated, "eval/success_rate"),
+            "c0",
+            [pair for pair in intervals if pair] if all(intervals) else [],
+            tips,
+            dots=True,
+        ),
+    ]
+    charts = [line_chart("Success rate", series, percent=True, y_range=(0.0, 1.0), wide=True)]
+    charts += [_per_task(rows, prefix, title) for prefix, title in (("eval", "Evaluation"), ("rollout", "Training"))]
+    note = (
+        '<p class="sub">Training actions are sampled. Episodes that a rollout cuts off have no outcome: the rate of'
+        " ended episodes leaves them out and is too high, that of started episodes counts them as failures.</p>"
+        if any(row.get("rollout/cut_episodes") for row in rows)
+        else ""
+    )
+    return f'<h2>Success</h2>\n{note}<div class="charts">{"".join(charts)}</div>'
+
+
+def _per_task(rows: Rows, prefix: str, title: str) -> str:
+    names = dict.fromkeys(
+        key.removeprefix(f"{prefix}/").removesuffix("/success_rate")
+        for row in rows
+        for key in row
+        if key.startswith(f"{prefix}/") and key.endswith("/success_rate") and key.count("/") > 1
+    )
+    series = [
+        Series(name, _points(rows, f"{prefix}/{name}/success_rate"), f"c{i % 6}", dashed=i >= 6, dots=prefix == "eval")
+        for i, name in enumerate(names)
+    ]
+    return line_chart(f"{title} success by task", series, percent=True, y_range=(0.0, 1.0))
+
+
+def _curves(rows: Rows) -> str:
+    charts = [
+        line_chart(title, [Series(title, _points(rows, name), colour)], percent=name in PERCENT)
+        for title, name, colour in CURVES
+    ]
+    present = [time for time in TIMES if any(_is_number(row.get(time[1])) for row in rows)]
+    columns = {int(row["iteration"]): [float(row.get(name) or 0.0) for _, name, _ in present] for row in rows}
+    if present:
+        charts.append(stacked_chart("Seconds per iteration", [t[0] for t in present], [t[2] for t in present], columns))
+    return f'<h2>Training</h2>\n<div class="charts">{"".join(charts)}</div>'
 
 
 def _videos(run_dir: Path) -> str:
-    files = sorted(run_dir.glob("videos/**/*.mp4"))
-    if not files:
+    folders = sorted({path.parent for path in run_dir.glob("videos/**/[!.]*.mp4")}, reverse=True)
+    if not folders:
         return ""
-    items = "".join(
-        '<figure><video controls muted loop preload="metadata" '
-        f'src="{quote(file.relative_to(run_dir).as_posix())}"></video>'
-        f"<figcaption>{html.escape(file.stem)}</figcaption></figure>"
-        for file in files
+    embedder, parts = Embedder(run_dir), ["<h2>Videos</h2>"]
+    for folder in folders:  # the newest first: they are embedded as long as there is room
+        name = folder.name.replace("iteration_", "Evaluation after iteration ").replace("_", " ")
+        items = "".join(embedder.episode(path) for path in sorted(folder.glob("[!.]*.mp4")))
+        gallery = f'<div class="videos">{items}</div>'
+        heading = " ".join(part.lstrip("0") or "0" if part.isdigit() else part for part in name.split())
+        if folder is folders[0]:
+            parts.append(f"<h3>{html.escape(heading)}: the first episodes, click to pause</h3>{gallery}")
+        else:
+            parts.append(f"<details><summary>{html.escape(heading)}</summary>{gallery}</details>")
+    return "\n".join(parts)
+
+
+def _origin(records: list[dict[str, Any]], config: Mapping[str, Any], run_dir: Path) -> str:
+    seeds = ", ".join(f"{name}: {_lookup(config, key)}" for name, key in SEEDS if _lookup(config, key) is not None)
+    rows: list[tuple[str, object]] = []
+    for record in records:
+        when = f"{_readable(record['started'])}, from iteration {record['from_iteration'] + 1}"
+        rows.append((f"{record['kind']} at", when))
+        rows.append(("command", Html(f"<code>{html.escape(record['command'])}</code>")))
+        commit = (
+            f", commit {record['commit'][:12]}{' with local changes' * record['dirty']}" if record["commit"] else ""
+        )
+        rows.append(("embodrl", f"{record['embodrl']}{commit}"))
+        rows += [("changed", f"{key}: {old} → {new}") for key, (old, new) in record["changed"].items()]
+    if records:
+        last = records[-1]
+        versions = ", ".join(f"{name} {version}" for name, version in last["packages"].items())
+        rows += [("host", f"{last['host']}, {last['platform']}, Python {last['python']}"), ("packages", versions)]
+    rows += [("seeds", seeds)] if seeds else []
+    if (run_dir / "checkpoints" / "best").is_symlink():
+        rows.append(("best checkpoint", (run_dir / "checkpoints" / "best").readlink().name))
+    return f"<h2>How it was made</h2>\n{table((), rows)}" if rows else ""
+
+
+def _differences(config: Mapping[str, Any], text: str) -> str:
+    if not config:
+        return ""
+    defaults = _defaults()
+    rows = [
+        (key, _text(value), _text(_lookup(defaults, key)))
+        for key in leaf_keys(config)
+        if (value := _lookup(config, key)) != _lookup(defaults, key) and key not in ("runner.output_dir",)
+    ]
+    changed = table(("setting", "this run", "default"), rows, (0, 1, 2)) if rows else "<p>Nothing.</p>"
+    whole = f"<details><summary>All settings</summary><pre>{html.escape(text)}</pre></details>"
+    return f"<h2>What differs from the defaults</h2>\n{changed}\n{whole}"
+
+
+def _defaults() -> dict[str, Any]:
+    """Return what `embodrl train` without arguments uses; the schema's values where that can't run here."""
+    try:
+        return load_config([]).config.model_dump(mode="json")
+    except EmbodrlError:
+        return Config().model_dump(mode="json")
+
+
+def _files(run_dir: Path) -> str:
+    names = ("metrics.jsonl", "config.yaml", "provenance.json")
+    paths = [path for path in (run_dir / name for name in names) if path.is_file()]
+    paths += sorted(run_dir.glob("logs/**/*.log"))[:MAX_LOGS]
+    links = ", ".join(
+        f'<a href="{relative(path, run_dir)}">{html.escape(path.relative_to(run_dir).as_posix())}</a>' for path in paths
     )
-    return f"<h2>Videos</h2>\n{items}"
+    return f'<h2>Files of the run</h2>\n<p class="sub">Beside this page: {links}</p>' if links else ""
+
+
+def _points(rows: Rows, name: str) -> list[tuple[float, float]]:
+    return [(row["iteration"], float(row[name])) for row in rows if _is_number(row.get(name))]
 
 
 def _elapsed_s(rows: Rows) -> list[float]:
@@ -266,14 +273,19 @@ def _elapsed_s(rows: Rows) -> list[float]:
 def _lookup(config: Mapping[str, Any], key: str) -> Any:
     node: Any = config
     for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, Mapping) and part in node:
+            node = node[part]
+        else:
             return None
-        node = node[part]
     return node
 
 
 def _text(value: Any) -> str:
     render: Callable[[Any], str] = str
+    if value is None:
+        return "null"
     return ", ".join(map(render, value)) if isinstance(value, list) else render(value)
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from pathlib import Path
 from typing import Any
 
-from embodrl import __version__
+import torch
+from torch import nn
+
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.reporting.eval_grid import Tile, write_grid
 from embodrl.reporting.eval_report import eval_page
-from embodrl.reporting.intervals import CONFIDENCE, wilson_interval
+from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_interval
+from embodrl.runs.provenance import describe_process
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
 from embodrl.workers.env import check_videos
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
 JSON_FILE, HTML_FILE, GRID_FILE, VIDEO_DIR = "eval.json", "eval.html", "grid.mp4", "videos"
-# More tasks than these are not told one by one on the console.
+# With more tasks than these the console shows the total only.
 MAX_LINES = 20
 
 
@@ -27,6 +31,7 @@ class EvalOutput:
     Args:
         config: the run.
         directory: new or empty; None is a new directory with the time in its name.
+        weights: where they come from; None is what ``config.model`` names.
 
     Attributes:
         directory: where everything goes.
@@ -37,12 +42,16 @@ class EvalOutput:
         MissingDependencyError: there are to be videos, and what writes them is not installed.
     """
 
-    def __init__(self, config: Config, directory: Path | None) -> None:
+    def __init__(self, config: Config, directory: Path | None, weights: str | None = None) -> None:
         self.config = config
+        self.weights = weights or config.model.model_path or config.model.warm_start or "random"
+        self.weights_sha256 = ""
         check_videos(config, here=True)
         self.directory = directory or self._new_directory()
         if self.directory.is_dir() and any(self.directory.iterdir()):
-            raise OutputError(f"{self.directory} holds something already", "name a new directory with --output")
+            raise OutputError(
+                f"{self.directory} is not empty", "name a new directory with --output", code="output-not-empty"
+            )
         check_json_file(self.directory / JSON_FILE, make_directory=True)
         self.video_dir = self.directory / VIDEO_DIR if config.env.video.enabled else None
 
@@ -55,6 +64,10 @@ class EvalOutput:
                 break
             path = path.with_name(f"{stamp}-{number}")
         return path
+
+    def identify(self, policy: nn.Module) -> None:
+        """Record which weights are evaluated."""
+        self.weights_sha256 = weights_hash(policy)
 
     def content(self, result: EvalResult) -> dict[str, Any]:
         """Return what eval.json has."""
@@ -83,20 +96,24 @@ class EvalOutput:
         }
 
     def _settings(self, result: EvalResult) -> dict[str, Any]:
-        env, model = self.config.env, self.config.model
+        env, model, process = self.config.env, self.config.model, describe_process()
         seeds = f"{env.eval.seed} to {env.eval.seed + env.eval.num_episodes - 1}"
         return {
             "environment": env.env_type,
             "tasks": list(env.tasks),
             "model": model.model_type,
-            "weights": model.warm_start or model.model_path or "random",
-            "actions": "the most probable ones",
-            "actions a chunk": model.num_action_chunks,
+            "weights": self.weights,
+            "weights SHA-256": self.weights_sha256,
+            "actions": "greedy (most probable)",
+            "actions per chunk": model.num_action_chunks,
             "step limit": env.max_episode_steps,
             "reset seeds": seeds,
-            "interval": f"Wilson score, {CONFIDENCE:.0%}",
+            "interval": f"Wilson score, {CONFIDENCE_TEXT}",
             "seconds in simulators and policy": round(result.env_s + result.policy_s, 1),
-            "embodrl": __version__,
+            "command": process["command"],
+            "directory": process["directory"],
+            "embodrl": process["embodrl"] + (f", commit {process['commit'][:12]}" if process["commit"] else ""),
+            "host": f"{process['host']}, {process['platform']}, Python {process['python']}",
             "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
 
@@ -113,12 +130,12 @@ class EvalOutput:
         title = f"{self.config.env.env_type}, {self.config.model.model_type}: evaluation"
         page = eval_page(content, title, self.directory, grid, videos)
         write_text_file(self.directory / HTML_FILE, page)
-        lines = [_line("success rate", content)] if result.episodes else ["no episode was played to its end"]
+        lines = [_line("success rate", content)] if result.episodes else ["no episode was completed"]
         if 1 < len(content["tasks"]) <= MAX_LINES:
             lines += [f"  {_line(task, row)}" for task, row in content["tasks"].items()]
         if self.video_dir is not None:
             wanted = sum(record.number < self.config.env.video.num_episodes for record in result.records)
-            lines += [f"videos: {len(videos)} of {wanted} could be written"] * (len(videos) < wanted)
+            lines += [f"videos: only {len(videos)} of {wanted} could be written"] * (len(videos) < wanted)
         return [*lines, f"report: {self.directory / HTML_FILE}"]
 
     def _grid(self, result: EvalResult, videos: list[Path]) -> Path | None:
@@ -153,6 +170,15 @@ def _task(records: list[EpisodeRecord]) -> dict[str, Any]:
 def _line(name: str, row: dict[str, Any]) -> str:
     low, high = row["interval"]
     return (
-        f"{name} {row['success_rate']:.1%} of {row['episodes']} episodes"
-        f" ({CONFIDENCE:.0%} interval {low:.1%} to {high:.1%})"
+        f"{name} {100 * row['success_rate']:.1f} % of {row['episodes']} episodes"
+        f" ({CONFIDENCE_TEXT} interval {100 * low:.1f} to {100 * high:.1f} %)"
     )
+
+
+def weights_hash(policy: nn.Module) -> str:
+    """Return the SHA-256 over the weights of a policy: names, dtypes, shapes and bytes, ordered by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(policy.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -72,6 +72,7 @@ def evaluate(
     json_path: Path | None = None,
     output_dir: Path | None = None,
     make_policy: Callable[[Config], VLAPolicy] = build_policy,
+    weights: str | None = None,
 ) -> EvaluationResult:
     """`embodrl eval`: measure a policy on fixed seeds.
 
@@ -81,6 +82,7 @@ def evaluate(
         output_dir: new or empty; None is a new directory ``eval-<date and time>`` in ``runner.output_dir``, or in
             outputs/ where that is auto.
         make_policy: returns the policy; by default the one that ``config.model`` names.
+        weights: where those of ``make_policy`` come from, for the report.
 
     Raises:
         OutputError: a result can't be written; raised before anything has started.
@@ -89,12 +91,13 @@ def evaluate(
     config = loaded.config
     if json_path is not None:
         check_json_file(json_path)
-    output = EvalOutput(config, output_dir)
+    output = EvalOutput(config, output_dir, weights)
     configure_torch(config, loaded.deployment.of("rollout")[0])
     check_simulator(config)
     pool = make_pool(config, config.env.eval.total_num_envs)
     with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
         policy = make_policy(config)
+        output.identify(policy)
         engine = make_rollout_engine(config, policy, num_threads(config))
         result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
         for line in output.write(result):

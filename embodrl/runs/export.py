@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from embodrl.config import load_run
 from embodrl.errors import CheckpointError, OutputError
 from embodrl.runs.files import CONFIG_FILE, export_policy
+from embodrl.runs.load import load_run
 from embodrl.runs.policies import STEP, PolicySource
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 
@@ -42,5 +42,10 @@ def export_checkpoint(source: Path, directory: Path, overrides: list[str]) -> Ch
     loaded = load_run(run_dir / CONFIG_FILE, overrides, resuming=True).with_absolute_paths()
     on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
     config = loaded.config.model_copy(update={"cluster": on_cpu})
-    export_policy(PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu")), directory)
+    export_policy(
+        PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu")),
+        directory,
+        config,
+        iteration=checkpoint.step,
+    )
     return checkpoint

@@ -9,14 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from embodrl import __version__
+from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.errors import OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
+from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.storage.checkpoint import CheckpointManager
-from embodrl.storage.json_file import write_text_file
+from embodrl.storage.json_file import write_json_file, write_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +40,8 @@ def run_directory(config: Config) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = runner.name
     if name == "auto":
-        algorithm = config.algorithm.adv_type.replace(":", "-")
+        chosen = config.algorithm.adv_type
+        algorithm = chosen.replace(":", "-") if ":" in chosen else config.pipeline.name or default_name(config)
         name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
     return Path("outputs") / name
 
@@ -56,14 +60,22 @@ def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy,
     return total
 
 
-def export_policy(policy: VLAPolicy, directory: Path) -> None:
-    """Write the policy in its public layout, atomically.
+def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: Any) -> None:
+    """Write the policy in its public layout, atomically, with what it was trained for (``embodrl.json``) beside it.
+
+    Args:
+        policy: with the weights to write.
+        directory: new, or with an older policy.
+        config: it was trained with.
+        facts: further entries of embodrl.json, e.g. ``iteration``.
 
     Raises:
         OutputError: the directory can't be written; what was there before is unchanged.
     """
     try:
         policy.save_pretrained(directory)
+        card = policy_card(config, **facts, embodrl=__version__, date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+        write_json_file(directory / CARD_FILE, card)
     except OutputError as error:
         raise OutputError(error.message, "free disk space, then `embodrl resume` the run") from error
 
@@ -95,14 +107,7 @@ def what_is_left(run_dir: Path, iteration: int) -> str:
     )
 
 
-def eval_command(config: Config, run_dir: Path, policy_dir: str = POLICY_DIR) -> str:
-    """Return the command that evaluates a run's exported policy."""
-    key = "model_path" if config.model.model_path is not None else "warm_start"
-    config_path, policy = shlex.quote(str(run_dir / CONFIG_FILE)), shlex.quote(str(run_dir / policy_dir))
-    return f"embodrl eval --config {config_path} model.{key}={policy}"
-
-
-def summary_lines(config: Config, run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what a finished run ends with on the console: success before and after, and the next command."""
     evaluated = [row for row in rows if isinstance(row.get("eval/success_rate"), float)]
     lines: list[str] = []
@@ -116,7 +121,7 @@ def summary_lines(config: Config, run_dir: Path, rows: Sequence[Mapping[str, Any
             lines.append(f"best evaluation: {rate}, exported to {run_dir / BEST_POLICY_DIR}")
     else:
         lines.append("done")
-    return [*lines, f"next: {eval_command(config, run_dir)}"]
+    return [*lines, f"next: embodrl eval {shlex.quote(str(run_dir))}"]
 
 
 def without_lost_warm_start(config: Config) -> Config:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from embodrl.config import LoadedConfig, load_config, load_run
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.errors import UsageError
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.files import BEST_POLICY_DIR, CONFIG_FILE, POLICY_DIR, without_lost_warm_start
+from embodrl.runs.load import load_config, load_run
 from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.workers.policy import build_policy
 
@@ -41,12 +42,12 @@ class PolicySource:
             ConfigError: with every problem found.
         """
         if self.run_dir is None:
-            return load_config(self.arguments(overrides))
+            return load_config(self.arguments(overrides), evaluating=True)
         texts = [assignment("runner.output_dir", self.run_dir), *overrides]
         if self.policy_dir is not None:
             key = "model_path" if _has_model_path(self.run_dir) else "warm_start"
             texts.append(assignment(f"model.{key}", self.policy_dir))
-        return load_run(self.run_dir / CONFIG_FILE, texts, resuming=self.checkpoint is not None)
+        return load_run(self.run_dir / CONFIG_FILE, texts, resuming=self.checkpoint is not None, evaluating=True)
 
     def arguments(self, overrides: list[str]) -> list[str]:
         """Return overrides that begin with this policy, for a configuration that is not that of its run."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from embodrl.config import LoadedConfig, load_run
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.deployment import Deployment
@@ -52,6 +52,7 @@ from embodrl.runs.files import (
     without_lost_warm_start,
     write_config,
 )
+from embodrl.runs.load import load_run
 from embodrl.runs.lock import run_lock
 from embodrl.runs.provenance import add_provenance
 from embodrl.runs.stop import StopSignal
@@ -291,7 +292,8 @@ class Runner:
         self.phases.finish()
         self.engine.fetch()
         try:
-            export_policy(self.policy, self.run_dir / BEST_POLICY_DIR)
+            facts = {"iteration": self.iteration, "success_rate": success_rate}
+            export_policy(self.policy, self.run_dir / BEST_POLICY_DIR, self.config, **facts)
             logger.info("best evaluation so far: exported to %s", self.run_dir / BEST_POLICY_DIR)
         except OutputError as error:
             logger.error("%s", error)
@@ -485,14 +487,14 @@ def _execute(
                     if part is not None:
                         closing.callback(part.close)
         if runner.finished:
-            export_policy(policy, run_dir / POLICY_DIR)
+            export_policy(policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
         if not runner.saved:
             logger.error("%s", what_is_left(run_dir, runner.iteration))
         if rows := read_metrics(run_dir / METRICS_FILE):
             console.message(f"report: {write_report(run_dir)}")
             if runner.finished:
                 console.phase("finished")
-                for line in summary_lines(config, run_dir, rows):
+                for line in summary_lines(run_dir, rows):
                     console.message(line)
         if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")

@@ -38,8 +38,6 @@ PRELOADED = (
     "embodrl.runs.sft",
     "embodrl.models.openvla",
     "hydra",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     "transformers.models.qwen3.modeling_qwen3",
 )
 ZYGOTE = "zygote of the tests"

@@ -70,8 +70,10 @@ def test_a_run_leaves_what_others_rely_on(whole: tuple[Path, Outcome]) -> None:
     assert record["kind"] == "train" and "runner.output_dir" in record["command"]
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     assert config["env"]["env_type"] == "toy" and config["runner"]["max_iterations"] == 4
-    assert "data:image/png;base64," in (run_dir / "report.html").read_text()
-    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    report = (run_dir / "report.html").read_text()
+    assert "<svg" in report and "runner.output_dir" in report
+    card = json.loads((run_dir / "policy" / "embodrl.json").read_text())
+    assert (card["env_type"], card["iteration"]) == ("toy", 4)
     assert {path.name for path in (run_dir / "logs").iterdir()} == {"embodrl.log", "env_0.log", "env_1.log"}
     log = (run_dir / "logs" / "embodrl.log").read_text()
     assert all(line in log for line in outcome.stdout.splitlines()), "what is on the screen is in the log"
@@ -167,7 +169,7 @@ def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "stop_at",
     [
-        "optimizer_step:3:SIGKILL:simulator",  # in an update
+        _long("optimizer_step:3:SIGKILL:simulator"),  # in an update
         "write_file:4:SIGKILL:simulator",  # while a checkpoint is written
         "log:3:SIGKILL:simulator",  # before the scenes are built anew and their states are asked for
     ],

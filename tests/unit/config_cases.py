@@ -108,9 +108,14 @@ FORM = [
     ),
     Wrong("argument without value", "runner.seed", "key=value", ("runner.seed",)),
     Wrong("two equal signs", "runner.seed", "can't be parsed", ("runner.seed=1=2",)),
-    Wrong("open bracket", "env.tasks", "can't be parsed", ("env.tasks=[PushCube-v1",)),
+    Wrong("open bracket", "env.tasks", "close the bracket", ("env.tasks=[PushCube-v1",)),
     Wrong("sweep", "runner.seed", "sweep", ("runner.seed=1,2",)),
-    Wrong("list item", "env.cameras.0.name", "whole list", ("env.cameras.0.name=top",)),
+    Wrong("item of a list", "env.cameras.3.name", "numbered from 0", ("env.cameras.3.name=top",)),
+    Wrong("index in brackets", "env.cameras[0].name", "env.cameras.0.name=top", ("env.cameras[0].name=top",)),
+    Wrong("underscores in a number", "runner.seed", "not an integer", text="runner:\n  seed: 1_000\n", line=2),
+    Wrong("short name", "lr", "nearest:  actor.optim.lr", ("lr=1e-4",)),
+    Wrong("name of another library", "num_envs", "nearest:  env.train.total_num_envs", ("num_envs=8",)),
+    Wrong("preset in capitals", "algorithm", "nearest:  ppo", ("algorithm=PPO",)),
     Wrong("key below a number", "runner.seed.x", "single value", ("runner.seed.x=1",)),
     Wrong("unknown reference", "runner.name", "nearest:  runner.seed", ("runner.name=${runner.sed}",)),
     Wrong("reference to itself", "runner.name", "circle", ("runner.name=${runner.name}",)),
@@ -130,6 +135,17 @@ FORM += [
 ]
 
 RULES = [
+    Wrong(
+        "far too many iterations", "runner.max_iterations", "at most 10000000", ("runner.max_iterations=99999999999",)
+    ),
+    Wrong(
+        "images of the size of a poster",
+        "env.cameras.0.height",
+        "4096 x 4096",
+        ("env.cameras=[{height: 4096, width: 4096}]",),
+    ),
+    Wrong("interpreter that is none", "env.python", "not a Python interpreter", ("env.python=/bin/ls",)),
+    Wrong("reward of two arguments", "reward.fn", "one argument, the episode", ("reward.fn='operator:add'",)),
     Wrong(
         "train environments and processes",
         "env.train.total_num_envs",
@@ -218,7 +234,7 @@ RULES = [
     ),
     Wrong("no environment of gymnasium", "env.id", "which environment", ("env.id=null", "env=gymnasium")),
     Wrong("words of another environment", "env.instruction", "not Hopper-v5", ("env.id=Hopper-v5", "env=gymnasium")),
-    Wrong("no words", "env.instruction", "has no words", ("env.instruction=null", "env=gymnasium")),
+    Wrong("no words", "env.instruction", "no language instruction", ("env.instruction=null", "env=gymnasium")),
     Wrong("action dimensions", "model.action_dim", "set it to 7", ("model.action_dim=8",)),
     Wrong(
         "episodes and tasks",
@@ -238,12 +254,23 @@ RULES = [
         "500000 to 500399, which overlap",
         ("env.eval.seed=500399", "collect.num_episodes=40"),
     ),
-    Wrong("several cameras", "env.cameras", "sees 1 camera", ("env.cameras=[{name: a},{name: b}]",)),
+    Wrong(
+        "several cameras",
+        "env.cameras",
+        "sees 1 camera",
+        ("env.cameras=[{name: base_camera},{name: b, eye: [1,1,1], target: [0,0,0]}]",),
+    ),
+    Wrong(
+        "camera without a pose",
+        "env.cameras.0.name",
+        "no camera 'wrist', and no pose for one is given",
+        ("env.cameras=[{name: wrist}]",),
+    ),
     Wrong(
         "cameras of one name",
         "env.cameras.1.name",
         "two cameras",
-        text="env:\n  cameras:\n    - name: a\n    - name: a\n",
+        text="env:\n  cameras:\n    - name: base_camera\n    - name: base_camera\n",
         line=4,
         more=("env.cameras",),
     ),
@@ -251,8 +278,9 @@ RULES = [
         "cameras of two sizes",
         "env.cameras.1.height",
         "one size",
-        text="env:\n  cameras:\n    - name: a\n    - name: b\n      height: 32\n",
-        line=5,
+        text="env:\n  cameras:\n    - name: base_camera\n"
+        "    - {name: b, height: 32, eye: [1, 1, 1], target: [0, 0, 0]}\n",
+        line=4,
         more=("env.cameras",),
     ),
     Wrong("field of view in degrees", "env.cameras.0.fov_rad", "1.05", ("env.cameras=[{fov_rad: 60}]",)),

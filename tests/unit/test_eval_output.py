@@ -1,20 +1,23 @@
 """What an evaluation writes: intervals, JSON, the page and the grid of videos."""
 
+import hashlib
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.preflight import simulators
 from embodrl.reporting.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
-from embodrl.reporting.eval_report import BAR_PX, LABEL_PX, bars
+from embodrl.reporting.eval_report import BAR_PX, bars
 from embodrl.reporting.intervals import wilson_interval
 from embodrl.runs import eval_output
-from embodrl.runs.eval_output import EvalOutput
+from embodrl.runs.eval_output import EvalOutput, weights_hash
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
 
@@ -64,7 +67,7 @@ def test_the_json_has_intervals_and_every_episode(tmp_path: Path) -> None:
     assert (green["successes"], green["episodes"], green["success_rate"]) == (1, 2, 0.5)
     assert green["interval"] == list(wilson_interval(1, 2)) and green["instruction"] == "go to 1"
     assert content["per_episode"][1] == vars(records()[1]) and content["settings"]["environment"] == "toy"
-    assert lines[0] == "success rate 80.0% of 5 episodes (95% interval 37.6% to 96.4%)"
+    assert lines[0] == "success rate 80.0 % of 5 episodes (95 % interval 37.6 to 96.4 %)"
     assert lines[-1] == f"report: {tmp_path / 'out' / 'eval.html'}"
 
 
@@ -74,7 +77,19 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["eval.html", "eval.json"]
     assert "<b>green" not in page and "&lt;b&gt;green" in page
     assert "80.0 %" in page and "37.6 to 96.4 %" in page and "go to 1" in page
-    assert "http" not in page and "<script" not in page
+    assert "http" not in page and "<script" not in page and "95%" not in page
+    # The failed episode with its seed, the command, and both distributions.
+    assert "1 failed episode" in page and "<td class=number>71</td>" in page
+    assert "<code>" in page and "Episode lengths" in page and "Episode returns" in page
+
+
+def test_weights_are_identified_by_a_hash() -> None:
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(layer.weight, 0.5)
+    # 0.5 as a little-endian float32
+    expected = hashlib.sha256(b"weight torch.float32 [1, 1]" + b"\x00\x00\x00\x3f").hexdigest()
+    assert weights_hash(layer) == expected
+    assert weights_hash(layer.bfloat16()) != expected
 
 
 def test_the_bars_are_as_long_as_the_rates() -> None:
@@ -85,7 +100,7 @@ def test_the_bars_are_as_long_as_the_rates() -> None:
     root = ET.fromstring(bars(rows))
     assert [float(rect.get("width")) for rect in root.iter("rect")] == [BAR_PX / 4, BAR_PX]
     whisker = next(root.iter("path")).get("d")
-    assert whisker.startswith(f"M{LABEL_PX + 0.1 * BAR_PX:.1f} 13.0H{LABEL_PX + 0.5 * BAR_PX:.1f}")
+    assert whisker.startswith(f"M{5 + 0.1 * BAR_PX:.1f} 29H{5 + 0.5 * BAR_PX:.1f}")
     assert "25.0 % (10 to 50)" in [text.text for text in root.iter("text")]
 
 
@@ -94,7 +109,7 @@ def test_no_episode_is_no_number(tmp_path: Path) -> None:
     lines = EvalOutput(settings(), tmp_path / "out").write(nothing)
     content = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert content["success_rate"] is None and content["interval"] == [0.0, 1.0] and content["tasks"] == {}
-    assert lines[0] == "no episode was played to its end"
+    assert lines[0] == "no episode was completed"
 
 
 def test_the_directory_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +119,7 @@ def test_the_directory_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "run" / "eval-now").mkdir(parents=True)
     (tmp_path / "run" / "eval-now" / "eval.json").write_text("{}")
     assert EvalOutput(settings("runner.output_dir=run"), None).directory == Path("run/eval-now-2")
-    with pytest.raises(OutputError, match="holds something already"):
+    with raises_code("output-not-empty"):
         EvalOutput(settings(), Path("run/eval-now"))
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError, match="can't be written"):
@@ -170,7 +185,8 @@ def test_the_page_shows_the_videos(tmp_path: Path) -> None:
     film(output.video_dir / "episode_001_failure.mp4", 3, 50)
     assert not any(line.startswith("videos:") for line in output.write(result()))
     page = (tmp_path / "out" / "eval.html").read_text()
-    assert "data:video/mp4;base64," in page and 'href="videos/episode_001_failure.mp4"' in page
+    assert page.count("data:video/mp4;base64,") == 3 and 'href="videos/episode_001_failure.mp4"' in page
+    assert page.index("Failures on video") < page.index("Successes on video")
     assert (tmp_path / "out" / "grid.mp4").stat().st_size > 0
     (output.video_dir / "episode_001_failure.mp4").rename(output.video_dir / ".episode_001_failure.partial.mp4")
-    assert "videos: 1 of 2 could be written" in output.write(result())
+    assert "videos: only 1 of 2 could be written" in output.write(result())

@@ -17,7 +17,6 @@ from rich.console import Console as RichConsole
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.reporting.console import Console, sparkline
-from embodrl.reporting.report import success_standard_error, write_report
 from embodrl.reporting.sinks import METRICS_FILE, MetricsLogger, MetricValue, read_metrics
 
 QUIET = LoggerConfig(tensorboard=False)
@@ -226,40 +225,6 @@ def test_off_prints_nothing() -> None:
 def test_sparkline_by_hand() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([0.1] * 9, width=4) == "▂" * 4
-
-
-def test_binomial_standard_error_by_hand() -> None:
-    assert success_standard_error(0.5, 100) == pytest.approx(0.05)
-    assert success_standard_error(1.0, 64) == 0.0
-
-
-def test_the_report_is_self_contained(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, QUIET) as metrics:
-        metrics.log(row(0, **{"eval/success_rate": 0.25, "rollout/success_rate": None}))
-        for iteration in range(1, 5):
-            metrics.log(row(iteration, **({"eval/success_rate": 0.75} if iteration == 4 else {})))
-    (tmp_path / "config.yaml").write_text("env:\n  tasks: [PushCube-v1, '<script>']\n  eval: {num_episodes: 64}\n")
-    (tmp_path / "videos").mkdir()
-    (tmp_path / "videos" / "episode 1 success.mp4").write_bytes(b"")
-    page = write_report(tmp_path).read_text()
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "25.0 → 75.0 %" in page and "data:image/png;base64," in page
-    assert "&lt;script&gt;" in page and "<script>" not in page
-    assert 'src="videos/episode%201%20success.mp4"' in page
-    assert "http://" not in page and "https://" not in page
-
-
-def test_a_report_needs_metrics_only(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"iteration": 2, "train/entr')
-    assert write_report(tmp_path).is_file()
-
-
-def test_a_report_without_metrics_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="no metrics"):
-        write_report(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('broken\n{"iteration": 2}\n')
-    with pytest.raises(OutputError, match=r"metrics\.jsonl:1"):
-        write_report(tmp_path)
 
 
 def test_a_full_disk_is_told_with_the_file_and_the_way_on(tmp_path: Path) -> None:

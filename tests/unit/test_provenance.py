@@ -62,11 +62,10 @@ def test_the_state_of_a_checkout(tmp_path: Path) -> None:
 def test_a_finished_run_ends_with_its_gain_and_the_next_command(tmp_path: Path) -> None:
     rows = [{"iteration": i, "eval/success_rate": rate, "eval/episodes": 16.0} for i, rate in ((0, 0.375), (9, 0.5625))]
     (tmp_path / "policy_best").mkdir()
-    done, following = summary_lines(load_config(["env=toy"]).config, tmp_path, rows)
+    done, following = summary_lines(tmp_path, rows)
     # Wilson's interval of 9 in 16, from a table: 33.2 to 76.9 %
     assert done == "done: evaluation success 37.5 -> 56.2 % (95 % interval 33 to 77 %)"
-    config, policy = tmp_path / "config.yaml", tmp_path / "policy"
-    assert following == f"next: embodrl eval --config {config} model.warm_start={policy}"
+    assert following == f"next: embodrl eval {tmp_path}"
     rows[0]["iteration"], rows[1]["iteration"] = 0, 5
     worse = {"iteration": 9, "eval/success_rate": 0.5, "eval/episodes": 16.0}
-    assert "56.2 % after iteration 5" in summary_lines(load_config(["env=toy"]).config, tmp_path, [*rows, worse])[1]
+    assert "56.2 % after iteration 5" in summary_lines(tmp_path, [*rows, worse])[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from embodrl.config.rules import (
@@ -11,8 +11,6 @@ from embodrl.config.rules import (
     cluster,
     data,
     env,
-    families,
-    libero,
     model,
     offload,
     pipeline,
@@ -21,9 +19,11 @@ from embodrl.config.rules import (
     rollout_processes,
     runner,
     simulators,
+    sizes,
 )
-from embodrl.config.rules.base import NOTES, RULES, Context, Rule
+from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
 from embodrl.errors import ConfigProblem
+from embodrl.specs import ENVS, MODELS
 
 __all__ = [
     "NOTES",
@@ -31,13 +31,12 @@ __all__ = [
     "Context",
     "Report",
     "Rule",
+    "RuleSet",
     "actor",
     "algorithm",
     "cluster",
     "data",
     "env",
-    "families",
-    "libero",
     "model",
     "offload",
     "pipeline",
@@ -46,7 +45,9 @@ __all__ = [
     "rollout_processes",
     "run_rules",
     "runner",
+    "shipped_rules",
     "simulators",
+    "sizes",
 ]
 
 
@@ -65,21 +66,38 @@ class Report:
     obstacles: list[ConfigProblem]
 
 
-def run_rules(context: Context, invalid: set[str], planning: bool = False) -> Report:
+def run_rules(
+    context: Context, invalid: set[str], planning: bool = False, further_rules: Sequence[Rule] = ()
+) -> Report:
     """Run every rule whose keys have a valid type.
 
     Args:
         context: the values, with the schema's default where one was invalid, and where they came from.
         invalid: keys whose value was invalid.
         planning: nothing will be started, so what this machine lacks is an obstacle instead of an error.
+        further_rules: of packages above this one.
     """
 
     def run(rules: Iterable[Rule]) -> list[ConfigProblem]:
         sound = [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
         return [context.problem(finding, rule.code) for rule in sound for finding in rule.check(context)]
 
-    later = [rule for rule in RULES if planning and rule.here]
-    return Report(run(rule for rule in RULES if rule not in later), run(NOTES), run(later))
+    specs = [spec for spec in (context.simulator, context.family) if spec is not None]
+    chosen = [rules for spec in specs for rules in spec.rules]
+    every = [*RULES, *(rule for one in chosen for rule in one.rules), *further_rules]
+    notes = [*NOTES, *(note for one in chosen for note in one.notes)]
+    notes = [note for note in notes if not (context.evaluating and note.is_about_training)]
+    later = [rule for rule in every if planning and rule.here]
+    return Report(run(rule for rule in every if rule not in later), run(notes), run(later))
+
+
+def shipped_rules() -> RuleSet:
+    """Return the rules of the core and of all built-in simulators and model families, for the references in docs/."""
+    specs = [registry.entry(name) for registry in (ENVS, MODELS) for name in registry.builtin]
+    sets = {id(rules): rules for spec in specs for rules in spec.rules}.values()  # families share some
+    return RuleSet(
+        [*RULES, *(rule for one in sets for rule in one.rules)], [*NOTES, *(note for one in sets for note in one.notes)]
+    )
 
 
 def _overlap(key: str, bad: str) -> bool:

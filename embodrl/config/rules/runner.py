@@ -61,11 +61,22 @@ def wandb_is_installed(context: Context) -> Iterator[Finding]:
 def sft_warm_up_ends(context: Context) -> Iterator[Finding]:
     """The warm-up is shorter than the fine-tuning."""
     sft = context.config.sft
-    if sft.lr_warmup_steps >= sft.max_steps:
+    if sft.lr_warmup_steps >= sft.max_steps and context.by_user("sft.lr_warmup_steps"):
         message = f"{sft.lr_warmup_steps} warm-up steps fill all of sft.max_steps = {sft.max_steps}"
         hint = f"set it to {sft.max_steps // 10}, or raise sft.max_steps"
         others = ("sft.max_steps",)
         yield Finding("sft.lr_warmup_steps", message, hint, f"0 to {sft.max_steps - 1}", others=others)
+
+
+@note("sft")
+def sft_is_shorter_than_its_warm_up(context: Context) -> Iterator[Finding]:
+    """A fine-tuning shorter than the default warm-up never reaches its learning rate."""
+    sft = context.config.sft
+    short = sft.lr_warmup_steps >= sft.max_steps and not context.by_user("sft.lr_warmup_steps")
+    if short and context.by_user("sft.max_steps"):
+        reached = f"{sft.max_steps} of {sft.lr_warmup_steps} steps of the warm-up"
+        hint = f"set sft.lr_warmup_steps={sft.max_steps // 10} unless this is a smoke test"
+        yield Finding("sft.max_steps", f"is {reached}: the learning rate never reaches sft.lr", hint)
 
 
 @rule("sft.label_smoothing_bins")
@@ -126,15 +137,12 @@ def stale_data_is_corrected(context: Context) -> Iterator[Finding]:
 
 @note("runner.eval_interval", "env.eval", "env.video")
 def evaluation_happens(context: Context) -> Iterator[Finding]:
-    """Settings of evaluations that do not happen."""
-    if context.config.runner.eval_interval == 0 and not context.config.runner.eval_at_start:
-        for key in ("env.eval.num_episodes", "env.eval.seed", "env.video.every_eval"):
-            if context.by_user(key):
-                yield Finding(
-                    key,
-                    "has no effect on training: runner.eval_interval is 0",
-                    "leave it out, or set runner.eval_interval",
-                )
+    """The last iteration is always evaluated, and filmed; with no other evaluation, every_eval changes nothing."""
+    runner = context.config.runner
+    only_the_last = runner.eval_interval == 0 and not runner.eval_at_start
+    if only_the_last and not context.evaluating and context.by_user("env.video.every_eval"):
+        message = "has no effect: with runner.eval_interval 0 the last iteration alone is evaluated"
+        yield Finding("env.video.every_eval", message, "leave it out, or set runner.eval_interval")
 
 
 @note("collect")

@@ -1,0 +1,86 @@
+"""``embodrl.json`` beside a policy: what it was trained for. Read by a configuration's rules, so without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import Config
+from embodrl.specs import ENVS, MODELS
+
+CARD_FILE = "embodrl.json"
+BUILTIN = "builtin"
+SHIPPED_POLICY = Path(__file__).parents[1] / "assets" / "openvla_tiny"
+CAMERA_KEYS = ("name", "height", "width", "fov_rad", "eye", "target")
+
+
+def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
+    """Return what is recorded with a policy that was trained with ``config``.
+
+    Args:
+        config: the run.
+        facts: further ones, e.g. ``iteration`` and versions.
+    """
+    env, settings = config.env, config.env.model_dump(mode="json")
+    known = ENVS.entry(env.env_type).instructions() if env.env_type in ENVS else {}
+    return {
+        "env_type": env.env_type,
+        "env_id": settings.get("id"),
+        "tasks": list(env.tasks),
+        "instructions": {task: settings.get("instruction") or known.get(task, "") for task in env.tasks},
+        "cameras": [{key: view.get(key) for key in CAMERA_KEYS} for view in settings["cameras"]],
+        "num_action_chunks": config.model.num_action_chunks,
+        "action_dim": config.model.action_dim,
+        "seed": config.runner.seed,
+        **facts,
+    }
+
+
+def policy_directory(model: ModelConfig) -> Path | None:
+    """Return the local directory of the weights that a configuration names; None for random ones or a hub id."""
+    if model.model_path is None and model.warm_start == BUILTIN:
+        shipped = model.model_type in MODELS and MODELS.entry(model.model_type).builtin_warm_start
+        return SHIPPED_POLICY if shipped else None
+    name = model.model_path or model.warm_start
+    try:
+        path = None if name is None else Path(name).expanduser()
+        return path if path is not None and path.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # no path at all; a rule reports it
+        return None
+
+
+def read_card(directory: Path) -> dict[str, Any] | None:
+    """Return the card of a policy; None if it has none (e.g. a published checkpoint) or it can't be read."""
+    try:
+        card = json.loads((directory / CARD_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return cast(dict[str, Any], card) if isinstance(card, dict) else None
+
+
+def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) of what a configuration asks a policy for that it was not trained for."""
+    env = config.env
+    trained = f"{card.get('env_type')} ({', '.join(card.get('tasks', []))})"
+    env_id = env.model_dump().get("id")
+    if card.get("env_type") != env.env_type or card.get("env_id") != env_id:
+        here = f"{env.env_type} {env_id}" if env_id else env.env_type
+        yield "env.env_type", f"the policy was trained in {trained}, not in {here}"
+        return
+    unknown = [task for task in env.tasks if task not in card.get("tasks", [])]
+    if unknown:
+        some = "" if len(unknown) == len(env.tasks) else f" of {len(env.tasks)} tasks"
+        yield "env.tasks", f"the policy was trained in {trained}, not on {', '.join(unknown[:4])}{some}"
+    here = policy_card(config)
+    for index, (there, view) in enumerate(zip(card.get("cameras", []), here["cameras"], strict=False)):
+        # A pose of null is the simulator's own, which may be the same as one that is written out.
+        posed = [key for key in ("eye", "target") if there.get(key) is None or view[key] is None]
+        other = [key for key in there if key in view and key not in posed and there[key] != view[key]]
+        if other:
+            pairs = ", ".join(f"{key} {there.get(key)} -> {view[key]}" for key in other)
+            yield f"env.cameras.{index}", f"the policy was trained with another camera: {pairs}"
+    if len(card.get("cameras", [])) != len(here["cameras"]):
+        yield "env.cameras", f"the policy was trained with {len(card.get('cameras', []))} cameras"
