@@ -62,6 +62,7 @@ def test_a_run_leaves_what_others_rely_on(whole: tuple[Path, Outcome]) -> None:
         for name in ("time/env_s", "time/policy_s", "time/train_s", "time/total_s"):
             assert row[name] > 0, name
         assert isinstance(row["train/policy_loss"], float)
+        assert abs(row["train/first_minibatch_kl"]) < 1e-3  # no step yet: training agrees with the rollout
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["best", "step_2", "step_4"]
     best = max(rows[2::2], key=lambda row: row["eval/success_rate"])["iteration"]
     assert (run_dir / "checkpoints" / "best").resolve().name == f"step_{best}"
