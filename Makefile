@@ -6,10 +6,11 @@ SHELL := bash
 
 BIN := .venv/bin
 ARGS ?=
-PYTEST_WORKERS ?= 3
+CORES := $(shell nproc 2>/dev/null || echo 2)
+PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-long test-megatron test-ray test-simulators test-vllm soak lint format docs warm-start clean
+.PHONY: help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm soak lint format docs warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -22,11 +23,23 @@ train: setup ## train OpenVLA on ManiSkill PushCube
 
 # One thread per process: the workers already use all cores (one worker more than cores, since many tests wait for
 # subprocesses). All tests of a file run in one process; the many small unit tests run last.
-test: setup ## run the tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SPREAD := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
+test: setup ## run the tests, but for the long ones (8 minutes on two cores)
+	@$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
 
-test-long: setup ## run the long tests that `make test` skips
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m long $(ARGS)
+test-fast: setup ## run the unit and parity tests (2 minutes on two cores)
+	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/parity $(ARGS)
+
+# Workers and simulators start as users start them, not forked from a process that has their imports.
+test-all: setup ## run every test, the long ones as well (an hour and more)
+	@EMBODRL_TESTS_COLD=1 $(PYTEST) $(SPREAD) $(ARGS)
+
+test-long: setup ## run the long tests that the target test leaves out
+	@$(PYTEST) -n $(PYTEST_WORKERS) -m long $(ARGS)
+
+test-gpu: setup ## run the tests that need a CUDA GPU
+	@$(PYTEST) -n 0 -m gpu $(ARGS)
 
 test-megatron: setup ## install megatron-core and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodrl.config.load import LoadedConfig
-from embodrl.config.load import load_config as _load_config
 from embodrl.errors import EmbodrlError
+from embodrl.runs.load import load_config as _load_config
 
 if TYPE_CHECKING:
     from embodrl.config.schema import Config
@@ -231,12 +231,12 @@ def follow_weights(
     Raises:
         EmbodrlError: this is no run, or its weights do not fit.
     """
-    from embodrl.config.load import load_run
     from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
     from embodrl.hybrid_engines.weight_sync.buckets import layout_of
     from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
     from embodrl.runs.evaluate import evaluation_of
     from embodrl.runs.files import CONFIG_FILE
+    from embodrl.runs.load import load_run
     from embodrl.workers.env import make_pool
     from embodrl.workers.evaluator import Evaluator
     from embodrl.workers.policy import build_policy, configure_torch, num_threads

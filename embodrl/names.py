@@ -13,7 +13,13 @@ from embodrl.errors import EmbodrlError
 
 
 def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
-    """Return the known name closest to ``name``, or "" if none is at least as similar as ``cutoff`` (1: the same)."""
+    """Return the known name closest to ``name``, or "" if none is at least as similar as ``cutoff`` (1: the same).
+
+    Case and the difference of ``-`` and ``_`` do not count where only they differ.
+    """
+    for one in known:
+        if one.lower().replace("-", "_") == name.lower().replace("-", "_"):
+            return one
     matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return matches[0] if matches else ""
 

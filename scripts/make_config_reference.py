@@ -18,6 +18,7 @@ from embodrl.config.compose import describe, groups, presets
 from embodrl.config.rules import NOTES, RULES, Rule
 from embodrl.config.schema import Config
 from embodrl.config.show import flow
+from embodrl.pipelines.select import PIPELINE_RULE
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -163,7 +164,13 @@ def rule_rows(rules: list[Rule]) -> list[str]:
 
 def page() -> str:
     """Return the whole page."""
-    rules = ["## Rules between keys", "", "A configuration that breaks one of these is refused.", "", *rule_rows(RULES)]
+    rules = [
+        "## Rules between keys",
+        "",
+        "A configuration that breaks one of these is refused.",
+        "",
+        *rule_rows([*RULES, PIPELINE_RULE]),
+    ]
     notes = ["A configuration that is odd in one of these ways is accepted, with a note.", "", *rule_rows(NOTES)]
     return "\n".join([INTRODUCTION, *preset_part(), *schema_part(), PLACEMENT, *rules, *notes]).rstrip() + "\n"
 

@@ -1,5 +1,31 @@
-"""What all tests share: worker processes are forked from one that has their imports."""
+"""What all tests share: forked worker processes, and what `make test` leaves to `make test-all` for its time.
+
+ManiSkill takes ten seconds of a core to start, most of them for its renderer's first picture. `make test` has each
+kind of fault and each duty of an environment on the toy and on MuJoCo, and with ManiSkill those that differ there.
+"""
+
+from __future__ import annotations
 
 import fork_server
+import pytest
 
 fork_server.install()
+LONG_WITH_MANISKILL = (
+    "test_a_damaged_mesh_cache_is_made_anew",
+    "test_a_full_dev_shm_is_of_no_account",
+    "test_a_simulator_that_fails_in_a_reset",
+    "test_a_simulator_that_fails_in_a_step",  # the limit of restarts has it crash
+    "test_killed_between_two_steps",
+    "test_stopped",
+    "test_a_start_that_takes_too_long_after_a_death",
+    "test_what_terminates_an_episode[maniskill-ignored]",
+)
+LONG_BUT_FOR_TOY = "test_faults_in_both_processes_at_once_neither_hang_nor_break_anything"
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are selected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        with_maniskill = item.name.startswith(LONG_WITH_MANISKILL) and "[maniskill" in item.name
+        if with_maniskill or (item.name.startswith(LONG_BUT_FOR_TOY) and "[toy" not in item.name):
+            item.add_marker("long")

@@ -56,7 +56,7 @@ def load(
     Raises:
         ConfigError: with every problem found.
     """
-    from embodrl.config import load_config
+    from embodrl.runs.load import load_config
 
     loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
     show_notes(loaded.notes)
@@ -87,7 +87,7 @@ def load_measured(
         ConfigError: with every problem found.
         EmbodrlError: the simulator can't run, or the measurement can't be kept.
     """
-    from embodrl.config import load_config
+    from embodrl.runs.load import load_config
 
     loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):

@@ -31,7 +31,7 @@ def doctor(
 
         if not overrides:
             return run_doctor(json_output=json_output)
-        from embodrl.config import load_config
+        from embodrl.runs.load import load_config
         from embodrl.workers.env import try_simulator
 
         config = load_config(overrides).config

@@ -48,8 +48,8 @@ def train(
     """
 
     def action() -> int:
-        from embodrl.config import load_config
         from embodrl.preflight.plan import make_plan
+        from embodrl.runs.load import load_config
 
         loaded = load_config(overrides or [], config, planning=True)
         show_notes(loaded.notes)

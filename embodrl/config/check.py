@@ -166,6 +166,36 @@ def _is_number(text: str) -> bool:
     return True
 
 
+MEANT = {
+    "lr": "actor.optim.lr",
+    "learning_rate": "actor.optim.lr",
+    "num_envs": "env.train.total_num_envs",
+    "n_envs": "env.train.total_num_envs",
+    "envs": "env.train.total_num_envs",
+    "num_workers": "env.num_processes",
+    "num_episodes": "env.eval.num_episodes",
+    "batch_size": "actor.global_batch_size",
+    "minibatch_size": "actor.micro_batch_size",
+    "seed": "runner.seed",
+    "iterations": "runner.max_iterations",
+    "max_iterations": "runner.max_iterations",
+    "epochs": "runner.max_iterations",
+    "ppo_epochs": "algorithm.update_epoch",
+    "output_dir": "runner.output_dir",
+    "output": "runner.output_dir",
+    "log_dir": "runner.output_dir",
+    "task": "env.tasks",
+    "tasks": "env.tasks",
+    "checkpoint": "model.model_path",
+    "policy": "model.warm_start",
+    "temperature": "algorithm.sampling.temperature",
+    "clip": "algorithm.clip_ratio_high",
+    "wandb": "runner.logger.wandb_mode",
+    "gpus": "cluster.component_placement",
+}
+"""Names of other libraries, and short ones, with the key that is meant."""
+
+
 def unknown_key(key: str, origin: str) -> ConfigProblem:
     """Return the problem of a key that the schema lacks."""
     section, _, name = key.rpartition(".")
@@ -173,7 +203,10 @@ def unknown_key(key: str, origin: str) -> ConfigProblem:
     names = list(model.model_fields) if model is not None else []
     elsewhere = [full for full in schema_keys() if full.rpartition(".")[2] == name]
     near = nearest(name, names)
-    if elsewhere and (not near or section == ""):
+    meant = MEANT.get(name.lower(), "") if section == "" and name not in Config.model_fields else ""
+    if meant in schema_keys():
+        near = meant
+    elif elsewhere and (not near or section == ""):
         near = min(elsewhere, key=lambda full: full.count("."))
     elif near and section:
         near = f"{section}.{near}"

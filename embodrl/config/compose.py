@@ -108,8 +108,10 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
         except (HydraException, ValueError) as error:
             near = re.search(r"(?:at|input):? ('.*?')(?: expecting|$)", str(error).splitlines()[0])
             reason = f"can't be parsed{f' near {near[1]}' if near else ''}"
-            hint = "write key=value without blanks, e.g. runner.seed=3 or env.tasks=[PushCube-v1,PullCube-v1];"
-            hint += " quote text that holds blanks or any of , : ~ [ ] { } ( ) = as \"runner.name='my run'\""
+            hint = _syntax_hint(text) or (
+                "write key=value without spaces, e.g. runner.seed=3 or env.tasks=[PushCube-v1,PullCube-v1]; quote text"
+                " that holds spaces or any of , : ~ [ ] { } ( ) = as \"runner.name='my run'\""
+            )
             problems.append(ConfigProblem(key, reason, origin, "key=value", hint=hint, code="argument-syntax"))
             continue
         if parsed.is_sweep_override():
@@ -138,6 +140,20 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             value = None if parsed.is_delete() else parsed.value()
             arguments.append(Argument(parsed.key_or_group, value, text, parsed.is_delete()))
     return arguments, problems
+
+
+def _syntax_hint(text: str) -> str:
+    """Return what to write instead of brackets that do not fit; "" if that is not what is wrong."""
+    key, _, value = text.partition("=")
+    if "[" in key:
+        dotted = re.sub(r"\[(\d+)\]", r".\1", key)
+        return f"write {dotted}={value}"
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) > value.count(closing):
+            return f"close the bracket: '{text}{closing}'"
+        if value.count(opening) < value.count(closing):
+            return f"remove the '{closing}' that closes nothing, or put the text into quotes"
+    return ""
 
 
 def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
@@ -192,7 +208,7 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
         value = None if argument.delete else from_plain(argument.value, argument.origin)
         wrong = put(tree, argument.key, value)
         if wrong:
-            hint = "give the whole list, or put it into a file given with --config"
+            hint = "write an item as KEY.0.NAME=VALUE, or give the whole list, here or in a file for --config"
             problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), hint=hint, code="argument-target"))
     return problems
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +14,7 @@ from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, lookup, origin_of, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.rules import run_rules
-from embodrl.config.rules.base import Context, what_is
+from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.suites import fill_suite
@@ -83,6 +83,7 @@ def load_config(
     planning: bool = False,
     collecting: bool = False,
     evaluating: bool = False,
+    further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
@@ -93,15 +94,21 @@ def load_config(
         planning: nothing will be started, so machines may be described that are not there.
         collecting: for `embodrl collect`, which not all environments and tasks are for.
         evaluating: for `embodrl eval`: notes about training are left out.
+        further_rules: of packages above this one, reported together with its own.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose(overrides, config_file), planning=planning, collecting=collecting, evaluating=evaluating)
+    composition = compose(overrides, config_file)
+    return finish(composition, False, planning, collecting, evaluating, further_rules)
 
 
 def load_run(
-    path: Path, overrides: list[str] | None = None, resuming: bool = False, evaluating: bool = False
+    path: Path,
+    overrides: list[str] | None = None,
+    resuming: bool = False,
+    evaluating: bool = False,
+    further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
 
@@ -110,11 +117,13 @@ def load_run(
         overrides: command-line arguments.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
         evaluating: notes about training are left out.
+        further_rules: see ``load_config``.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose_resolved(path, overrides or []), resuming, evaluating=evaluating)
+    composition = compose_resolved(path, overrides or [])
+    return finish(composition, resuming, evaluating=evaluating, further_rules=further_rules)
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
@@ -128,6 +137,7 @@ def finish(
     planning: bool = False,
     collecting: bool = False,
     evaluating: bool = False,
+    further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
@@ -140,7 +150,8 @@ def finish(
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=planning)
-    report = run_rules(Context(config, tree, solution, resuming, collecting, evaluating), invalid, planning)
+    context = Context(config, tree, solution, resuming, collecting, evaluating)
+    report = run_rules(context, invalid, planning, further_rules)
     problems += report.errors
     if problems:
         raise ConfigError(problems)

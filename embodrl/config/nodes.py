@@ -13,8 +13,8 @@ from yaml.reader import ReaderError
 
 from embodrl.errors import ConfigProblem
 
-INT = re.compile(r"[-+]?[0-9][0-9_]*")
-FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
+INT = re.compile(r"[-+]?[0-9]+")
+FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
 MAX_NODES = 10_000
 MAX_DIGITS = 100
 SPECIAL_KEY = re.compile(r"_[a-z]+_")
@@ -130,9 +130,9 @@ def parse_scalar(text: str) -> Any:
     if text in ("true", "True", "TRUE", "false", "False", "FALSE"):
         return text.lower() == "true"
     if INT.fullmatch(text) and len(text) <= MAX_DIGITS:
-        return int(text.replace("_", ""))
+        return int(text)
     if FLOAT.fullmatch(text):
-        number = text.replace("_", "").lower()
+        number = text.lower()
         return float(number.replace(".inf", "inf").replace(".nan", "nan"))
     return text
 

@@ -37,24 +37,41 @@ def put(tree: Node, key: str, value: Node | None) -> str:
     parts = key.split(".")
     node = tree
     for depth, part in enumerate(parts[:-1]):
+        if isinstance(node.value, list):
+            if wrong := _no_item(node, ".".join(parts[:depth]), part):
+                return wrong
+            node = node.items[int(part)]
+            continue
         if part not in node.children:
             if value is None:
                 return ""
             node.children[part] = Node({}, value.origin)
         node = node.children[part]
-        if isinstance(node.value, list):
-            return f"'{'.'.join(parts[: depth + 1])}' is a list, whose items can't be set one by one"
         if node.value is None:
             node.value = {}
-        if not isinstance(node.value, dict):
+        if not isinstance(node.value, (dict, list)):
             return f"'{'.'.join(parts[: depth + 1])}' is a single value without keys of its own"
+    last = parts[-1]
+    if isinstance(node.value, list):
+        wrong = _no_item(node, ".".join(parts[:-1]), last)
+        if not wrong and value is not None:
+            node.value[int(last)] = value
+        return wrong
     if value is None:
-        node.children.pop(parts[-1], None)
-    elif isinstance(value.value, dict) and key not in REPLACED and isinstance(lookup_child(node, parts[-1]), dict):
-        merge(node.children[parts[-1]], value, key)
+        node.children.pop(last, None)
+    elif isinstance(value.value, dict) and key not in REPLACED and isinstance(lookup_child(node, last), dict):
+        merge(node.children[last], value, key)
     else:
-        node.children[parts[-1]] = value
+        node.children[last] = value
     return ""
+
+
+def _no_item(node: Node, key: str, part: str) -> str:
+    """Return why a list has no such item; "" if it has."""
+    if part.isdigit() and int(part) < len(node.items):
+        return ""
+    count = len(node.items)
+    return f"'{key}' is a list with {count} item{'s' if count != 1 else ''}, numbered from 0, and none is '{part}'"
 
 
 def lookup_child(node: Node, name: str) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from embodrl.config.rules.base import Context, Finding, Rule
+from embodrl.config.rules.pipeline import misnamed
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
 from embodrl.names import import_function
@@ -132,15 +134,43 @@ def _wrong_order(pipeline: Pipeline, config: Config) -> Iterator[PipelineProblem
                 yield PipelineProblem(name, message, hint, code="pipeline-order")
 
 
-def find_problems(config: Config) -> list[PipelineProblem]:
-    """Return all that is wrong with the pipeline of a configuration."""
+def checked_pipeline(config: Config) -> Pipeline:
+    """Return the pipeline of a configuration, which is made once.
+
+    Raises:
+        PipelineError: with all that is wrong with it.
+    """
     try:
         pipeline = make_pipeline(config)
-    except PipelineError as error:
-        return list(error.problems) or [PipelineProblem("", error.message, error.hint, error.code)]
+    except PipelineError:
+        raise
     except EmbodrlError as error:
-        return [PipelineProblem("", error.message, error.hint or "put its directory on PYTHONPATH", error.code)]
-    return [*pipeline.problems(), *unmet_needs(pipeline, config)]
+        hint = error.hint or "put its directory on PYTHONPATH"
+        problem = PipelineProblem("", error.message, hint, error.code)
+        raise PipelineError("the pipeline can't run:", problems=(problem,)) from error
+    problems = (*pipeline.problems(), *unmet_needs(pipeline, config))
+    if problems:
+        raise PipelineError("the pipeline can't run:", problems=problems)
+    return pipeline
+
+
+def graph_is_sound(context: Context) -> Iterator[Finding]:
+    """The graph can be built, and has the nodes that the other settings need."""
+    config = context.config
+    pipeline = config.pipeline
+    both = pipeline.name is not None and pipeline.fn is not None
+    unknown = pipeline.name is not None and pipeline.name not in PIPELINES
+    if both or unknown or misnamed(config) is not None or config.algorithm.adv_type not in ADVANTAGES:
+        return  # rules of the configuration report it
+    key = "pipeline.name" if pipeline.fn is None else "pipeline.fn"
+    try:
+        checked_pipeline(config)
+    except PipelineError as error:
+        for problem in error.problems or (PipelineProblem("", error.message, error.hint, error.code),):
+            yield Finding(key, str(problem), problem.hint, code=problem.code)
+
+
+PIPELINE_RULE = Rule(graph_is_sound, ("pipeline", "algorithm", "reward"))
 
 
 def build_graph(config: Config) -> Graph:
@@ -149,7 +179,4 @@ def build_graph(config: Config) -> Graph:
     Raises:
         PipelineError: with all that is wrong with it.
     """
-    problems = find_problems(config)
-    if problems:
-        raise PipelineError("the pipeline can't run:", problems=tuple(problems))
-    return make_pipeline(config).build()
+    return checked_pipeline(config).build()

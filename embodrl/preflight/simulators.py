@@ -68,7 +68,9 @@ def missing_packages(env_type: str, python: str | None = None) -> list[str]:
     Raises:
         MissingDependencyError: the interpreter can't be run.
     """
-    return missing_modules(ENVS.entry(env_type).facts.get("needs", ()) if env_type in ENVS else (), python)
+    needs = ENVS.entry(env_type).facts.get("needs", ()) if env_type in ENVS else ()
+    # The simulator processes themselves need numpy, which an interpreter named by the user may lack.
+    return missing_modules((*needs, "numpy") if python is not None else needs, python)
 
 
 def missing_modules(names: Sequence[str], python: str | None = None) -> list[str]:

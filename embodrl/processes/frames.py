@@ -25,6 +25,10 @@ from embodrl.processes.codec import PLAIN, Codec, aligned, placed
 _HEADER = struct.Struct("<BQQQQ")
 _INLINE_BYTES = 1024
 _FD_BYTES = array.array("i").itemsize
+# Computed once: operators of the flags' enumeration cost as much as the system call.
+_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_FD_BYTES)
 
 
 class Kind(enum.IntEnum):
@@ -110,11 +114,10 @@ class Sender:
             memory, num_bytes = _memory_file(description, blobs)
         header = _HEADER.pack(frame.kind, frame.number, frame.argument, len(description), num_bytes)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory]))] if memory >= 0 else []
-        parts = [header] if memory >= 0 or not description else [header, description]
         try:
             while True:
                 try:
-                    self.sock.sendmsg(parts, rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                    self.sock.sendmsg([header if rights else header + description], rights, _SEND_FLAGS)
                     return
                 except BlockingIOError:
                     self._wait_writable(deadline)
@@ -143,9 +146,7 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         MessageError: it can't be read.
     """
     try:
-        data, ancillary, _, _ = sock.recvmsg(
-            _HEADER.size + _INLINE_BYTES, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        )
+        data, ancillary, _, _ = sock.recvmsg(_HEADER.size + _INLINE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
     except BlockingIOError:
         return None
     except ConnectionResetError as error:
@@ -154,7 +155,7 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         raise PeerGoneError
     kind, number, argument, length, num_bytes = _HEADER.unpack_from(data)
     if not ancillary:
-        value = codec.unpack(data[_HEADER.size :], []) if length else None
+        value = codec.read_from(data[_HEADER.size :], lambda *_: b"") if length else None
         return Frame(Kind(kind), number, argument, value)
     descriptors = array.array("i")
     for _, _, content in ancillary:
@@ -163,7 +164,9 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         view = memoryview(mmap.mmap(descriptors[0], num_bytes))
     finally:
         os.close(descriptors[0])
-    return Frame(Kind(kind), number, argument, codec.unpack_body(view[:length], view[aligned(length) :]))
+    body = view[aligned(length) :]
+    value = codec.read_from(view[:length], lambda start, count: body[start : start + count])
+    return Frame(Kind(kind), number, argument, value)
 
 
 class Connection(Sender):

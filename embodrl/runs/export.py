@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from embodrl.config import load_run
 from embodrl.errors import CheckpointError, OutputError
 from embodrl.runs.files import CONFIG_FILE, export_policy
+from embodrl.runs.load import load_run
 from embodrl.runs.policies import STEP, PolicySource
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 

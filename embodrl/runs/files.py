@@ -16,6 +16,7 @@ from embodrl.deployment import Deployment
 from embodrl.errors import OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
+from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.storage.json_file import write_json_file, write_text_file
@@ -39,7 +40,8 @@ def run_directory(config: Config) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = runner.name
     if name == "auto":
-        algorithm = config.algorithm.adv_type.replace(":", "-")
+        chosen = config.algorithm.adv_type
+        algorithm = chosen.replace(":", "-") if ":" in chosen else config.pipeline.name or default_name(config)
         name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
     return Path("outputs") / name
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from embodrl.config import LoadedConfig, load_config, load_run
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.errors import UsageError
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.files import BEST_POLICY_DIR, CONFIG_FILE, POLICY_DIR, without_lost_warm_start
+from embodrl.runs.load import load_config, load_run
 from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.workers.policy import build_policy
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodrl.config import LoadedConfig, load_run
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.batch import Batch
 from embodrl.data.imitation import FrameBatches, check_demos, load_configured_demos
@@ -33,6 +33,7 @@ from embodrl.runs.files import (
     without_lost_warm_start,
     write_config,
 )
+from embodrl.runs.load import load_run
 from embodrl.runs.lock import run_lock
 from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from embodrl.config import LoadedConfig, load_run
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.deployment import Deployment
@@ -52,6 +52,7 @@ from embodrl.runs.files import (
     without_lost_warm_start,
     write_config,
 )
+from embodrl.runs.load import load_run
 from embodrl.runs.lock import run_lock
 from embodrl.runs.provenance import add_provenance
 from embodrl.runs.stop import StopSignal

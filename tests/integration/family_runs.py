@@ -1,6 +1,6 @@
 """The runs of one model family through the command line, one after the other in one process, which torch enters once.
 
-``python family_runs.py FAMILY DIRECTORY CORNER_DEMOS [PUSH_DEMOS]`` writes what it found to DIRECTORY/result.json.
+``python family_runs.py FAMILY DIRECTORY corners|push DEMOS`` writes what it found to DIRECTORY/result.json.
 """
 
 from __future__ import annotations
@@ -114,24 +114,40 @@ def weights(directory: Path) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Run everything and write the result."""
-    family, directory, corner_demos = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+def corners_and_ppo(family: str, directory: Path, demos: Path) -> dict[str, object]:
+    """Imitate on the environment of corners, and go on with PPO on the toy; return what was measured."""
     facts = MODELS.entry(family).facts
-    model = [f"model={family}", *COMMON, *(f"model.{name}={size}" for name, size in SIZES.items())]
-    model.append(f"env.include_state={str(facts['uses_state'] is True).lower()}")
+    model = settings_of(family)
     corners = [*CORNERS, *model]
     result: dict[str, object] = {"untrained": success_rate(corners, directory / "untrained.json")}
-    corner_steps, push_steps, lr = LEARNING[family]
-    result["corner_losses"] = imitate(corners, corner_demos, directory / "corners", corner_steps, lr)
+    steps, _, lr = LEARNING[family]
+    result["corner_losses"] = imitate(corners, demos, directory / "corners", steps, lr)
     policy = directory / "corners" / "policy"
     result["trained"] = success_rate([*corners, f"model.warm_start={policy}"], directory / "trained.json")
     methods = ("flow_sde", "flow_noise") if facts["kind"] == "flow" else ("tokens",)
     for method in methods:
         flow = [f"model.flow.method={method}"] if facts["kind"] == "flow" else []
         result[method] = train([*model, *flow], policy, directory / method)
-    if len(sys.argv) > 4:
-        result["push_losses"] = imitate([*PUSH, *model], Path(sys.argv[4]), directory / "push", push_steps, lr)
+    return result
+
+
+def push(family: str, directory: Path, demos: Path) -> dict[str, object]:
+    """Imitate on PushCube; return the losses."""
+    _, steps, lr = LEARNING[family]
+    return {"push_losses": imitate([*PUSH, *settings_of(family)], demos, directory / "push", steps, lr)}
+
+
+def settings_of(family: str) -> list[str]:
+    """Return the settings of a small policy."""
+    model = [f"model={family}", *COMMON, *(f"model.{name}={size}" for name, size in SIZES.items())]
+    uses_state = MODELS.entry(family).facts["uses_state"] is True
+    return [*model, f"env.include_state={str(uses_state).lower()}"]
+
+
+def main() -> None:
+    """Run what is asked for and write the result."""
+    family, directory, what, demos = sys.argv[1], Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    result = (push if what == "push" else corners_and_ppo)(family, directory, demos)
     (directory / "result.json").write_text(json.dumps(result))
 
 

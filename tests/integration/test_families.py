@@ -59,12 +59,13 @@ PARAMS = [f if f in IN_SHORT else pytest.param(f, marks=pytest.mark.long) for f 
 def result(
     request: pytest.FixtureRequest,
     corner_demos: Path,
-    push_demos: Path | None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, str(HERE / "family_runs.py"), request.param, str(directory), str(corner_demos)]
-    command += [] if push_demos is None else [str(push_demos)]
+    return run_family(request.param, tmp_path_factory.mktemp(request.param), "corners", corner_demos)
+
+
+def run_family(family: str, directory: Path, what: str, demos: Path) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "family_runs.py"), family, str(directory), what, str(demos)]
     environ = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     outcome = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500, check=False)
     assert outcome.returncode == 0, outcome.stderr
@@ -78,10 +79,12 @@ def test_imitation_halves_its_loss_and_beats_the_untrained_policy(result: dict[s
 
 
 @pytest.mark.sim
-def test_imitation_of_push_cube_halves_its_loss(result: dict[str, Any]) -> None:
-    if "push_losses" not in result:
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_imitation_of_push_cube_halves_its_loss(family: str, push_demos: Path | None, tmp_path: Path) -> None:
+    if push_demos is None:
         pytest.skip("mani_skill is not installed, or no Vulkan driver can render")
-    losses = result["push_losses"]
+    losses = run_family(family, tmp_path, "push", push_demos)["push_losses"]
     assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
 
 

@@ -170,7 +170,7 @@ def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "stop_at",
     [
-        "optimizer_step:3:SIGKILL:simulator",  # in an update
+        _long("optimizer_step:3:SIGKILL:simulator"),  # in an update
         "write_file:4:SIGKILL:simulator",  # while a checkpoint is written
         "log:3:SIGKILL:simulator",  # before the scenes are built anew and their states are asked for
     ],

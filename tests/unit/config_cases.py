@@ -108,9 +108,14 @@ FORM = [
     ),
     Wrong("argument without value", "runner.seed", "key=value", ("runner.seed",)),
     Wrong("two equal signs", "runner.seed", "can't be parsed", ("runner.seed=1=2",)),
-    Wrong("open bracket", "env.tasks", "can't be parsed", ("env.tasks=[PushCube-v1",)),
+    Wrong("open bracket", "env.tasks", "close the bracket", ("env.tasks=[PushCube-v1",)),
     Wrong("sweep", "runner.seed", "sweep", ("runner.seed=1,2",)),
-    Wrong("list item", "env.cameras.0.name", "whole list", ("env.cameras.0.name=top",)),
+    Wrong("item of a list", "env.cameras.3.name", "numbered from 0", ("env.cameras.3.name=top",)),
+    Wrong("index in brackets", "env.cameras[0].name", "env.cameras.0.name=top", ("env.cameras[0].name=top",)),
+    Wrong("underscores in a number", "runner.seed", "not an integer", text="runner:\n  seed: 1_000\n", line=2),
+    Wrong("short name", "lr", "nearest:  actor.optim.lr", ("lr=1e-4",)),
+    Wrong("name of another library", "num_envs", "nearest:  env.train.total_num_envs", ("num_envs=8",)),
+    Wrong("preset in capitals", "algorithm", "nearest:  ppo", ("algorithm=PPO",)),
     Wrong("key below a number", "runner.seed.x", "single value", ("runner.seed.x=1",)),
     Wrong("unknown reference", "runner.name", "nearest:  runner.seed", ("runner.name=${runner.sed}",)),
     Wrong("reference to itself", "runner.name", "circle", ("runner.name=${runner.name}",)),
@@ -130,6 +135,17 @@ FORM += [
 ]
 
 RULES = [
+    Wrong(
+        "far too many iterations", "runner.max_iterations", "at most 10000000", ("runner.max_iterations=99999999999",)
+    ),
+    Wrong(
+        "images of the size of a poster",
+        "env.cameras.0.height",
+        "4096 x 4096",
+        ("env.cameras=[{height: 4096, width: 4096}]",),
+    ),
+    Wrong("interpreter that is none", "env.python", "not a Python interpreter", ("env.python=/bin/ls",)),
+    Wrong("reward of two arguments", "reward.fn", "one argument, the episode", ("reward.fn='operator:add'",)),
     Wrong(
         "train environments and processes",
         "env.train.total_num_envs",

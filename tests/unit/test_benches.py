@@ -27,13 +27,13 @@ def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_end_to_end_on_an_environment_without_a_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = ["env=toy", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=50"]
+    small = ["env=toy", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=10"]
     small += ["actor.global_batch_size=8", "actor.micro_batch_size=8", "actor.optim.critic_warmup_iterations=0"]
     monkeypatch.setattr(e2e, "check_simulator", lambda config: None)
     monkeypatch.setattr(e2e, "BASELINE", {})
     result = e2e.run(small, iterations=1)
     for side in (result["embodrl"], result["baseline"]):
-        assert 0 < side["env_steps"] <= 200
+        assert 0 < side["env_steps"] <= 40
         assert side["env_steps_per_s"] == pytest.approx(side["env_steps"] / side["wall_s"], rel=0.02)
         assert sum(side["wall_split"].values()) == pytest.approx(1, abs=1e-3)
         assert side["cores_busy"] == pytest.approx(sum(side["cores_split"].values()), abs=1e-3)

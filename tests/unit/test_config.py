@@ -287,7 +287,7 @@ def test_tricks_run_no_code_and_write_no_file(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("3", 3), ("-3", -3), ("1_000", 1000), ("1e-3", 1e-3), ("5.", 5.0),
+        ("3", 3), ("-3", -3), ("1_000", "1_000"), ("1e-3", 1e-3), ("5.", 5.0),
         (".5", 0.5), ("null", None), ("~", None), ("", None),
         ("true", True), ("False", False), ("off", "off"), ("no", "no"), ("1:30", "1:30"), ("0-3", "0-3"), ("v1", "v1"),
         ("2026-01-02", "2026-01-02"), (".inf", float("inf")), ("-.inf", float("-inf")),

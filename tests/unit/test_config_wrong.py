@@ -16,10 +16,10 @@ from config_cases_families import FAMILIES
 from config_cases_libero import LIBERO
 from expect import raises_code
 
-from embodrl.config import load_config
 from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
 from embodrl.registry import ADVANTAGES, LOSSES, MODELS
+from embodrl.runs.load import load_config
 
 RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA
 CASES = FORM + RULES

@@ -15,7 +15,6 @@ import pytest
 from expect import raises_code
 
 from embodrl.cli import list as list_command
-from embodrl.config import load_config
 from embodrl.config.compose import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
@@ -25,6 +24,7 @@ from embodrl.pipelines.draw import to_mermaid, to_svg, to_text
 from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.pipelines.select import build_graph, default_name
 from embodrl.registry import PIPELINES
+from embodrl.runs.load import load_config
 
 TOY = ("env=toy", "model.warm_start=null")
 PLAIN = ["rollout", "reward", "advantage", "train", "sync"]

@@ -9,13 +9,12 @@ import pytest
 from expect import raises_code
 
 from embodrl.errors import MessageError
-from embodrl.processes.codec import PLAIN, decode, encode, owned
+from embodrl.processes.codec import PLAIN, decode, encode
 
 
 def roundtrips(value):
     """What arrives in one buffer and as separate blobs."""
-    description, blobs = PLAIN.pack(value)
-    return [decode(encode(value)), PLAIN.unpack(description, owned(blobs))]
+    return [decode(encode(value)), PLAIN.copied(value)]
 
 
 def test_plain_values_and_arrays():

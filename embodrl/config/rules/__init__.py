@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from embodrl.config.rules import (
@@ -21,6 +21,7 @@ from embodrl.config.rules import (
     rollout_processes,
     runner,
     simulators,
+    sizes,
 )
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule
 from embodrl.errors import ConfigProblem
@@ -47,6 +48,7 @@ __all__ = [
     "run_rules",
     "runner",
     "simulators",
+    "sizes",
 ]
 
 
@@ -65,22 +67,26 @@ class Report:
     obstacles: list[ConfigProblem]
 
 
-def run_rules(context: Context, invalid: set[str], planning: bool = False) -> Report:
+def run_rules(
+    context: Context, invalid: set[str], planning: bool = False, further_rules: Sequence[Rule] = ()
+) -> Report:
     """Run every rule whose keys have a valid type.
 
     Args:
         context: the values, with the schema's default where one was invalid, and where they came from.
         invalid: keys whose value was invalid.
         planning: nothing will be started, so what this machine lacks is an obstacle instead of an error.
+        further_rules: of packages above this one.
     """
 
     def run(rules: Iterable[Rule]) -> list[ConfigProblem]:
         sound = [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
         return [context.problem(finding, rule.code) for rule in sound for finding in rule.check(context)]
 
+    rules = [*RULES, *further_rules]
+    later = [rule for rule in rules if planning and rule.here]
     notes = [note for note in NOTES if not (context.evaluating and note.is_about_training)]
-    later = [rule for rule in RULES if planning and rule.here]
-    return Report(run(rule for rule in RULES if rule not in later), run(notes), run(later))
+    return Report(run(rule for rule in rules if rule not in later), run(notes), run(later))
 
 
 def _overlap(key: str, bad: str) -> bool:

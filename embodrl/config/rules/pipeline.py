@@ -1,4 +1,4 @@
-"""The graph that an iteration walks: which one, and whether it can run."""
+"""Which graph an iteration walks; whether it can run is a rule of ``embodrl.pipelines``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from typing import Any
 
 from embodrl.config.rules.base import Context, Finding, rule
 from embodrl.config.schema import Config
-from embodrl.errors import PipelineProblem
-from embodrl.names import import_object, nearest
-from embodrl.registry import ADVANTAGES, PIPELINES
-
-# By name, as models are: the graph is built from layers above this one.
-FIND_PROBLEMS = "embodrl.pipelines.select:find_problems"
+from embodrl.names import nearest
+from embodrl.registry import PIPELINES
 
 
 @rule("pipeline")
@@ -62,18 +58,3 @@ def name_fits_the_algorithm(context: Context) -> Iterator[Finding]:
         message = f"the pipeline '{name}' belongs to {key}={wanted}, and it is {found}"
         hint = f"choose algorithm={name}, which pipeline={name} does by itself, or leave the pipeline out"
         yield Finding("pipeline.name", message, hint, others=(key,))
-
-
-@rule("pipeline", "algorithm", "reward")
-def graph_is_sound(context: Context) -> Iterator[Finding]:
-    """The graph can be built, and has the nodes that the other settings need."""
-    config = context.config
-    pipeline = config.pipeline
-    both = pipeline.name is not None and pipeline.fn is not None
-    unknown = pipeline.name is not None and pipeline.name not in PIPELINES
-    if both or unknown or misnamed(config) is not None or config.algorithm.adv_type not in ADVANTAGES:
-        return  # have rules of their own
-    key = "pipeline.name" if pipeline.fn is None else "pipeline.fn"
-    problems: list[PipelineProblem] = import_object(FIND_PROBLEMS)(config)
-    for problem in problems:
-        yield Finding(key, str(problem), problem.hint, code=problem.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +19,34 @@ def reward_function_exists(context: Context) -> Iterator[Finding]:
     path = context.config.reward.fn
     if path is not None:
         try:
-            import_function(path)
+            function = import_function(path)
         except EmbodrlError as error:
             hint = error.hint or "put its directory on PYTHONPATH, or correct the name"
             yield Finding("reward.fn", error.message, hint, "module:function, or null")
+            return
+        try:
+            parameters = inspect.signature(function)
+            parameters.bind(None)
+        except TypeError as error:
+            message = f"'{path}' can't be called with one argument, the episode: {error}"
+            hint = "write `def my_reward(episode)`, or `async def`; other parameters need a default"
+            yield Finding("reward.fn", message, hint, code="reward-signature")
+        except ValueError:
+            return  # written in C: what it takes can't be read
+
+
+@note("reward.fn")
+def reward_function_takes_an_episode(context: Context) -> Iterator[Finding]:
+    """The parameter of a reward function is called episode, or typed Episode: another function may be meant."""
+    path = context.config.reward.fn
+    try:
+        parameters = list(inspect.signature(import_function(path)).parameters.values()) if path else []
+    except (EmbodrlError, TypeError, ValueError):
+        return
+    first = parameters[0] if parameters else None
+    if first is not None and "episode" not in first.name.lower() and "Episode" not in str(first.annotation):
+        message = f"'{path}' gets an embodrl.Episode, and its parameter is called '{first.name}'"
+        yield Finding("reward.fn", message, "name it episode if this function is meant")
 
 
 @rule("algorithm.srpo", "reward.fn")

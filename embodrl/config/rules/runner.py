@@ -61,11 +61,22 @@ def wandb_is_installed(context: Context) -> Iterator[Finding]:
 def sft_warm_up_ends(context: Context) -> Iterator[Finding]:
     """The warm-up is shorter than the fine-tuning."""
     sft = context.config.sft
-    if sft.lr_warmup_steps >= sft.max_steps:
+    if sft.lr_warmup_steps >= sft.max_steps and context.by_user("sft.lr_warmup_steps"):
         message = f"{sft.lr_warmup_steps} warm-up steps fill all of sft.max_steps = {sft.max_steps}"
         hint = f"set it to {sft.max_steps // 10}, or raise sft.max_steps"
         others = ("sft.max_steps",)
         yield Finding("sft.lr_warmup_steps", message, hint, f"0 to {sft.max_steps - 1}", others=others)
+
+
+@note("sft")
+def sft_is_shorter_than_its_warm_up(context: Context) -> Iterator[Finding]:
+    """A fine-tuning shorter than the default warm-up never reaches its learning rate."""
+    sft = context.config.sft
+    short = sft.lr_warmup_steps >= sft.max_steps and not context.by_user("sft.lr_warmup_steps")
+    if short and context.by_user("sft.max_steps"):
+        reached = f"{sft.max_steps} of {sft.lr_warmup_steps} steps of the warm-up"
+        hint = f"set sft.lr_warmup_steps={sft.max_steps // 10} unless this is a smoke test"
+        yield Finding("sft.max_steps", f"is {reached}: the learning rate never reaches sft.lr", hint)
 
 
 @rule("sft.label_smoothing_bins")

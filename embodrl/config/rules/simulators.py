@@ -125,6 +125,11 @@ def interpreter_exists(context: Context) -> Iterator[Finding]:
         hint = "give the path of a Python interpreter that has the simulator, auto, or null for this one"
         message = f"'{python}' is not a program that can be run"
         yield Finding("env.python", message, hint, "the path of an interpreter, auto, or null")
+    elif python is not None and python != AUTO:
+        names = (Path(python).name, Path(python).resolve().name)
+        if not any(name.lower().startswith(("python", "pypy")) for name in names):
+            hint = "give the path of a Python interpreter, e.g. /path/to/venv/bin/python"
+            yield Finding("env.python", f"'{python}' is not a Python interpreter", hint, "a path that ends in python")
 
 
 @note("env.env_type", "env.render_detail", "env.mesh_decimation")

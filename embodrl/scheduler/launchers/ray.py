@@ -19,7 +19,6 @@ from typing import Any
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
 from embodrl.processes.child import LOG_TAIL_BYTES
-from embodrl.processes.codec import owned
 from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, raised, settle
@@ -68,7 +67,7 @@ class RayHost:
 
     def start(self, class_path: str, numa_node: int | None, packed: Packed, channels: dict[str, Any]) -> Packed | None:
         """Make the worker; returns None, or a packed report of its error."""
-        context, kwargs = CODEC.unpack(packed[0], owned(packed[1]))
+        context, kwargs = CODEC.unpack(*packed)
         try:
             self._host = Host(class_path, context, numa_node, kwargs, channels)
         except Exception as error:  # noqa: BLE001 - the driver raises it
@@ -79,7 +78,7 @@ class RayHost:
         """Return whether a method returned, and its result with seconds, or a report of its error; packed."""
         assert self._host is not None
         # Ray's object store is read-only and shared: a worker owns what it gets.
-        args, kwargs = CODEC.unpack(packed[0], owned(packed[1]))
+        args, kwargs = CODEC.unpack(*packed)
         try:
             return True, CODEC.pack(self._host.call(method, args, kwargs))
         except Exception as error:  # noqa: BLE001 - the driver raises it
@@ -115,7 +114,7 @@ class RayChannel(Channel):
             raise self._timeout("empty", timeout_s) from error
         except import_ray().exceptions.RayActorError as error:
             raise self._closed() from error
-        return CODEC.unpack(description, owned(blobs))
+        return CODEC.unpack(description, blobs)
 
     def close(self) -> None:
         self._queue.shutdown(force=True)
@@ -186,7 +185,7 @@ class _RayWorker(Running):
             return
         answer = done.result()
         well, packed = (answer is None, answer) if starting else answer
-        value: Any = None if packed is None else CODEC.unpack(packed[0], owned(packed[1]))
+        value: Any = None if packed is None else CODEC.unpack(*packed)
         if not well:
             settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
         else:

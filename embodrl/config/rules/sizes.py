@@ -1,0 +1,94 @@
+"""Values that are valid numbers and can hardly be meant: far too large, or far outside of what is usual."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.schema import Config
+
+MOST = {
+    "runner.max_iterations": 10_000_000,
+    "env.train.total_num_envs": 1_000_000,
+    "env.eval.total_num_envs": 1_000_000,
+    "env.eval.num_episodes": 10_000_000,
+    "actor.global_batch_size": 10_000_000,
+    "sft.batch_size": 100_000,
+    "sft.max_steps": 1_000_000_000,
+    "collect.num_episodes": 100_000_000,
+    "algorithm.update_epoch": 10_000,
+}
+"""Larger values are typing errors: no machine holds or finishes them."""
+MOST_PIXELS = 4_194_304
+MOST_IMAGE_BYTES = 64 * 2**30
+USUAL: dict[str, tuple[float, float]] = {
+    "actor.optim.lr": (1e-9, 1e-1),
+    "actor.optim.value_lr": (1e-9, 1.0),
+    "sft.lr": (1e-9, 1e-1),
+    "algorithm.sampling.temperature": (0.05, 10.0),
+    "algorithm.clip_ratio_low": (0.0, 1.0),
+    "algorithm.clip_ratio_high": (0.0, 10.0),
+    "algorithm.update_epoch": (1, 100),
+    "env.step_timeout_s": (0.1, 86_400.0),
+    "env.reset_timeout_s": (0.1, 86_400.0),
+    "env.start_timeout_s": (1.0, 86_400.0),
+    "env.max_abs_reward": (1e-2, float("inf")),
+}
+"""What published runs stay within, with a wide margin."""
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+@rule(*MOST)
+def sizes_are_possible(context: Context) -> Iterator[Finding]:
+    """Numbers of iterations, environments and items are below what any machine could hold or finish."""
+    for key, most in MOST.items():
+        value = value_of(context.config, key)
+        if value > most:
+            yield Finding(
+                key, f"{value} is larger than any machine could do", f"set it to at most {most}", f"1 to {most}"
+            )
+
+
+@rule("env.cameras", "env.train.total_num_envs", "env.eval.total_num_envs")
+def images_fit_in_memory(context: Context) -> Iterator[Finding]:
+    """The images of one step of all environments take less than 64 GiB, and those of one camera 4 megapixels."""
+    env = context.config.env
+    for index, camera in enumerate(env.cameras):
+        if camera.height * camera.width > MOST_PIXELS:
+            yield Finding(
+                f"env.cameras.{index}.height",
+                f"{camera.width} x {camera.height} pixels per image",
+                "policies take 64 to 448 pixels per side; set height and width to the size that yours takes",
+                f"at most {MOST_PIXELS} pixels per image",
+                others=(f"env.cameras.{index}.width",),
+                at="env.cameras",
+            )
+            return
+    pixels = sum(camera.height * camera.width for camera in env.cameras)
+    environments = max(env.train.total_num_envs, env.eval.total_num_envs)
+    needed = 3 * pixels * environments
+    if needed > MOST_IMAGE_BYTES and environments <= MOST["env.train.total_num_envs"]:
+        yield Finding(
+            "env.train.total_num_envs",
+            f"the images of {environments} environments take {needed / 2**30:.0f} GiB per step",
+            f"use fewer environments (at most {MOST_IMAGE_BYTES // (3 * pixels)}) or smaller images",
+            others=("env.cameras",),
+        )
+
+
+@note(*USUAL)
+def values_are_usual(context: Context) -> Iterator[Finding]:
+    """A learning rate, temperature, clip range, number of epochs or limit far outside of what published runs use."""
+    for key, (low, high) in USUAL.items():
+        value = value_of(context.config, key)
+        if value is not None and context.by_user(key) and not low <= value <= high:
+            usual = f"{low:g} to {high:g}" if high < float("inf") else f"at least {low:g}"
+            yield Finding(key, f"{value:g} is far outside the usual range", "check the exponent and the unit", usual)
