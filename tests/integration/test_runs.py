@@ -163,7 +163,7 @@ def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) ->
     (tmp_path / "checkpoints").write_text("in the way")
     outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", stop_at="act:6:SIGINT")
     assert outcome.code == 1
-    assert "iteration 1, the last, could not be saved" in outcome.stderr and "would start over" in outcome.stderr
+    assert "could not save iteration 1, the last" in outcome.stderr and "will start over" in outcome.stderr
     assert "continues" not in outcome.stdout
 
 
@@ -208,7 +208,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
         "actor.optim.critic_warmup_iterations=0",
     )
     assert outcome.code == 1
-    assert "iteration 1, the last, could not be saved" in outcome.stderr
+    assert "could not save iteration 1, the last" in outcome.stderr
     assert (tmp_path / "policy" / "config.json").is_file()
 
 
