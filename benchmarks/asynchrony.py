@@ -29,11 +29,11 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.storage.json_file import write_json_file
-from embodrl.workers.async_rollout import AsyncRolloutWorker
+from embodrl.workers.async_collector import AsyncCollector
+from embodrl.workers.collector import Collector
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
-from embodrl.workers.rollout import RolloutSource
-from embodrl.workers.rollout_source import make_rollout_source
+from embodrl.workers.rollout_backend import make_collector
 
 ITERATIONS = 6
 # Iterations before time is taken, beyond those whose rollouts were begun by the first weights.
@@ -65,7 +65,7 @@ class Sides:
     config: Config
     policy: VLAPolicy
     engine: NativeTrainEngine
-    source: RolloutSource
+    source: Collector
     shuffle: torch.Generator
 
 
@@ -75,7 +75,7 @@ def build(config: Config, pool: EnvPool) -> Sides:
     ahead = config.runner.max_staleness > 0
     engine = NativeTrainEngine(policy, config.actor, 1000, policy.device, cores, may_be_stale=ahead)
     acting = make_rollout_engine(config, policy, cores)
-    source = make_rollout_source(config, pool, acting, lambda: False, False)
+    source = make_collector(config, pool, acting, lambda: False, False)
     return Sides(config, policy, engine, source, torch.Generator().manual_seed(config.runner.seed))
 
 
@@ -116,7 +116,7 @@ def warm_up_of(config: Config) -> int:
 
 def _played(sides: Sides, iteration: int) -> float:
     """Return rollouts played so far."""
-    if not isinstance(sides.source, AsyncRolloutWorker):
+    if not isinstance(sides.source, AsyncCollector):
         return float(iteration)
     gate = sides.source.gate
     return (gate.accepted + gate.rejected) / gate.batch_size

@@ -21,8 +21,9 @@ from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE
+from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.storage.checkpoint import CheckpointManager
-from embodrl.workers.actor import GroupTrainEngine
+from embodrl.workers.actor import launch_trainers
 from embodrl.workers.policy import build_policy, configure_torch
 
 SETTINGS = (
@@ -68,7 +69,7 @@ def main(output: Path | None) -> int:
     config = loaded.config
     configure_torch(config)
     policy = build_policy(config)
-    engine = GroupTrainEngine(config, loaded.deployment, policy)
+    engine = RemoteTrainEngine(config, policy, launch_trainers(config, loaded.deployment))
     try:
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         moments = {
@@ -96,7 +97,7 @@ def main(output: Path | None) -> int:
     return 0
 
 
-def measure_formats(engine: GroupTrainEngine, directory: Path, pids: list[int]) -> dict[str, Any]:
+def measure_formats(engine: RemoteTrainEngine, directory: Path, pids: list[int]) -> dict[str, Any]:
     """Return the figures of a save and a load in both formats."""
 
     def save_full() -> None:

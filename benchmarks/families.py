@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.bench.hardware import describe_hardware
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 
 NUM_DEMOS = 400
 STEPS = 600
@@ -37,9 +37,9 @@ def success_rate(settings: list[str], path: Path) -> float:
 def measure(family: str, directory: Path) -> dict[str, Any]:
     """Return what imitation did to a family."""
     out = directory / family
-    facts = MODELS.entry(family).facts
+    spec = MODELS.entry(family)
     settings = ["env=maniskill", f"model={family}", "model.warm_start=null"]
-    settings += ["env.include_state=true"] if facts["uses_state"] is True else []
+    settings += ["env.include_state=true"] if spec.uses_state is True else []
     untrained = success_rate(settings, out / "untrained.json")
     if not (out / "sft" / "policy").is_dir():
         options = [
@@ -49,7 +49,7 @@ def measure(family: str, directory: Path) -> dict[str, Any]:
             "sft.lr=6e-4",
         ]
         # Smoothed targets have an entropy of their own, below which the loss can't fall.
-        options += ["sft.label_smoothing_bins=0"] if facts["kind"] == "tokens" else []
+        options += ["sft.label_smoothing_bins=0"] if spec.kind == "tokens" else []
         embodrl("sft", *settings, *options)
     rows = [json.loads(line) for line in (out / "sft" / "sft_metrics.jsonl").read_text().splitlines()]
     trained = success_rate([*settings, f"model.warm_start={out / 'sft' / 'policy'}"], out / "trained.json")

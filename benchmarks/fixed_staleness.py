@@ -18,17 +18,18 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.runs import build
 from embodrl.runs import train as runner
-from embodrl.workers.rollout import RolloutSource, RolloutWorker
+from embodrl.workers.collector import Collector, SyncCollector
 
 
-class LaggedRollout(RolloutWorker):
+class LaggedRollout(SyncCollector):
     """Takes over weights ``lag`` updates late."""
 
     lag = 0
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         if not hasattr(self, "_kept"):
             self._kept: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=self.lag + 1)
         self._kept.append((version, {name: tensor.detach().clone() for name, tensor in weights}))
@@ -39,8 +40,8 @@ class LaggedRollout(RolloutWorker):
 
 def make_source(
     config: Config, pool: EnvPool, engine: NativeRolloutEngine, should_stop: Callable[[], bool], keep_frames: bool
-) -> RolloutSource:
-    """As ``workers.rollout_source.make_rollout_source``."""
+) -> Collector:
+    """As ``workers.rollout_backend.make_collector``."""
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     policy = frozen_copy(engine.policy, trained)
     apart = NativeRolloutEngine(
@@ -54,7 +55,7 @@ def make_source(
 def main(arguments: list[str]) -> int:
     """Train; return the exit code."""
     LaggedRollout.lag = int(arguments[0])
-    runner.make_rollout_source = make_source
+    build.make_collector = make_source  # type: ignore[assignment]
     return runner.train(load_config(["env=maniskill", "model=openvla", *arguments[1:]]))
 
 

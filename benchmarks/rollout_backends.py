@@ -27,7 +27,7 @@ from embodrl.bench.hardware import describe_hardware
 from embodrl.bench.inference import make_observation, make_policy
 from embodrl.bench.plain import stock_llama
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 from embodrl.models.openvla.token_policy import TokenPolicy

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.toy.env import ToyVectorEnv
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 from embodrl.types import EnvStep
 
 MEAN_S = 0.4
@@ -53,5 +53,5 @@ def chunk_seconds(random: np.random.Generator) -> float:
     return min(LONGEST_S, MEAN_S * (TAIL - 1) / TAIL * (1 + float(random.pareto(TAIL))))
 
 
-ENVS.register(HEAVY, lambda **kwargs: SlowVectorEnv(True, **kwargs))
-ENVS.register(CONSTANT, lambda **kwargs: SlowVectorEnv(False, **kwargs))
+ENVS.add(HEAVY, lambda **kwargs: SlowVectorEnv(True, **kwargs))
+ENVS.add(CONSTANT, lambda **kwargs: SlowVectorEnv(False, **kwargs))

@@ -27,7 +27,8 @@ _EXPORTS = {
         "embodrl.api",
     ),
     "Config": "embodrl.config.schema",
-    "ModelConfig": "embodrl.config.schema",
+    **dict.fromkeys(("EnvConfig", "ModelConfig"), "embodrl.config.schema"),
+    **dict.fromkeys(("SimulatorSpec", "ModelSpec"), "embodrl.specs"),
     "LoadedConfig": "embodrl.config.load",
     "EpisodeRecord": "embodrl.workers.evaluator",
     # Errors.
@@ -60,7 +61,7 @@ _EXPORTS = {
     "PipelineContext": "embodrl.pipelines.context:Context",
     **dict.fromkeys(("RolloutWorkflow", "EpisodeTask", "Trajectory"), "embodrl.workers.workflow"),
     **dict.fromkeys(("Environment", "Tool", "ToolResult"), "embodrl.envs.environment"),
-    "EpisodeEngine": "embodrl.hybrid_engines.rollout.async_engine",
+    "EpisodeEngine": "embodrl.hybrid_engines.rollout.batched",
     # Registries.
     "register_model": "embodrl.models.registry:SupportedModel.register",
     "register_env": "embodrl.envs.registry:SupportedEnv.register",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from embodrl.api import train as train
     from embodrl.config.load import LoadedConfig as LoadedConfig
     from embodrl.config.schema import Config as Config
+    from embodrl.config.schema import EnvConfig as EnvConfig
     from embodrl.config.schema import ModelConfig as ModelConfig
     from embodrl.data.converters import from_areal as from_areal
     from embodrl.data.converters import from_areal_list as from_areal_list
@@ -116,7 +118,7 @@ if TYPE_CHECKING:
     from embodrl.errors import ConfigError as ConfigError
     from embodrl.errors import ConfigProblem as ConfigProblem
     from embodrl.errors import EmbodrlError as EmbodrlError
-    from embodrl.hybrid_engines.rollout.async_engine import EpisodeEngine as EpisodeEngine
+    from embodrl.hybrid_engines.rollout.batched import EpisodeEngine as EpisodeEngine
     from embodrl.models.base import LoadReport as LoadReport
     from embodrl.models.base import VLAPolicy as VLAPolicy
     from embodrl.models.common import checkpoint as checkpoint
@@ -126,6 +128,8 @@ if TYPE_CHECKING:
     from embodrl.pipelines.context import Context as PipelineContext  # noqa: F401
     from embodrl.pipelines.graph import Pipeline as Pipeline
     from embodrl.registry import ADVANTAGES, LOSSES, PIPELINES
+    from embodrl.specs import ModelSpec as ModelSpec
+    from embodrl.specs import SimulatorSpec as SimulatorSpec
     from embodrl.types import CameraSpec as CameraSpec
     from embodrl.types import EnvSpec as EnvSpec
     from embodrl.types import EnvStep as EnvStep

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from embodrl.errors import EmbodrlError, UnknownNameError
 from embodrl.names import import_function, import_object, nearest, parameters_of
-
-if TYPE_CHECKING:
-    from typing import Self  # simulators may live in a Python 3.10, which lacks it
 
 
 @dataclass(frozen=True)
@@ -78,34 +73,6 @@ class Registry:
         return iter(self._entries)
 
 
-class RegisteredName(str):
-    """A string that is known to be a name of ``registry``; an enumeration that extensions can add members to.
-
-    Raises:
-        UnknownNameError: the name is not registered; lists the known ones and the nearest.
-    """
-
-    __slots__ = ()
-    registry: ClassVar[Registry]
-
-    def __new__(cls, name: str) -> Self:
-        cls.registry.entry(name)
-        return super().__new__(cls, name)
-
-    @classmethod
-    def members(cls) -> list[Self]:
-        """Return the registered names, in order of registration."""
-        return [cls(name) for name in cls.registry]
-
-    @classmethod
-    def add(cls, name: str, target: Any, description: str, **facts: Any) -> Self:
-        """Register a name and return it, as a member from now on. See ``Registry.register``."""
-        cls.registry.register(name, target, description, **facts)
-        member = cls(name)
-        setattr(cls, name.upper(), member)
-        return member
-
-
 class FunctionRegistry(Registry):
     """A registry whose names may also be ``module:function`` of the user's own.
 
@@ -169,186 +136,6 @@ class FunctionRegistry(Registry):
             return isinstance(name, str) and bool(self.entry(name))
         except EmbodrlError:
             return False
-
-
-MODELS = Registry("model")
-_TOKEN_FACTS: dict[str, Any] = {
-    "kind": "tokens",
-    "value_head": True,
-    "num_bins": 256,
-    "value_inputs": ("prompt_end", "prompt_mean"),
-    "trainable": ("all", "lora", "head"),
-    "rl": "log-probs of action tokens: temperature, top-k",
-}
-_FLOW_FACTS: dict[str, Any] = {
-    "kind": "flow",
-    "value_head": True,
-    "value_inputs": ("prefix", "suffix"),
-    "trainable": ("all", "lora", "action_expert", "head"),
-    "uses_state": True,
-    "rl": "Gaussian log-probs of denoising steps: flow_sde, flow_noise",
-}
-MODELS.register(
-    "openvla",
-    "embodrl.models.openvla.build:build_openvla",
-    "OpenVLA: DINOv2 + SigLIP vision, Llama, 256-bin action tokens",
-    **_TOKEN_FACTS,
-    autoregressive=True,
-    uses_state=False,
-    max_cameras=1,
-    dimensions="architecture",
-    builtin_warm_start=True,
-    parity="embodrl.models.openvla.parity:run",
-    sizes="2.3 M (tiny), 7.54 B",
-    actions="256 bins a dimension, decoded one after the other",
-    checkpoint="openvla/openvla-7b and fine-tunes of it",
-)
-MODELS.register(
-    "openvla_oft",
-    "embodrl.models.openvla_oft.build:build_openvla_oft",
-    "OpenVLA-OFT: OpenVLA with several images and bidirectional parallel decoding of a chunk",
-    **_TOKEN_FACTS,
-    uses_state="model.use_proprio",
-    max_cameras=4,
-    dimensions="architecture",
-    parity="embodrl.models.openvla_oft.parity:run",
-    sizes="2.3 M (tiny), 7.54 B",
-    actions="256 bins a dimension, the whole chunk at once",
-    checkpoint="discrete OpenVLA-OFT fine-tunes in Hugging Face layout",
-)
-for _name, _title, _tiny, _uses_state, _checkpoint in (
-    ("pi0", "pi0", "1.5 M", True, "openpi's PyTorch conversion, or lerobot's pi0 layout"),
-    ("pi05", "pi0.5", "1.7 M", "model.pi.discrete_state", "openpi's PyTorch conversion, or lerobot's pi05 layout"),
-):
-    MODELS.register(
-        _name,
-        f"embodrl.models.pi.build:build_{_name}",
-        f"{_title}: PaliGemma and a flow-matching action expert",
-        **{**_FLOW_FACTS, "uses_state": _uses_state},
-        max_cameras=3,
-        dimensions="pi",
-        parity="embodrl.models.pi.parity:run",
-        sizes=f"{_tiny} (tiny), about 3.3 B",
-        actions="continuous chunk by flow matching",
-        checkpoint=_checkpoint,
-    )
-MODELS.register(
-    "gr00t",
-    "embodrl.models.gr00t.build:build_gr00t",
-    "GR00T N1.5: SigLIP 2, Qwen3 and a flow-matching diffusion transformer",
-    **_FLOW_FACTS,
-    max_cameras=3,
-    dimensions="gr00t",
-    parity="embodrl.models.gr00t.parity:run",
-    sizes="2.1 M (tiny), about 2.7 B",
-    actions="continuous chunk by flow matching, encoders a robot",
-    checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
-)
-
-ENVS = Registry("environment")
-# Facts of an environment: ``tasks``, names or where the table of their instructions is; ``action_dim``, if fixed;
-# ``settings``, the keys of the section env that it reads beside those that all do; ``reward_modes``; ``cameras``, names
-# that it knows without a place; ``movable_cameras``, others may be placed; ``max_cameras``; ``needs``, modules;
-# ``extra``, which installs them, or ``isolated``, `embodrl env install` does; ``suites``; ``expert_tasks``, those that
-# `embodrl collect` can show, if not all, and ``demonstrations``, what to do instead; what is listed.
-_REWARDS = ("reward_mode", "success_bonus")
-ENVS.register(
-    "maniskill",
-    "embodrl.envs.maniskill.env:ManiSkillVectorEnv",
-    "ManiSkill 3 (SAPIEN) table-top manipulation",
-    tasks="embodrl.envs.maniskill.tasks:INSTRUCTIONS",
-    action_dim=7,
-    settings=("cameras", *_REWARDS, "sim_backend", "render_backend", "render_detail", "mesh_decimation", "video"),
-    needs=("mani_skill", "sapien", "fast_simplification"),
-    extra="maniskill",
-    actions="change of the gripper's pose (x, y, z, three angles) and its opening, -1 to 1",
-    camera_list="base_camera, or any name with eye and target",
-    experts="PushCube, PullCube, PickCube, StackCube, LiftPegUpright",
-    expert_tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
-    verified="all tasks on a CPU; on a GPU not yet",
-)
-ENVS.register(
-    "metaworld",
-    "embodrl.envs.metaworld.env:MetaWorldVectorEnv",
-    "Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
-    tasks="embodrl.envs.metaworld.tasks:INSTRUCTIONS",
-    action_dim=4,
-    settings=("cameras", *_REWARDS, "render_detail", "video"),
-    cameras=("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"),
-    needs=("metaworld", "mujoco", "fast_simplification"),
-    extra="metaworld",
-    actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
-    camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
-    experts="all tasks",
-    verified="all tasks on a CPU (MUJOCO_GL=egl); on a GPU not yet",
-)
-ENVS.register(
-    "gymnasium",
-    "embodrl.envs.gymnasium.env:GymnasiumVectorEnv",
-    "any environment registered with Gymnasium: env.id, env.instruction, model.action_dim",
-    settings=(
-        "cameras",
-        *_REWARDS,
-        "id",
-        "instruction",
-        "success_key",
-        "success_threshold",
-        "action_dim",
-        "render_detail",
-        "video",
-    ),
-    reward_modes=("dense", "sparse"),
-    max_cameras=1,
-    needs=("gymnasium", "PIL"),
-    extra="gymnasium",
-    actions="a Box, mapped from -1 to 1; no discrete actions",
-    camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
-    expert_tasks=(),
-    verified="Reacher-v5, Hopper-v5 and Pendulum-v1 on a CPU",
-)
-_LIBERO_SUITES: dict[str, Any] = json.loads(
-    (Path(__file__).parent / "envs" / "libero" / "suites.json").read_text(encoding="utf-8")
-)
-ENVS.register(
-    "libero",
-    "embodrl.envs.libero.env:LiberoVectorEnv",
-    "LIBERO (MuJoCo, Panda): the standard suites, their official tasks and initial states",
-    tasks={task: facts["instruction"] for suite in _LIBERO_SUITES.values() for task, facts in suite["tasks"].items()},
-    suites=_LIBERO_SUITES,
-    action_dim=7,
-    settings=("cameras", *_REWARDS, "suite", "libero_assets", "settle_steps", "render_detail", "video"),
-    reward_modes=("sparse",),
-    cameras=("agentview", "wrist", "frontview", "birdview", "sideview"),
-    movable_cameras=False,
-    isolated=True,
-    actions="change of the gripper's pose (x, y, z, three angles), and its closing by sign, -1 to 1",
-    camera_list="agentview, wrist, frontview, birdview, sideview",
-    experts="none; `embodrl convert libero` reads LIBERO's demonstrations",
-    expert_tasks=(),
-    demonstrations="`embodrl convert libero` makes a data set of the demonstrations that LIBERO brings",
-    verified="on a CPU (MUJOCO_GL=egl); on a GPU not yet",
-)
-ENVS.register(
-    "toy",
-    "embodrl.envs.toy.env:ToyVectorEnv",
-    "a dot to be moved to a coloured goal; needs no simulator",
-    tasks="embodrl.envs.toy.tasks:INSTRUCTIONS",
-    action_dim=7,
-    settings=("image_size",),
-    actions="the first two numbers move the dot, -1 to 1",
-    camera_list="one, from above",
-    experts="all tasks",
-    verified="everywhere",
-)
-
-
-def env_tasks(name: str) -> dict[str, str]:
-    """Return the tasks of an environment with what the policy is told ("" if unknown); empty if any name will do."""
-    tasks: Any = ENVS.entry(name).facts.get("tasks", ()) if name in ENVS else ()
-    found: Any = import_object(tasks) if isinstance(tasks, str) else tasks
-    return (
-        {str(task): str(text) for task, text in found.items()} if hasattr(found, "items") else dict.fromkeys(found, "")
-    )
 
 
 # What advantage estimators and losses of whatever origin may ask for, by the names of their parameters. Shapes are in

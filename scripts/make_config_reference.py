@@ -12,13 +12,15 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from embodrl.config.check import allowed_values, model_of
 from embodrl.config.compose import describe, groups, presets
-from embodrl.config.rules import NOTES, RULES, Rule
-from embodrl.config.schema import Config
+from embodrl.config.rules import Rule, shipped_rules
+from embodrl.config.schema import Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
 from embodrl.config.show import flow
 from embodrl.pipelines.select import PIPELINE_RULE
+from embodrl.specs import ENVS, MODELS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -95,12 +97,12 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def allowed(key: str, annotation: Any) -> str:
+def allowed(key: str, annotation: Any, schema: type[BaseModel] = Config) -> str:
     """Say what a key may hold."""
     inner = model_of(annotation)
     if inner is not None and get_args(annotation):
         return "a list of mappings, see below"
-    return allowed_values(key)[0]
+    return allowed_values(key, schema)[0]
 
 
 def default(value: Any) -> str:
@@ -111,24 +113,33 @@ def default(value: Any) -> str:
     return f"`{flow(value)}`"
 
 
-def row(key: str, name: str, info: FieldInfo) -> str:
+def row(key: str, name: str, info: FieldInfo, schema: type[BaseModel]) -> str:
     """Return the line about a key."""
-    may = allowed(key.replace("[i]", ".0"), info.annotation)
-    return f"| `{name}` | {cell(default(info.default))} | {cell(may)} | {cell(info.description or '')} |"
+    may = allowed(key.replace("[i]", ".0"), info.annotation, schema)
+    shown = "required" if info.default is PydanticUndefined else default(info.default)
+    return f"| `{name}` | {cell(shown)} | {cell(may)} | {cell(info.description or '')} |"
 
 
-def section(model: type[BaseModel], key: str, about: str) -> list[str]:
-    """Return the lines about a section and the sections in it."""
+def section(
+    model: type[BaseModel],
+    key: str,
+    about: str,
+    schema: type[BaseModel] = Config,
+    common: type[BaseModel] | None = None,
+) -> list[str]:
+    """Return the lines about a section and the sections in it; those of ``common`` are described elsewhere."""
     rows: list[str] = []
     inner: list[str] = []
     for name, info in model.model_fields.items():
+        if common is not None and name in common.model_fields:
+            continue
         found = model_of(info.annotation)
         if found is not None and is_section(info.annotation):
-            inner += section(found, f"{key}.{name}", info.description or "")
+            inner += section(found, f"{key}.{name}", info.description or "", schema)
             continue
-        rows.append(row(f"{key}.{name}", name, info))
+        rows.append(row(f"{key}.{name}", name, info, schema))
         if found is not None:
-            inner += section(found, f"{key}.{name}[i]", "an item of the list")
+            inner += section(found, f"{key}.{name}[i]", "an item of the list", schema)
     title = f"{about[:1].upper()}{about[1:]}."
     return ([f"### `{key}`", "", title, "", *HEAD, *rows, ""] if rows else []) + inner
 
@@ -140,10 +151,33 @@ def schema_part() -> list[str]:
     for name, info in Config.model_fields.items():
         found = model_of(info.annotation)
         if found is None:
-            top.append(row(name, name, info))
+            top.append(row(name, name, info, Config))
         else:
             lines += section(found, name, info.description or "")
+            lines += own_settings(name)
     return [*lines, *top, ""]
+
+
+def own_settings(name: str) -> list[str]:
+    """Return the tables of what each simulator adds to ``env``, or each family to ``model``."""
+    kinds = {"env": (ENVS, env_settings, EnvConfig), "model": (MODELS, model_settings, ModelConfig)}
+    if name not in kinds:
+        return []
+    registry, settings_of, base = kinds[name]
+    classes: dict[type[BaseModel], list[str]] = {}
+    for spec in registry.builtin:
+        classes.setdefault(settings_of(spec), []).append(spec)
+    lines: list[str] = []
+    for cls, specs in classes.items():
+        # a family may add to what another one has
+        above = next((parent for parent in cls.__mro__[1:] if parent in classes), base)
+        schema = config_class(cls, ModelConfig) if name == "env" else config_class(EnvConfig, cls)
+        owners = " and ".join(specs)
+        text = f"Settings of {owners}"
+        text += f" beside those of {' and '.join(classes[above])}" if above in classes and above is not base else ""
+        for line in section(cls, name, text, schema, above):
+            lines.append(line.replace(f"### `{name}", f"### {owners}: `{name}") if line.startswith("###") else line)
+    return lines
 
 
 def preset_part() -> list[str]:
@@ -164,14 +198,11 @@ def rule_rows(rules: list[Rule]) -> list[str]:
 
 def page() -> str:
     """Return the whole page."""
-    rules = [
-        "## Rules between keys",
-        "",
-        "A configuration that breaks one of these is refused.",
-        "",
-        *rule_rows([*RULES, PIPELINE_RULE]),
-    ]
-    notes = ["A configuration that is odd in one of these ways is accepted, with a note.", "", *rule_rows(NOTES)]
+    shipped = shipped_rules()
+    rules = ["## Rules between keys", "", "A configuration that breaks one of these is refused.", ""]
+    rules += rule_rows([*shipped.rules, PIPELINE_RULE])
+    notes = ["A configuration that is odd in one of these ways is accepted, with a note.", ""]
+    notes += rule_rows(shipped.notes)
     return "\n".join([INTRODUCTION, *preset_part(), *schema_part(), PLACEMENT, *rules, *notes]).rstrip() + "\n"
 
 

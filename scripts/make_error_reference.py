@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from embodrl import errors
-from embodrl.config.rules import NOTES, RULES
+from embodrl.config.rules import shipped_rules
 from embodrl.pipelines.select import PIPELINE_RULE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,7 +103,8 @@ def class_entries() -> list[Entry]:
 def rule_entries() -> list[Entry]:
     """Return the codes of the rules and notes; the cures are the hints of their findings."""
     entries: list[Entry] = []
-    for kind, rules in (("rule", [*RULES, PIPELINE_RULE]), ("note", NOTES)):
+    shipped = shipped_rules()
+    for kind, rules in (("rule", [*shipped.rules, PIPELINE_RULE]), ("note", shipped.notes)):
         for rule in rules:
             cause = " ".join((inspect.getdoc(rule.check) or "").partition("\n\n")[0].split())
             tree = ast.parse(inspect.getsource(inspect.unwrap(rule.check)))

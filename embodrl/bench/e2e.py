@@ -27,9 +27,9 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.storage.json_file import write_json_file
+from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
-from embodrl.workers.rollout import RolloutWorker
 
 ITERATIONS = 4
 BASELINE = {"env_type": "bench_every_step", "extensions": ("embodrl.bench.every_step_env",)}
@@ -77,7 +77,7 @@ def _iterations(
     threads = num_threads(config)
     engine = NativeTrainEngine(policy, config.actor, warm_up + iterations, device, threads)
     acting = make_rollout_engine(config, policy, threads)
-    worker = RolloutWorker(config, pool, acting, lambda: False)
+    worker = SyncCollector(config, pool, acting, lambda: False)
     shuffle = torch.Generator().manual_seed(config.runner.seed)
     clock = Clock([manager.pid for manager in pool.managers if manager.pid is not None])
     wall = {"env": 0.0, "policy": 0.0, "train": 0.0}

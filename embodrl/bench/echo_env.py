@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.base import VectorEnv
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
 
@@ -65,4 +65,4 @@ class EchoVectorEnv(VectorEnv):
         """See VectorEnv."""
 
 
-ENVS.register("bench_echo", EchoVectorEnv, "hands out one observation, for the transport benchmark")
+ENVS.add("bench_echo", EchoVectorEnv, "hands out one observation, for the transport benchmark")

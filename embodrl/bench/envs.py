@@ -30,9 +30,10 @@ from rich.table import Table
 from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.config.schema import Config
+from embodrl.envs.maniskill.spec import ManiSkillConfig
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, MissingDependencyError
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.env import check_simulator, interpreter_of, make_pool
 
@@ -69,7 +70,7 @@ class Case:
 
 def libero_task() -> str:
     """Return the first task of libero_spatial."""
-    return next(iter(ENVS.entry("libero").facts["suites"]["libero_spatial"]["tasks"]))
+    return next(iter(ENVS.entry("libero").suites["libero_spatial"].tasks))
 
 
 CASES = {
@@ -206,11 +207,13 @@ def stock_options(config: Config, case: Case, num_envs: int) -> dict[str, Any]:
         "size": env.cameras[0].height,
         "max_episode_steps": case.max_episode_steps,
     }
-    if env.env_type == "maniskill":
+    if isinstance(env, ManiSkillConfig):
         from embodrl.envs.maniskill.rendering import render_device_name
 
         return options | {"device": render_device_name(env.render_backend)}
-    return options | {"id": env.id, "camera": env.cameras[0].name, "suite": env.suite, "assets": env.libero_assets}
+    own = env.model_dump()
+    named = {"id": own.get("id"), "suite": own.get("suite"), "assets": own.get("libero_assets")}
+    return options | named | {"camera": env.cameras[0].name}
 
 
 def measure(config: Config, case: Case, num_envs: int) -> list[dict[str, Any]]:

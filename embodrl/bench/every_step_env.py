@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.maniskill.env import ManiSkillVectorEnv
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 
 class EveryStepVectorEnv(ManiSkillVectorEnv):
@@ -27,4 +27,4 @@ def make(**kwargs: Any) -> EveryStepVectorEnv:
     return EveryStepVectorEnv(**{**kwargs, "mesh_decimation": 0.0})
 
 
-ENVS.register("bench_every_step", make)
+ENVS.add("bench_every_step", make)

@@ -28,11 +28,11 @@ from rich.table import Table
 
 from embodrl.bench.hardware import describe_hardware
 from embodrl.bench.plain import plain_actions
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import model_settings
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.parity import CHAIN_TOLERANCE
 from embodrl.models.registry import build_policy
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation, SamplingParams
 
@@ -105,7 +105,7 @@ def make_policy(family: str, full: bool, device: torch.device) -> VLAPolicy:
     """Return a policy with random weights: the tiny preset in float32, or the public size in bfloat16."""
     settings = {"model_type": family, "warm_start": None, "add_value_head": False, **(FULL[family] if full else {})}
     dtype = torch.bfloat16 if full else torch.float32
-    policy, _ = build_policy(ModelConfig.model_validate(settings), device=device, dtype=dtype, seed=0)
+    policy, _ = build_policy(model_settings(family).model_validate(settings), device=device, dtype=dtype, seed=0)
     return policy.eval()
 
 
@@ -113,7 +113,7 @@ def make_observation(family: str, full: bool, batch: int) -> Observation:
     """Return random pictures and states of the size that the model wants."""
     size, rng = 224 if full else 64, np.random.default_rng(0)
     images = rng.integers(0, 256, (batch, 1, size, size, 3), dtype=np.uint8)
-    state_dim = STATE_DIM if MODELS.entry(family).facts.get("uses_state") is True else 0
+    state_dim = STATE_DIM if MODELS.entry(family).uses_state is True else 0
     state = rng.uniform(-1, 1, (batch, state_dim)).astype(np.float32)
     return Observation(images, state, [INSTRUCTION] * batch, np.zeros(batch, np.int32))
 
@@ -140,7 +140,7 @@ def check(family: str, policy: VLAPolicy, found: Actions, wanted: Actions) -> di
         RuntimeError: they don't, in float32.
     """
     difference = np.abs(found - wanted)
-    exact = MODELS.entry(family).facts["kind"] == "tokens"
+    exact = MODELS.entry(family).kind == "tokens"
     if policy.device.type == "cpu" and difference.max() > (0.0 if exact else CHAIN_TOLERANCE):
         raise RuntimeError(f"{family}: actions differ by {difference.max()}")
     return {

@@ -117,24 +117,25 @@ def complete_settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, st
 
 
 def _values(key: str) -> list[tuple[str, str]]:
-    from embodrl.config.check import allowed_values
+    from embodrl.config.check import allowed_values, shipped_schemas
     from embodrl.config.compose import describe, groups, presets
 
     if key in groups():
         return [(name, describe(key, name)) for name in presets(key)]
-    allowed, options = allowed_values(key)
+    allowed, options = next((found for one in shipped_schemas() if any(found := allowed_values(key, one))), ("", []))
     return [(option, "") for option in options or (["true", "false"] if allowed == "true or false" else [])]
 
 
 def _keys() -> list[tuple[str, str]]:
-    from embodrl.config.check import model_of, schema_keys, section_model
+    from embodrl.config.check import model_of, schema_keys, section_model, shipped_schemas
     from embodrl.config.compose import groups
 
-    found = [(f"{group}=", "preset") for group in groups()]
-    for key in schema_keys():
-        section, _, name = key.rpartition(".")
-        model = section_model(section)
-        info = model.model_fields.get(name) if model is not None else None
-        if info is not None and model_of(info.annotation) is None:
-            found.append((f"{key}=", info.description or ""))
-    return found
+    keys: dict[str, str] = {}
+    for schema in shipped_schemas():
+        for key in schema_keys(schema):
+            section, _, name = key.rpartition(".")
+            model = section_model(section, schema)
+            info = model.model_fields.get(name) if model is not None else None
+            if info is not None and model_of(info.annotation) is None:
+                keys[f"{key}="] = info.description or ""
+    return [*((f"{group}=", "preset") for group in groups()), *keys.items()]

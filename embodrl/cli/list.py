@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from pydantic import BaseModel
 
 from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import Debug, execute
-from embodrl.registry import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, Registry, env_tasks
+from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
+from embodrl.errors import ConfigError, ConfigProblem
+from embodrl.registry import ADVANTAGES, LOSSES, PIPELINES, Registry
+from embodrl.specs import ENVS, MODELS, SimulatorSpec, Spec
 
 MODEL_FACTS = {
     "sizes": "parameters",
@@ -18,8 +22,9 @@ MODEL_FACTS = {
     "trainable": "trainable",
     "checkpoint": "checkpoint",
 }
-"""Facts of the registry that are listed, with their labels."""
+"""Facts of a spec that are listed, with their labels."""
 INSTALL = "to install"
+SETTINGS = "settings"
 ENV_FACTS = {"actions": "actions", "camera_list": "cameras", "experts": "experts", "verified": "verified"}
 
 
@@ -43,6 +48,14 @@ def list_names(
             autocompletion=one_of(Kind),
         ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[extensions=[MODULE,...]]",
+            help="modules that register models and environments",
+            show_default=False,
+        ),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """List models, environments, algorithms, pipelines and presets.
@@ -52,13 +65,44 @@ def list_names(
       embodrl list
       embodrl list envs
       embodrl list presets
+      embodrl list envs 'extensions=[my_package.my_env]'
     """
 
     def action() -> None:
-        kinds = [Kind(choose(kind, Kind, "kind"))] if kind else list(Kind)
+        first, rest = (None, [kind]) if kind and "=" in kind else (kind, [])
+        load_extensions([*rest, *(settings or [])])
+        kinds = [Kind(choose(first, Kind, "kind"))] if first else list(Kind)
         print("\n\n".join(f"{one.value}\n{SECTIONS[one]()}" for one in kinds))
 
     execute(action, debug)
+
+
+def load_extensions(settings: list[str]) -> None:
+    """Import the modules of ``extensions=[...]``.
+
+    Raises:
+        ConfigError: another setting is given, or a module can't be imported.
+    """
+    from embodrl.config.compose import parse_arguments
+    from embodrl.config.load import import_extensions
+    from embodrl.config.nodes import Node, Origin, from_plain
+
+    arguments, problems = parse_arguments(settings)
+    tree = Node({}, Origin("argument"))
+    for argument in arguments:
+        if argument.key == "extensions":
+            tree.children["extensions"] = from_plain(argument.value, argument.origin)
+        else:
+            message = "is no setting of `embodrl list`"
+            hint = "give extensions=[MODULE,...], or no setting"
+            problems.append(
+                ConfigProblem(
+                    argument.key, message, str(argument.origin), "extensions", hint=hint, code="config-unknown-key"
+                )
+            )
+    problems += import_extensions(tree)
+    if problems:
+        raise ConfigError(problems)
 
 
 def rows(table: list[tuple[str, str]]) -> str:
@@ -72,18 +116,31 @@ def entries(registry: Registry) -> list[tuple[str, str]]:
     return [(name, registry.entry(name).description) for name in registry]
 
 
+def facts_of(spec: Spec, labels: dict[str, str]) -> dict[str, str]:
+    """Return the facts of a spec that are known, by label."""
+    found: dict[str, str] = {}
+    for key, label in labels.items():
+        fact: str | tuple[str, ...] | None = getattr(spec, key)
+        if fact:
+            found[label] = fact if isinstance(fact, str) else ", ".join(fact)
+    return found
+
+
+def settings_of(own: type[BaseModel], common: type[BaseModel], section: str) -> list[str]:
+    """Return the settings that a class adds to those of all."""
+    return [f"{section}.{name}" for name in own.model_fields if name not in common.model_fields]
+
+
 def models() -> str:
     """Return the registered models, each with what is known about it."""
     table: list[tuple[str, str]] = []
-    for name in MODELS:
-        entry = MODELS.entry(name)
-        facts = {label: entry.facts[key] for key, label in MODEL_FACTS.items() if key in entry.facts}
+    for spec in MODELS.all():
+        facts = facts_of(spec, MODEL_FACTS)
+        own = settings_of(model_settings(spec.name), ModelConfig, "model")
+        facts |= {SETTINGS: ", ".join(own)} if own else {}
         width = max(map(len, MODEL_FACTS.values()))
-        table.append((name, entry.description))
-        table += [
-            ("", f"{label:<{width}}  {fact if isinstance(fact, str) else ', '.join(fact)}")
-            for label, fact in facts.items()
-        ]
+        table.append((spec.name, spec.description))
+        table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
     return rows(table)
 
 
@@ -91,27 +148,27 @@ def envs() -> str:
     """Return the registered environments, each with what is known about it, and its tasks with their instructions."""
     table: list[tuple[str, str]] = []
     width = max(map(len, [*ENV_FACTS.values(), INSTALL]))
-    for name in ENVS:
-        entry = ENVS.entry(name)
-        facts = {label: entry.facts[key] for key, label in ENV_FACTS.items() if key in entry.facts}
-        if "extra" in entry.facts:
-            facts[INSTALL] = f"pip install 'embodrl[{entry.facts['extra']}]'"
-        if "isolated" in entry.facts:
-            facts[INSTALL] = f"embodrl env install {name}"
-        table.append((name, entry.description))
+    for spec in ENVS.all():
+        facts = facts_of(spec, ENV_FACTS)
+        own = settings_of(env_settings(spec.name), EnvConfig, "env")
+        facts |= {SETTINGS: ", ".join(own)} if own else {}
+        if spec.extra:
+            facts[INSTALL] = f"pip install 'embodrl[{spec.extra}]'"
+        if spec.isolated:
+            facts[INSTALL] = f"embodrl env install {spec.name}"
+        table.append((spec.name, spec.description))
         table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
-        table += [("", f"{label:<{width}}  {text}") for label, text in labelled_tasks(name)]
+        table += [("", f"{label:<{width}}  {text}") for label, text in labelled_tasks(spec)]
     return rows(table)
 
 
-def labelled_tasks(name: str) -> list[tuple[str, str]]:
+def labelled_tasks(spec: SimulatorSpec) -> list[tuple[str, str]]:
     """Return the tasks of an environment with their instructions, below the suites where there are any."""
-    tasks = {task: task + f": {text}" * bool(text) for task, text in env_tasks(name).items()}
-    suites: dict[str, Any] = ENVS.entry(name).facts.get("suites", {})
+    tasks = {task: task + f": {text}" * bool(text) for task, text in spec.instructions().items()}
     result: list[tuple[str, str]] = []
-    for suite, facts in suites.items():
-        result.append(("suite", f"env.suite={suite}, {len(facts['tasks'])} tasks"))
-        result += [("task", tasks.pop(task)) for task in facts["tasks"]]
+    for name, suite in spec.suites.items():
+        result.append(("suite", f"env.suite={name}, {len(suite.tasks)} tasks"))
+        result += [("task", tasks.pop(task)) for task in suite.tasks]
     return result + [("task", text) for text in tasks.values()]
 
 

@@ -15,7 +15,7 @@ import typer
 from embodrl.cli.common import EXIT_ERROR, EXIT_OK, Debug, JsonFile, execute
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import import_object, nearest
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 
 if TYPE_CHECKING:
     from embodrl.models.common.parity import Comparison
@@ -128,7 +128,7 @@ def family_of(directory: Path, family: str | None = None) -> str:
     Raises:
         UsageError: no such family, or one without a comparison; lists those that have one, and the nearest.
     """
-    known = [name for name in MODELS if "parity" in MODELS.entry(name).facts]
+    known = [spec.name for spec in MODELS.all() if spec.parity]
     words = re.sub(r"[^a-z0-9]+", "_", directory.name.lower())
     named = [name for name in known if f"_{name}_" in f"_{words}_"]
     chosen = family if family is not None else max(named, key=len, default=None)
@@ -145,7 +145,7 @@ def family_of(directory: Path, family: str | None = None) -> str:
 def run(directory: Path, family: str, debug: bool = False) -> Outcome:
     """Run a fixture; one that is damaged or does not fit is an outcome, not an exception."""
     try:
-        comparisons = import_object(MODELS.entry(family).facts["parity"])(directory)
+        comparisons = import_object(MODELS.entry(family).parity)(directory)
     except EmbodrlError as error:
         problem = error.message
     except (LookupError, ValueError, TypeError, RuntimeError) as error:

@@ -10,28 +10,126 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from embodrl.config.nodes import Node, lookup, origin_of
-from embodrl.config.schema import Config
+from embodrl.config.schema import (
+    DEFAULT_ENV,
+    DEFAULT_MODEL,
+    Config,
+    env_settings,
+    model_settings,
+    schema_for,
+)
 from embodrl.config.tree import copy, put
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
+from embodrl.specs import ENVS, MODELS
+
+TAGS = {"env": "env_type", "model": "model_type"}
+"""Sections whose settings depend on one of them, which names a spec."""
+RETIRED: dict[str, Any] = {"env.control_mode": "pd_ee_delta_pose", "model.trust_remote_code": False}
+"""Settings that had a single legal value, with that value: it is accepted and ignored, any other is refused."""
 
 
-def validate(tree: Node) -> tuple[Config, set[str], list[ConfigProblem]]:
-    """Validate a tree against the schema.
+def schema_of(tree: Node) -> type[Config]:
+    """Return the schema for the simulator and the model that a tree names."""
+    env, model = lookup(tree, "env.env_type"), lookup(tree, "model.model_type")
+    return schema_for(DEFAULT_ENV if env is None else env.value, DEFAULT_MODEL if model is None else model.value)
+
+
+def shipped_schemas() -> list[type[Config]]:
+    """Return schemas that together have every key of the built-in simulators and models."""
+    with_envs = [schema_for(name, DEFAULT_MODEL) for name in ENVS.builtin]
+    return [*with_envs, *(schema_for(DEFAULT_ENV, name) for name in MODELS.builtin)]
+
+
+def take_foreign(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
+    """Remove settings of other simulators and models, and retired ones, from a tree.
+
+    Those of a preset, of a run's file, and those that are as by default have no meaning here and go silently. (Before
+    each simulator had its own settings, a run's file held those of all.)
+
+    Returns:
+        What is wrong: the user set one.
+    """
+    problems: list[ConfigProblem] = []
+    for key, value in RETIRED.items():
+        node = lookup(tree, key)
+        if node is not None and node.plain() == value:
+            put(tree, key, None)
+        elif node is not None:
+            shown = _yaml(value)
+            problems.append(
+                ConfigProblem(
+                    key,
+                    f"{_show(node.plain())} is refused: the setting is retired, with the one value that it had",
+                    str(node.origin),
+                    shown,
+                    hint="remove it",
+                    code="setting-retired",
+                )
+            )
+            put(tree, key, None)
+    for section, tag in TAGS.items():
+        node = lookup(tree, section)
+        own = section_model(section, schema)
+        assert own is not None
+        for name in [name for name in (node.children if node is not None else {}) if name not in own.model_fields]:
+            owners = [spec for spec, settings in _settings_of(section).items() if name in settings.model_fields]
+            if not owners:
+                continue
+            key = f"{section}.{name}"
+            found = lookup(tree, key)
+            assert found is not None
+            chosen = lookup(tree, f"{section}.{tag}")
+            chosen_name = chosen.plain() if chosen is not None else own.model_fields[tag].default
+            put(tree, key, None)
+            default = _settings_of(section)[owners[0]]().model_dump(mode="json")[name]
+            if chosen_name in _settings_of(section) and _is_set(found, default):
+                has = f"{', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+                near = nearest(name, list(own.model_fields), cutoff=0.75)
+                instead = f", or write {section}.{near}" if near else ""
+                problems.append(
+                    ConfigProblem(
+                        key,
+                        f"{chosen_name} has no such setting; {has}",
+                        str(found.origin),
+                        nearest=f"{section}.{near}" if near else "",
+                        hint=f"leave it out, or set {section}.{tag}={owners[0]}{instead}",
+                        code="setting-of-another-type",
+                    )
+                )
+    return problems
+
+
+def _settings_of(section: str) -> dict[str, type[BaseModel]]:
+    """Return the settings class of every known simulator or model."""
+    if section == "env":
+        return {spec.name: env_settings(spec.name) for spec in ENVS.all()}
+    return {spec.name: model_settings(spec.name) for spec in MODELS.all()}
+
+
+def _is_set(node: Node, default: Any) -> bool:
+    """Tell whether the user asked for a value: on the command line, or in a file and not just the default."""
+    if node.children:
+        inner: dict[str, Any] = default if isinstance(default, dict) else {}
+        return any(_is_set(child, inner.get(name)) for name, child in node.children.items())
+    return node.origin.kind == "argument" or (node.origin.by_user and node.plain() != default)
+
+
+def validate(tree: Node, schema: type[Config]) -> tuple[Config, set[str], list[ConfigProblem]]:
+    """Validate a tree against the schema of its simulator and model.
 
     Returns:
         The configuration, with the schema's default for every wrong value; the keys replaced; the problems.
     """
-    problems: list[ConfigProblem] = []
-    pruned: set[str] = set()
-    remaining = Node(tree.value, tree.origin)
+    remaining = copy(tree)
+    problems = take_foreign(remaining, schema)
+    pruned = {problem.key for problem in problems}
     for _ in range(10):
         plain = remaining.plain()
         try:
-            # JSON mode: lists become tuples although types are strict
             return Config.model_validate_json(json.dumps(plain)), pruned, problems
         except ValidationError as error:
-            wrong = describe(error, tree)
+            wrong = describe(error, tree, schema)
         remaining = copy(remaining)
         for key, problem in wrong:
             problems.append(problem)
@@ -52,7 +150,7 @@ def prune(tree: Node, key: str) -> None:
             return
 
 
-def describe(error: ValidationError, tree: Node) -> list[tuple[str, ConfigProblem]]:
+def describe(error: ValidationError, tree: Node, schema: type[Config]) -> list[tuple[str, ConfigProblem]]:
     """Return ``(key, problem)`` of each wrong key."""
     result: dict[str, ConfigProblem] = {}
     for item in error.errors(include_url=False):
@@ -63,9 +161,9 @@ def describe(error: ValidationError, tree: Node) -> list[tuple[str, ConfigProble
         value = node.plain() if node is not None else None
         origin = str(origin_of(tree, key))
         if item["type"] == "extra_forbidden":
-            result[key] = unknown_key(key, origin)
+            result[key] = unknown_key(key, origin, schema)
             continue
-        allowed, options = allowed_values(key)
+        allowed, options = allowed_values(key, schema)
         message = f"{_show(value)} {_reason(item, value)}"
         near = nearest(str(value), options) if options and isinstance(value, (str, bool, int)) else ""
         hint = f"write {key}={near}" if near else _hint(item["type"], key, value, allowed)
@@ -196,15 +294,16 @@ MEANT = {
 """Names of other libraries, and short ones, with the key that is meant."""
 
 
-def unknown_key(key: str, origin: str) -> ConfigProblem:
+def unknown_key(key: str, origin: str, schema: type[BaseModel]) -> ConfigProblem:
     """Return the problem of a key that the schema lacks."""
     section, _, name = key.rpartition(".")
-    model = section_model(section)
+    model = section_model(section, schema)
     names = list(model.model_fields) if model is not None else []
-    elsewhere = [full for full in schema_keys() if full.rpartition(".")[2] == name]
+    known = schema_keys(schema)
+    elsewhere = [full for full in known if full.rpartition(".")[2] == name]
     near = nearest(name, names)
     meant = MEANT.get(name.lower(), "") if section == "" and name not in Config.model_fields else ""
-    if meant in schema_keys():
+    if meant in known:
         near = meant
     elif elsewhere and (not near or section == ""):
         near = min(elsewhere, key=lambda full: full.count("."))
@@ -212,20 +311,20 @@ def unknown_key(key: str, origin: str) -> ConfigProblem:
         near = f"{section}.{near}"
     if not near:
         # A far-off name of another section is no help, so it has to be nearer than one of the same section.
-        leaf = nearest(name, sorted({full.rpartition(".")[2] for full in schema_keys()}), cutoff=0.75)
-        near = next((full for full in schema_keys() if full.rpartition(".")[2] == leaf), "") if leaf else ""
+        leaf = nearest(name, sorted({full.rpartition(".")[2] for full in known}), cutoff=0.75)
+        near = next((full for full in known if full.rpartition(".")[2] == leaf), "") if leaf else ""
     where = f"the section '{section}'" if section else "the configuration"
     hint = f"write {near}" if near else "remove it; see docs/configuration.md for all keys"
-    if not section and near and model_of(Config.model_fields[near.partition(".")[0]].annotation) and "." not in near:
+    if not section and near in Config.model_fields and model_of(Config.model_fields[near].annotation):
         hint = f"write {near}.KEY=VALUE, or {near}=PRESET for a preset"
     return ConfigProblem(
         key, f"there is no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key"
     )
 
 
-def section_model(key: str) -> type[BaseModel] | None:
+def section_model(key: str, schema: type[BaseModel]) -> type[BaseModel] | None:
     """Return the schema class of a section; list indices are skipped."""
-    model: type[BaseModel] | None = Config
+    model: type[BaseModel] | None = schema
     for part in [p for p in key.split(".") if p and not p.isdigit()]:
         if model is None or part not in model.model_fields:
             return None
@@ -240,7 +339,7 @@ def model_of(annotation: Any) -> type[BaseModel] | None:
     return next((found for arg in get_args(annotation) if (found := model_of(arg)) is not None), None)
 
 
-def schema_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def schema_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Return the dotted names of all keys and sections."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
@@ -251,7 +350,7 @@ def schema_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     return keys
 
 
-def allowed_values(key: str) -> tuple[str, list[str]]:
+def allowed_values(key: str, schema: type[BaseModel]) -> tuple[str, list[str]]:
     """Return what a key may hold, in words, and its options where it is an enumeration."""
     parts = key.split(".")
     indices = 0
@@ -259,7 +358,7 @@ def allowed_values(key: str) -> tuple[str, list[str]]:
         parts.pop()
         indices += 1
     section, name = ".".join(parts[:-1]), parts[-1] if parts else ""
-    model = section_model(section)
+    model = section_model(section, schema)
     if model is None or name not in model.model_fields:
         return "", []
     info = model.model_fields[name]

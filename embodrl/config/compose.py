@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.check import schema_keys, unknown_key
-from embodrl.config.nodes import Node, Origin, from_plain, read_yaml
+from embodrl.config.check import schema_keys, schema_of, unknown_key
+from embodrl.config.nodes import Node, Origin, from_plain, lookup, read_yaml
 from embodrl.config.tree import merge, put
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
@@ -202,8 +202,10 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
                 )
             )
             continue
-        if argument.delete and argument.key not in (*schema_keys(), *groups()):
-            problems.append(unknown_key(argument.key, str(argument.origin)))
+        if argument.delete and lookup(tree, argument.key) is None:
+            schema = schema_of(tree)
+            if argument.key not in (*schema_keys(schema), *groups()):
+                problems.append(unknown_key(argument.key, str(argument.origin), schema))
             continue
         value = None if argument.delete else from_plain(argument.value, argument.origin)
         wrong = put(tree, argument.key, value)

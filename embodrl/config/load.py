@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from embodrl.config.check import allowed_values, prune, validate
+from embodrl.config.check import allowed_values, prune, schema_of, validate
 from embodrl.config.compose import Composition, compose, compose_resolved
-from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, lookup, origin_of, walk
+from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
-from embodrl.config.suites import fill_suite
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.names import nearest
+from embodrl.specs import ENVS
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
@@ -141,12 +141,14 @@ def finish(
 ) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
-    removed = remove_special(tree)
-    fill_suite(tree)
-    removed += resolve_references(tree)
-    problems = composition.problems + removed + import_extensions(tree)
-    processes = fill_processes(tree)
-    config, invalid, wrong = validate(tree)
+    not_imported = import_extensions(tree)  # first: they bring settings
+    removed = remove_special(tree, schema_of(tree))
+    fill_derived(tree)
+    removed += resolve_references(tree, schema_of(tree))
+    problems = composition.problems + removed + not_imported
+    schema = schema_of(tree)
+    processes = fill_processes(tree, schema)
+    config, invalid, wrong = validate(tree, schema)
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=planning)
@@ -182,7 +184,20 @@ def leaf_keys(value: Any, key: str = "") -> list[str]:
     return [key]
 
 
-def remove_special(tree: Node) -> list[ConfigProblem]:
+def fill_derived(tree: Node) -> None:
+    """Add settings of ``env`` that follow from others, where they are not given."""
+    env, env_type = lookup(tree, "env"), lookup(tree, "env.env_type")
+    spec = ENVS.entry(env_type.value) if env_type is not None and env_type.value in ENVS else None
+    if env is None or spec is None or spec.derive is None:
+        return
+    derived, source = spec.derive(env.plain())
+    for name, value in derived.items():
+        if name not in env.children:
+            origin = Origin("preset", f"follows from env.{source}={env.plain()[source]}")
+            env.children[name] = from_plain(value, origin)
+
+
+def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
     """Take out keys such as ``_target_`` and values such as ``???``, and say so."""
     problems: list[ConfigProblem] = []
     for key, node in list(walk(tree)):
@@ -211,7 +226,7 @@ def remove_special(tree: Node) -> list[ConfigProblem]:
                         full,
                         message,
                         str(child.origin),
-                        allowed_values(full)[0],
+                        allowed_values(full, schema)[0],
                         hint=hint,
                         code="config-missing-value",
                     )
@@ -220,10 +235,10 @@ def remove_special(tree: Node) -> list[ConfigProblem]:
     return problems
 
 
-def resolve_references(tree: Node) -> list[ConfigProblem]:
+def resolve_references(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
     """Replace ``${section.key}`` by the value of that key. Resolvers such as ``${oc.env:HOME}`` are refused."""
     problems: list[ConfigProblem] = []
-    defaults: dict[str, Any] = json.loads(Config().model_dump_json())
+    defaults: dict[str, Any] = json.loads(schema().model_dump_json())
     known = leaf_keys(defaults)
     for key, node in walk(tree):
         if isinstance(node.value, str) and "${" in node.value:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from embodrl.config.model_schema import ModelConfig
 from embodrl.config.schema import Config
-from embodrl.registry import MODELS, env_tasks
+from embodrl.specs import ENVS, MODELS
 
 CARD_FILE = "embodrl.json"
 BUILTIN = "builtin"
@@ -24,14 +24,14 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
         config: the run.
         facts: further ones, e.g. ``iteration`` and versions.
     """
-    env = config.env
-    known = env_tasks(env.env_type)
+    env, settings = config.env, config.env.model_dump(mode="json")
+    known = ENVS.entry(env.env_type).instructions() if env.env_type in ENVS else {}
     return {
         "env_type": env.env_type,
-        "env_id": env.id,
+        "env_id": settings.get("id"),
         "tasks": list(env.tasks),
-        "instructions": {task: env.instruction or known.get(task, "") for task in env.tasks},
-        "cameras": [{key: view.get(key) for key in CAMERA_KEYS} for view in env.model_dump(mode="json")["cameras"]],
+        "instructions": {task: settings.get("instruction") or known.get(task, "") for task in env.tasks},
+        "cameras": [{key: view.get(key) for key in CAMERA_KEYS} for view in settings["cameras"]],
         "num_action_chunks": config.model.num_action_chunks,
         "action_dim": config.model.action_dim,
         "seed": config.runner.seed,
@@ -42,7 +42,7 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
 def policy_directory(model: ModelConfig) -> Path | None:
     """Return the local directory of the weights that a configuration names; None for random ones or a hub id."""
     if model.model_path is None and model.warm_start == BUILTIN:
-        shipped = model.model_type in MODELS and MODELS.entry(model.model_type).facts.get("builtin_warm_start")
+        shipped = model.model_type in MODELS and MODELS.entry(model.model_type).builtin_warm_start
         return SHIPPED_POLICY if shipped else None
     name = model.model_path or model.warm_start
     try:
@@ -65,8 +65,9 @@ def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str
     """Yield (key, message) of what a configuration asks a policy for that it was not trained for."""
     env = config.env
     trained = f"{card.get('env_type')} ({', '.join(card.get('tasks', []))})"
-    if card.get("env_type") != env.env_type or card.get("env_id") != env.id:
-        here = f"{env.env_type} {env.id}" if env.id else env.env_type
+    env_id = env.model_dump().get("id")
+    if card.get("env_type") != env.env_type or card.get("env_id") != env_id:
+        here = f"{env.env_type} {env_id}" if env_id else env.env_type
         yield "env.env_type", f"the policy was trained in {trained}, not in {here}"
         return
     unknown = [task for task in env.tasks if task not in card.get("tasks", [])]

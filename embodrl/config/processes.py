@@ -14,6 +14,7 @@ from typing import Any, cast
 from embodrl import __version__
 from embodrl.config.nodes import Node, Origin, lookup
 from embodrl.config.schema import Config
+from embodrl.specs import ENVS
 
 AUTO = "auto"
 KEY = "env.num_processes"
@@ -45,17 +46,19 @@ class ProcessChoice:
     path: Path
 
 
-def fill_processes(tree: Node) -> ProcessChoice | None:
+def fill_processes(tree: Node, schema: type[Config]) -> ProcessChoice | None:
     """Replace ``auto`` by a number; return the choice, None where the user gave a number or other keys are wrong."""
     node = lookup(tree, KEY)
     if node is None or node.value != AUTO:
         return None
-    defaults: dict[str, Any] = json.loads(Config().model_dump_json())
+    defaults: dict[str, Any] = json.loads(schema().model_dump_json())
     counts = [_value(tree, defaults, key) for key in USED]
     if any(type(count) is not int or count < 1 for count in counts):
         node.value = 1  # what is wrong with those keys is reported, not what follows from it
         return None
-    one_process = _value(tree, defaults, "env.sim_backend") == "physx_cuda"
+    env_type = _value(tree, defaults, "env.env_type")
+    batched_by = ENVS.entry(env_type).batched_by if env_type in ENVS else None
+    one_process = batched_by is not None and _value(tree, defaults, f"env.{batched_by[0]}") == batched_by[1]
     found = candidates(*counts, cores=len(os.sched_getaffinity(0)), most=1 if one_process else None)
     env = {name: value for name, value in _section(tree, "env").items() if name not in WITHOUT_EFFECT}
     settings = {"env": env, "counts": counts, "chunk": _value(tree, defaults, "model.num_action_chunks")}

@@ -5,9 +5,11 @@ Every field's description is its documentation: docs/configuration.md is made fr
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from functools import cache, lru_cache
+from typing import Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny, ValidationInfo, create_model, field_validator
 
 from embodrl.config.algorithm_schema import (
     AlgorithmConfig,
@@ -19,7 +21,7 @@ from embodrl.config.algorithm_schema import (
 )
 from embodrl.config.cluster_schema import ClusterConfig
 from embodrl.config.engine_schema import ActorConfig, FsdpConfig, OptimConfig, RolloutConfig, VllmConfig
-from embodrl.config.model_schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
+from embodrl.config.model_schema import FlowConfig, FlowModelConfig, ModelConfig, ValueHeadConfig
 from embodrl.config.section import (
     Fraction,
     NonNegativeFloat,
@@ -29,14 +31,19 @@ from embodrl.config.section import (
     Section,
     Seed,
 )
+from embodrl.errors import EmbodrlError
+from embodrl.names import import_object
+from embodrl.specs import ENVS, MODELS
 
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
-    "ArchitectureConfig",
     "Config",
     "DecoupledConfig",
+    "EnvConfig",
     "FilterConfig",
+    "FlowConfig",
+    "FlowModelConfig",
     "FsdpConfig",
     "KlConfig",
     "ModelConfig",
@@ -46,9 +53,11 @@ __all__ = [
     "Section",
     "SrpoConfig",
     "ValueHeadConfig",
-    "VitConfig",
     "VllmConfig",
 ]
+
+
+DEFAULT_ENV, DEFAULT_MODEL = "maniskill", "openvla"
 
 
 class CameraConfig(Section):
@@ -114,32 +123,16 @@ class VideoConfig(Section):
 
 
 class EnvConfig(Section):
-    """Simulator, tasks and how they are run."""
+    """Simulator, tasks and how they are run: what all simulators share.
 
-    env_type: str = Field(default="maniskill", description="a name of `embodrl list envs`")
+    A simulator with settings of its own derives a class from this one, adds fields with defaults, and names the class
+    in its spec; what it adds is validated like the rest and passed to its VectorEnv.
+    """
+
+    env_type: str = Field(default=DEFAULT_ENV, description="a name of `embodrl list envs`")
     tasks: tuple[str, ...] = Field(
         default=("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1
     )
-    id: str | None = Field(default=None, description="of Gymnasium, e.g. Reacher-v5 or module:Name-v0")
-    instruction: str | None = Field(default=None, description="what the policy is told, where the tasks have no words")
-    success_key: str | None = Field(
-        default=None,
-        description="of Gymnasium's info, or return; null takes success or is_success, and nothing if there is neither",
-    )
-    success_threshold: float = Field(default=0.5, description="success is a value of success_key at or above it")
-    suite: str | None = Field(
-        default=None,
-        description="of LIBERO: libero_spatial, libero_object, libero_goal or libero_10; tasks and max_episode_steps"
-        " follow from it where they are not given",
-    )
-    libero_assets: str | None = Field(
-        default=None,
-        description="LIBERO's asset folder; null takes $EMBODRL_LIBERO_ASSETS, or else the one in its package",
-    )
-    settle_steps: NonNegativeInt = Field(
-        default=10, description="LIBERO: steps without motion after a reset, not counted; 10 as published"
-    )
-    control_mode: Literal["pd_ee_delta_pose"] = Field(default="pd_ee_delta_pose", description="meaning of an action")
     max_episode_steps: PositiveInt = Field(
         default=50, description="environment steps after which an episode is truncated"
     )
@@ -154,17 +147,6 @@ class EnvConfig(Section):
     )
     include_state: bool = Field(
         default=False, description="add robot joint positions and velocities to the observation"
-    )
-    sim_backend: Literal["auto", "physx_cpu", "physx_cuda"] = Field(
-        default="auto", description="physics; auto is physx_cpu, which gives bit-reproducible runs"
-    )
-    render_backend: Literal["auto", "cpu", "gpu"] = Field(
-        default="auto", description="Vulkan device; auto takes a GPU if there is one"
-    )
-    mesh_decimation: Fraction | Literal["auto"] = Field(
-        default="auto",
-        description="ManiSkill: part of the robot's visual triangles to drop; 0 leaves the ground as it is, too; auto"
-        " leaves both to render_detail",
     )
     render_detail: Literal["auto", "full", "fast"] = Field(
         default="auto",
@@ -350,8 +332,12 @@ class SftConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    env: EnvConfig = Field(default=EnvConfig(), description="simulator and tasks")
-    model: ModelConfig = Field(default=ModelConfig(), description="the policy")
+    env: SerializeAsAny[EnvConfig] = Field(
+        default_factory=lambda: env_settings(DEFAULT_ENV)(), description="simulator and tasks"
+    )
+    model: SerializeAsAny[ModelConfig] = Field(
+        default_factory=lambda: model_settings(DEFAULT_MODEL)(), description="the policy"
+    )
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
     reward: RewardConfig = Field(default=RewardConfig(), description="a reward function of yours")
     pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
@@ -364,3 +350,72 @@ class Config(Section):
     extensions: tuple[str, ...] = Field(
         default=(), description="modules imported first, which may register models and environments"
     )
+
+    @field_validator("env", "model", mode="before")
+    @classmethod
+    def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
+        """Validate a section that depends on its type with the settings of that type."""
+        if not isinstance(value, dict):
+            return value
+        section = cast(dict[str, object], value)
+        if info.field_name == "env":
+            settings: type[Section] = env_settings(section.get("env_type", DEFAULT_ENV))
+        else:
+            settings = model_settings(section.get("model_type", DEFAULT_MODEL))
+        # in JSON mode lists become tuples, although types are strict
+        return settings.model_validate_json(json.dumps(section)) if info.mode == "json" else settings(**section)
+
+
+def env_settings(name: object) -> type[EnvConfig]:
+    """Return the class of the section ``env`` for a simulator; that of the common settings if it has none of its own.
+
+    Raises:
+        EmbodrlError: the spec names no class derived from EnvConfig, or one that can't be made without arguments.
+    """
+    spec = ENVS.entry(name) if isinstance(name, str) and name in ENVS else None
+    return EnvConfig if spec is None or spec.settings is None else _settings(spec.name, spec.settings, EnvConfig)
+
+
+def model_settings(name: object) -> type[ModelConfig]:
+    """Return the class of the section ``model`` for a family; as ``env_settings``."""
+    spec = MODELS.entry(name) if isinstance(name, str) and name in MODELS else None
+    return ModelConfig if spec is None or spec.settings is None else _settings(spec.name, spec.settings, ModelConfig)
+
+
+@cache
+def _settings(name: str, settings: type[Any] | str, base: type[Any]) -> type[Any]:
+    found: Any = import_object(settings) if isinstance(settings, str) else settings
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise EmbodrlError(
+            f"the settings of '{name}' are {found!r}, which is not derived from {base.__name__}",
+            f"write class MySettings({base.__name__}) with a default for every field",
+            code="settings-class-invalid",
+        )
+    required = [field for field, info in found.model_fields.items() if info.is_required()]
+    if required:
+        raise EmbodrlError(
+            f"the setting '{required[0]}' of '{name}' has no default",
+            f"write {required[0]}: ... = Field(default=..., description=...)",
+            code="settings-class-invalid",
+        )
+    return found
+
+
+@lru_cache(maxsize=64)
+def config_class(env: type[EnvConfig], model: type[ModelConfig]) -> type[Config]:
+    """Return the class of a configuration whose sections ``env`` and ``model`` are of these classes."""
+    sections: dict[str, Any] = {
+        name: (cls, Field(default=cls(), description=Config.model_fields[name].description))
+        for name, cls in (("env", env), ("model", model))
+    }
+    return create_model("Config", __base__=Config, **sections)
+
+
+def schema_for(env_type: object, model_type: object) -> type[Config]:
+    """Return the schema of a configuration with this simulator and model; the common settings for unknown ones."""
+    return config_class(env_settings(env_type), model_settings(model_type))
+
+
+def defaults_of(config: Config) -> Config:
+    """Return the defaults of a configuration with this simulator and model."""
+    return Config(env=type(config.env)(), model=type(config.model)())

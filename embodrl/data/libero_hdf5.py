@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from embodrl.data.demos import Episode, Writer
 from embodrl.errors import EmbodrlError, MissingDependencyError
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 STATE = ("ee_pos", "ee_ori", "gripper_states")
@@ -101,9 +101,9 @@ def read_file(h5py: Any, path: Path, cameras: tuple[str, ...], keep_idle: bool) 
 
 def _instruction(task: str, attributes: Any) -> str:
     """Return the words that the environment uses for the task; those of the file where it is of no known suite."""
-    for suite in ENVS.entry("libero").facts["suites"].values():
-        if task in suite["tasks"]:
-            return suite["tasks"][task]["instruction"]
+    known = ENVS.entry("libero").instructions()
+    if task in known:
+        return known[task]
     words = json.loads(attributes["problem_info"])["language_instruction"]
     return "".join(words).strip('"') if isinstance(words, list) else str(words).strip('"')
 

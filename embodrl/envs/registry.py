@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from embodrl.registry import ENVS, RegisteredName
+from embodrl.specs import ENVS, RegisteredName, SimulatorSpec
 
 
 class SupportedEnv(RegisteredName):
@@ -33,27 +33,32 @@ class SupportedEnv(RegisteredName):
         *,
         tasks: Sequence[str] | Mapping[str, str] | str = (),
         action_dim: int | None = None,
-        settings: Sequence[str] = (),
+        settings: Any = None,
         **facts: Any,
     ) -> SupportedEnv:
-        """Add an environment, from a module that ``extensions`` names.
+        """Add an environment, from a module that ``extensions`` or an entry point names.
 
         Args:
             name: for ``env.env_type``.
             vector_env: a ``VectorEnv`` class, or ``module:Class``, imported on first use in the simulator processes.
             description: one line for ``embodrl list envs``.
-            tasks: names for ``env.tasks``.
+            tasks: names for ``env.tasks``, or name -> instruction.
             action_dim: numbers of an action.
-            settings: keys of the section ``env`` that the class takes as arguments beside those that all do.
-            facts: what else validation and ``embodrl list envs`` should know, as in ``embodrl/registry.py``.
+            settings: class of the section ``env``, derived from ``embodrl.config.schema.EnvConfig``, whose further
+                fields the VectorEnv takes as arguments; or ``module:Class``. A list of names is short for ``reads``.
+            facts: what else validation and ``embodrl list envs`` should know: attributes of ``SimulatorSpec``.
 
         Raises:
-            EmbodrlError: the name is taken.
+            EmbodrlError: the name is taken, or a fact is unknown or invalid.
         """
-        known = {"tasks": tasks, "action_dim": action_dim, "settings": settings}
-        given = {key: value for key, value in known.items() if value not in ((), None)}
-        return cls.add(name, vector_env, description, **given, **facts)
+        if isinstance(settings, (list, tuple)):
+            facts, settings = {"reads": settings, **facts}, None
+        return cls.of(
+            SimulatorSpec.make(
+                name, vector_env, description, {"tasks": tasks, "action_dim": action_dim, "settings": settings, **facts}
+            )
+        )
 
 
-for _member in SupportedEnv.members():
-    setattr(SupportedEnv, _member.upper(), _member)
+for _name in SupportedEnv.registry.builtin:
+    setattr(SupportedEnv, _name.upper(), SupportedEnv(_name))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodrl.registry import MODELS, RegisteredName
+from embodrl.errors import EmbodrlError
+from embodrl.specs import MODELS, ModelSpec, RegisteredName
 
 if TYPE_CHECKING:
     import torch
@@ -30,27 +31,25 @@ class SupportedModel(RegisteredName):
     GR00T: ClassVar[SupportedModel]
 
     @classmethod
-    def register(
-        cls, name: str, builder: Any, description: str = "", *, value_head: bool = True, **facts: Any
-    ) -> SupportedModel:
-        """Add a model family.
+    def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:
+        """Add a model family, from a module that ``extensions`` or an entry point names.
 
         Args:
             name: for ``model.model_type``.
             builder: ``module:function``, imported on first use, or the function itself, called as
                 ``builder(config, device=..., dtype=..., seed=...)``; returns a policy and a load report.
             description: one line for ``embodrl list models``.
-            value_head: the family offers one, which actor-critic losses need.
-            facts: what else validation and ``embodrl list models`` should know, as in ``embodrl/registry.py``.
+            facts: what validation and ``embodrl list models`` should know: attributes of ``ModelSpec``, among them
+                ``settings``, a class derived from ``embodrl.config.schema.ModelConfig``, or ``module:Class``.
 
         Raises:
-            EmbodrlError: the name is taken.
+            EmbodrlError: the name is taken, or a fact is unknown or invalid.
         """
-        return cls.add(name, builder, description, value_head=value_head, **facts)
+        return cls.of(ModelSpec.make(name, builder, description, facts))
 
 
-for _member in SupportedModel.members():
-    setattr(SupportedModel, _member.upper(), _member)
+for _name in SupportedModel.registry.builtin:
+    setattr(SupportedModel, _name.upper(), SupportedModel(_name))
 
 
 def build_policy(
@@ -61,10 +60,27 @@ def build_policy(
     Raises:
         UnknownNameError: no such model family.
         CheckpointError: see the family's builder.
-        EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have.
+        EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have; the builder's module
+            is missing; or the policy lacks methods of ``VLAPolicy``.
     """
-    policy, report = MODELS.get(SupportedModel(config.model_type))(config, device=device, dtype=dtype, seed=seed)
+    from embodrl.models.base import VLAPolicy
     from embodrl.models.common.trainable import apply_trainable
 
+    build = MODELS.get(SupportedModel(config.model_type))
+    try:
+        policy, report = build(config, device=device, dtype=dtype, seed=seed)
+    except TypeError as error:
+        if "abstract" not in str(error):
+            raise
+        raise EmbodrlError(
+            f"model '{config.model_type}': {error}", "implement every method of VLAPolicy", code="policy-incomplete"
+        ) from error
+    missing = sorted(name for name in VLAPolicy.__abstractmethods__ if not callable(getattr(policy, name, None)))
+    if missing:
+        raise EmbodrlError(
+            f"model '{config.model_type}': {type(policy).__name__} lacks {', '.join(missing)}",
+            "derive it from VLAPolicy and implement every method",
+            code="policy-incomplete",
+        )
     apply_trainable(policy, config, seed=seed)
     return policy, report

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
 
     from embodrl.hybrid_engines.base import TrainEngine
+    from embodrl.workers.collector import Collector
     from embodrl.workers.reward import RewardWorker
-    from embodrl.workers.rollout import RolloutSource
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,6 @@ class Context:
     config: Config
     iteration: int
     engine: TrainEngine
-    rollout: RolloutSource
+    rollout: Collector
     rewards: RewardWorker
     shuffle: torch.Generator

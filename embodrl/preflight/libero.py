@@ -12,7 +12,7 @@ from embodrl.envs.mujoco.scene import GL_HINT
 from embodrl.errors import MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.simulators import ask, draw_frame, missing_gl, optional
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 INSTALL = "embodrl env install libero"
 ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
@@ -80,10 +80,10 @@ def check_libero() -> Finding:
     if found:
         message, hint = ("; ".join(part) for part in zip(*found, strict=True))
         return Finding("LIBERO", "warning", message, hint)
-    suite, facts = next(iter(ENVS.entry("libero").facts["suites"].items()))
+    name, suite = next(iter(ENVS.entry("libero").suites.items()))
     kwargs = {
-        "suite": suite,
-        "tasks": [next(iter(facts["tasks"]))],
+        "suite": name,
+        "tasks": [next(iter(suite.tasks))],
         "cameras": [{"name": "agentview", "height": 64, "width": 64}],
         "settle_steps": 0,
         "max_episode_steps": 1,

@@ -17,14 +17,13 @@ from embodrl.models.memory import TrainingMemory, estimate, token_counts
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import kv_cache_bytes, recorded_bytes
 from embodrl.preflight.doctor import memory_limit_bytes
+from embodrl.specs import ENVS
 
 MIB = 1 << 20
 HOST = -1
 """The device number of main memory."""
 # Proportional set size of a ManiSkill process with PhysX and rendering on the CPU after some steps of PushCube-v1 at
 # 64 x 64 pixels: 601 MiB with 1 environment, 619 with 8, 671 with 16, 703 with 32; 656 with 16 at 224 x 224.
-SIMULATOR_BYTES = 600 * MIB
-SIMULATOR_BYTES_PER_ENV = 5 * MIB
 PYTHON_BYTES = 420 * MIB
 """Of the main process with torch and transformers loaded, beside its tensors."""
 PHASES = ("training", "handover", "rollouts")
@@ -214,10 +213,11 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     if deployment.rolls_out_in_processes and config.runner.max_staleness and figures is not None:
         add((0, HOST), "kept policy", figures.trained)
     simulators = deployment.of("env")
-    if config.env.env_type == "maniskill":
+    simulator = ENVS.entry(config.env.env_type)
+    if simulator.process_bytes:
         share = -(-config.env.train.total_num_envs // len(simulators))
         for place in simulators:
-            add((place.node, HOST), "simulator", SIMULATOR_BYTES + share * SIMULATOR_BYTES_PER_ENV)
+            add((place.node, HOST), "simulator", simulator.process_bytes + share * simulator.env_bytes)
     away = _away(config, deployment)
     memories = [
         MemoryOf(node, device, parts, _available(config, deployment, node, device), away[device != HOST])

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from embodrl.config import Config, load_config
 from embodrl.config.compose import presets
-from embodrl.config.schema import ArchitectureConfig, VitConfig
 from embodrl.errors import ConfigError
+from embodrl.specs import ENVS, MODELS
 
 GROUPS = ("env", "model", "experiment")
-VOCABULARY = 32064  # of Llama 2 as OpenVLA pads it; the tiny size has less, and is small anyway
 # Weights, gradients and the two moments of AdamW, all in actor.param_dtype.
 COPIES_IN_TRAINING = 4
 BYTES = {"fp32": 4, "bf16": 2}
@@ -34,35 +33,20 @@ class Machine:
     has_wandb: bool
 
 
-def _vit_parameters(vit: VitConfig) -> int:
-    return vit.depth * (4 * vit.width**2 + 2 * vit.width * vit.mlp_dim)
-
-
-def num_parameters(architecture: ArchitectureConfig) -> int:
-    """Return about how many parameters the policy has: matrices only, no biases and norms."""
-    vision = architecture.dino.width + architecture.siglip.width
-    hidden = architecture.hidden_size
-    projector = vision * 4 * vision + 4 * vision * hidden + hidden**2
-    layer = 4 * hidden**2 + 3 * hidden * architecture.intermediate_size
-    language = architecture.num_hidden_layers * layer + 2 * VOCABULARY * hidden
-    return _vit_parameters(architecture.dino) + _vit_parameters(architecture.siglip) + projector + language
-
-
 def lacks(config: Config, machine: Machine) -> str:
     """Return what this machine lacks for a configuration; "" if it runs."""
     missing: list[str] = []
     simulator = machine.simulators.get(config.env.env_type, "")
     if simulator:
         missing.append(simulator)
-    wants_gpu = {
-        "cluster.device=cuda": config.cluster.device == "cuda",
-        "env.sim_backend=physx_cuda": config.env.sim_backend == "physx_cuda",
-        "env.render_backend=gpu": config.env.render_backend == "gpu",
-    }
+    wants_gpu = {"cluster.device=cuda": config.cluster.device == "cuda"}
+    for name, value in ENVS.entry(config.env.env_type).gpu_settings.items():
+        wants_gpu[f"env.{name}={value}"] = getattr(config.env, name) == value
     if not machine.gpu_bytes:
         missing += [f"{setting} needs a CUDA GPU" for setting, wanted in wants_gpu.items() if wanted]
-    if config.model.model_path is None:
-        needed = num_parameters(config.model.architecture) * BYTES[config.actor.param_dtype] * COPIES_IN_TRAINING
+    count = MODELS.entry(config.model.model_type).num_parameters
+    if config.model.model_path is None and count is not None:
+        needed = count(config.model) * BYTES[config.actor.param_dtype] * COPIES_IN_TRAINING
         on_gpu = bool(machine.gpu_bytes) and config.cluster.device != "cpu"
         room = max(machine.gpu_bytes) if on_gpu else machine.memory_bytes
         if needed > room:

@@ -21,7 +21,7 @@ from embodrl.envs.mujoco.scene import GL_HINT, GL_LIBRARIES, loads
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied, MissingDependencyError
 from embodrl.preflight.findings import Finding
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 RENDER_TIMEOUT_S = 120.0
 FRAME_TIMEOUTS = EnvTimeouts(300.0, 300.0, 300.0)
@@ -68,7 +68,7 @@ def missing_packages(env_type: str, python: str | None = None) -> list[str]:
     Raises:
         MissingDependencyError: the interpreter can't be run.
     """
-    needs = ENVS.entry(env_type).facts.get("needs", ()) if env_type in ENVS else ()
+    needs = ENVS.entry(env_type).needs if env_type in ENVS else ()
     # The simulator processes themselves need numpy, which an interpreter named by the user may lack.
     return missing_modules((*needs, "numpy") if python is not None else needs, python)
 
@@ -93,10 +93,10 @@ def missing_modules(names: Sequence[str], python: str | None = None) -> list[str
 
 def check_simulator(env_type: str) -> Finding:
     """One environment and one frame; that the packages are absent is no error, as nobody has to have them."""
-    facts, missing = ENVS.entry(env_type).facts, missing_packages(env_type)
+    spec, missing = ENVS.entry(env_type), missing_packages(env_type)
     if missing:
         detail = f"not installed: {', '.join(missing)}; for env={env_type} only"
-        return Finding(env_type, "ok", detail, f"pip install 'embodrl[{facts['extra']}]'")
+        return Finding(env_type, "ok", detail, f"pip install 'embodrl[{spec.extra}]'")
     return optional(draw_frame(env_type, env_type, EXAMPLES[env_type]))
 
 
@@ -184,7 +184,7 @@ def troubles(findings: list[Finding]) -> dict[str, str]:
     result: dict[str, str] = {}
     for name in EXAMPLES:
         missing = missing_packages(name)
-        text = f"not installed: {', '.join(missing)} (pip install 'embodrl[{ENVS.entry(name).facts['extra']}]')"
+        text = f"not installed: {', '.join(missing)} (pip install 'embodrl[{ENVS.entry(name).extra}]')"
         frame = "; ".join(f"{f.name}: {f.detail}" for f in findings if f.name == name and f.status != "ok")
         result[name] = text if missing else frame or (drawing if name == "metaworld" else "")
     return result
@@ -202,7 +202,7 @@ def preflight(env_type: str, python: str | None = None) -> None:
     """
     missing = missing_packages(env_type, python)
     if missing:
-        extra = ENVS.entry(env_type).facts.get("extra")  # one of the user's own has none
+        extra = ENVS.entry(env_type).extra  # one of the user's own has none
         install = f"pip install 'embodrl[{extra}]'" if extra else f"install {', '.join(missing)}"
         raise MissingDependencyError(
             f"env.env_type {env_type} needs {', '.join(missing)}, which {python or 'this environment'} has not",

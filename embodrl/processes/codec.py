@@ -138,7 +138,7 @@ class Codec:
         if isinstance(value, dict):
             return self._describe_dict(cast("dict[Any, Any]", value), blobs, where)
         if isinstance(value, bytes):
-            return {_BYTES: [blobs.add(memoryview(value)), len(value)]}
+            return {_BYTES: [blobs.add(np.frombuffer(value, np.uint8)), len(value)]}
         if isinstance(value, (np.ndarray, np.generic)):
             return self._describe_array(cast("NDArray[Any]", value), blobs, where)
         for kind in type(value).__mro__:

@@ -24,6 +24,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.reporting.log import RunLog
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.sinks import MetricsLogger
+from embodrl.runs.build import make_launcher
 from embodrl.runs.files import (
     CONFIG_FILE,
     LEAST_FREE_BYTES,
@@ -40,7 +41,6 @@ from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.workers.actor import make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.launch import make_launcher
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
 logger = logging.getLogger(__name__)

@@ -26,16 +26,18 @@ from embodrl.errors import (
     WeightSyncError,
     WorkerError,
 )
-from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.context import Context
+from embodrl.pipelines.graph import Node
 from embodrl.pipelines.select import build_graph
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
 from embodrl.reporting.report import write_report
 from embodrl.reporting.sinks import METRICS_FILE, MetricsLogger, read_metrics
+from embodrl.runs.build import Parts, build
 from embodrl.runs.files import (
     BEST_POLICY_DIR,
     CONFIG_FILE,
@@ -57,14 +59,11 @@ from embodrl.runs.lock import run_lock
 from embodrl.runs.provenance import add_provenance
 from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
-from embodrl.workers.actor import GroupTrainEngine, make_train_engine, saves_shards
+from embodrl.workers.actor import saves_shards
+from embodrl.workers.collector import RolloutState
 from embodrl.workers.env import check_simulator, check_videos
-from embodrl.workers.launch import make_launcher, make_rollouts
-from embodrl.workers.offload import PhaseOffload
-from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads, resolve_device
-from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout import RolloutState
-from embodrl.workers.rollouts import Rollouts
+from embodrl.workers.memory_phases import TRAIN_ROLES, MemoryPhases
+from embodrl.workers.policy import check_memory, configure_torch, num_threads, resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +107,7 @@ class Runner:
         config: the run.
         deployment: where everything of it is.
         run_dir: where everything goes.
-        rollouts: started.
-        policy: on its device.
-        engine: trains, and gives its weights to ``policy``, at the latest when it is asked to (``fetch``).
+        parts: of the run, started.
         metrics: where they go.
         console: what the user sees.
         stop: tells that the user wants to leave.
@@ -121,26 +118,24 @@ class Runner:
         config: Config,
         deployment: Deployment,
         run_dir: Path,
-        rollouts: Rollouts,
-        policy: VLAPolicy,
-        engine: TrainEngine,
+        parts: Parts,
         metrics: MetricsLogger,
         console: Console,
         stop: StopSignal,
     ) -> None:
         self.config, self.deployment, self.run_dir = config, deployment, run_dir
-        self.rollouts, self.policy = rollouts, policy
+        self.policy, self.engine, self.rollouts, self.rewards = (
+            parts.policy,
+            parts.engine,
+            parts.rollouts,
+            parts.rewards,
+        )
+        self.collector = parts.rollouts.collector
         self.metrics, self.console, self.stop = metrics, console, stop
         self.graph = build_graph(config)
         runner = config.runner
         self.needs_reference = config.algorithm.kl.coef > 0
-        self.engine = engine
-        self.rewards = RewardWorker(config, tuple(rollouts.tasks))
-        if isinstance(engine, GroupTrainEngine) and engine.sends:
-            rollouts.sending = engine.group
-        rollouts.prepare(policy, self._should_stop, self.rewards.needs_frames)
-        self.rollout = rollouts.source
-        self.phases = PhaseOffload(config, rollouts, engine)
+        self.phases = MemoryPhases(config, parts.rollouts, parts.engine)
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
         self.publisher: WeightPublisher | None = None
         self.shuffle = torch.Generator().manual_seed(runner.seed)
@@ -152,12 +147,6 @@ class Runner:
         rows = read_metrics(metrics.path)
         self.health = HealthMonitor(rows)
         self.best = max((row.get("eval/success_rate") or 0.0 for row in rows if row["iteration"]), default=-1.0)
-
-    def _should_stop(self) -> bool:
-        """Tell whether the user wants to leave; raise at once if a process of the engine has gone meanwhile."""
-        self.engine.check()
-        self.console.advance()
-        return bool(self.stop)
 
     @property
     def finished(self) -> bool:
@@ -180,7 +169,7 @@ class Runner:
             pass
         if not self.saved:
             self._save()
-        self.phases.finish()
+        self.engine.onload()
         if self.finished:  # its policy is exported
             self.engine.fetch()
         if not self.saved:
@@ -195,12 +184,12 @@ class Runner:
             EmbodrlError: a node failed.
         """
         start = time.perf_counter()
-        context = Context(self.config, self.iteration, self.phases.engine, self.rollout, self.rewards, self.shuffle)
-        self.phases.begin_acting()
+        context = Context(self.config, self.iteration, self.engine, self.collector, self.rewards, self.shuffle)
+        self.phases.enter("act")
         try:
-            metrics = self.graph.run(context, on_node=lambda node: self._show_phase(node.name, node.role))
+            metrics = self.graph.run(context, on_node=self._before_node)
         except InterruptedError:
-            self.rollout.undo()
+            self.collector.undo()
             raise
         steps = metrics.pop("env_steps", None)
         if steps is None:
@@ -212,7 +201,8 @@ class Runner:
         self.iteration += 1
         self.env_steps += env_steps
         self._publish()
-        metrics |= self.phases.end_training()
+        self.phases.enter("rest")
+        metrics |= self.phases.take_metrics()
         self.saved = False
         faults = self.rollouts.faults
         seconds = time.perf_counter() - start
@@ -226,6 +216,11 @@ class Runner:
             "time/total_s": seconds,
             "time/env_steps_per_s": env_steps / seconds,
         }
+
+    def _before_node(self, node: Node) -> None:
+        if node.role in TRAIN_ROLES:
+            self.phases.enter("train")
+        self._show_phase(node.name, node.role)
 
     def _show_phase(self, name: str, role: str) -> None:
         """Tell the console how many chunks a phase has, where this process is the one that steps through them."""
@@ -266,16 +261,21 @@ class Runner:
             self._keep_best(written.get("eval/success_rate"))
         if last or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
-            self.rollout.forget_history()
+            self.collector.forget_history()
             self._save()
-            self.phases.end_training()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Offload what saving brought back; its figures belong to no iteration."""
+        self.phases.enter("rest")
+        self.phases.take_metrics()
 
     def _divides(self, interval: int) -> bool:
         return bool(interval) and self.iteration % interval == 0
 
     def _evaluate(self, last: bool) -> Row:
         self._show_phase("evaluation", "evaluation")
-        self.phases.begin_acting()
+        self.phases.enter("act")
         video = self.config.env.video
         wanted = video.enabled and (last or video.every_eval)
         video_dir = self.run_dir / "videos" / f"iteration_{self.iteration:04d}" if wanted else None
@@ -289,7 +289,7 @@ class Runner:
             return
         self.best = success_rate
         self.checkpoints.keep_best(self.iteration)
-        self.phases.finish()
+        self.engine.onload()
         self.engine.fetch()
         try:
             facts = {"iteration": self.iteration, "success_rate": success_rate}
@@ -297,13 +297,13 @@ class Runner:
             logger.info("best evaluation so far: exported to %s", self.run_dir / BEST_POLICY_DIR)
         except OutputError as error:
             logger.error("%s", error)
-        self.phases.end_training()
+        self._rest()
 
     def _save(self) -> None:
         """Write a checkpoint; a disk that is full costs a warning, not the run."""
         sharded = saves_shards(self.config, self.deployment)
         saved = EngineState({}, self.engine.counters()) if sharded else self.engine.state_dict()
-        rollouts = self.rollout.state()
+        rollouts = self.collector.state()
         state = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
@@ -338,10 +338,10 @@ class Runner:
         else:
             names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
             self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
-        self.rollout.update_weights(self.engine.weights(), self.engine.version)
+        self.collector.update_weights(self.engine.weights(), self.engine.version)
         rollouts = state["rollout"]
         try:
-            self.rollout.load_state(
+            self.collector.load_state(
                 RolloutState(
                     rollouts["state"],
                     {name: checkpoint.tensors(name) for name in rollouts["tensors"]},
@@ -451,44 +451,38 @@ def _execute(
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
-    launcher = make_launcher(config, deployment)
-    rollouts = make_rollouts(config, deployment, run_dir, launcher)
-    metrics: MetricsLogger | None = None
-    engine: TrainEngine | None = None
     with StopSignal() as stop, console:
         console.message(f"run: {run_dir}, log: {run_dir / LOG_FILE}")
+
+        def stopped() -> bool:
+            console.advance()
+            return bool(stop)
+
         try:
-            console.phase("starting simulators")
-            rollouts.start_async()
-            weights_from = config if checkpoint is None else without_lost_warm_start(config)
-            policy = build_policy(weights_from, device)
-            pipes = rollouts.weight_pipes()
-            engine = make_train_engine(weights_from, deployment, policy, run_dir / "logs", launcher, pipes)
-            metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
-            console.restore(read_metrics(metrics.path))
-            rollouts.wait_started()
-            runner = Runner(config, deployment, run_dir, rollouts, policy, engine, metrics, console, stop)
-            preflight(run_dir, num_bytes_on_disk(config, deployment, policy, runner.engine.state_num_bytes()))
-            if checkpoint is not None:
-                console.message(f"resuming from {checkpoint.path}")
-                runner.restore(checkpoint)
-            # Only now: settings with which it could not be resumed are not kept.
-            path, config_yaml = run_dir / CONFIG_FILE, loaded.to_yaml()
-            old_yaml = path.read_text() if path.is_file() and logged_until is not None else None
-            for line in add_provenance(run_dir, config_yaml, old_yaml, runner.iteration):
-                console.message(line)
-            write_config(run_dir, config_yaml)
-            code = runner.run()
+            with ExitStack() as closing:  # in reverse order, and all of them, whatever fails
+                console.phase("starting simulators")
+                weights_from = config if checkpoint is None else without_lost_warm_start(config)
+                parts = build(config, weights_from, deployment, run_dir, device, stopped, closing)
+                metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
+                closing.callback(metrics.close)
+                console.restore(read_metrics(metrics.path))
+                runner = Runner(config, deployment, run_dir, parts, metrics, console, stop)
+                preflight(run_dir, num_bytes_on_disk(config, deployment, parts.policy, parts.engine.state_num_bytes()))
+                if checkpoint is not None:
+                    console.message(f"resuming from {checkpoint.path}")
+                    runner.restore(checkpoint)
+                # Only now: settings with which it could not be resumed are not kept.
+                path, config_yaml = run_dir / CONFIG_FILE, loaded.to_yaml()
+                old_yaml = path.read_text() if path.is_file() and logged_until is not None else None
+                for line in add_provenance(run_dir, config_yaml, old_yaml, runner.iteration):
+                    console.message(line)
+                write_config(run_dir, config_yaml)
+                code = runner.run()
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
             hint = "; then ".join(filter(None, (error.hint, how_to_go_on(run_dir))))
             raise type(error)(error.message, hint, code=error.code) from error
-        finally:
-            with ExitStack() as closing:  # in the other order, and all of them, whatever fails
-                for part in (metrics, launcher, engine, rollouts):
-                    if part is not None:
-                        closing.callback(part.close)
         if runner.finished:
-            export_policy(policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
+            export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
         if not runner.saved:
             logger.error("%s", what_is_left(run_dir, runner.iteration))
         if rows := read_metrics(run_dir / METRICS_FILE):
@@ -499,7 +493,7 @@ def _execute(
                     console.message(line)
         if not runner.finished and runner.saved:
             console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
-    return TrainResult(run_dir, code, policy)
+    return TrainResult(run_dir, code, parts.policy)
 
 
 def _check_machine(config: Config, deployment: Deployment) -> None:

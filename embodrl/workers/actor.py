@@ -1,4 +1,4 @@
-"""Training in processes of its own: the worker, and the engine that the training loop sees."""
+"""Training processes, and the choice of where and with what a run trains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import importlib
 import logging
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,15 @@ from embodrl.data.batch import Batch
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
-from embodrl.errors import WorkerError
-from embodrl.hybrid_engines.base import EngineState, TrainEngine
-from embodrl.hybrid_engines.offload import OffloadReport
-from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
+from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.megatron.core import start
 from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP, PolicyTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.training.sharded_checkpoint import (
     FileFacts,
-    buckets,
-    num_bytes_of,
-    read_index,
-    read_whole,
 )
 from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
@@ -49,8 +43,6 @@ from embodrl.workers.weights import SendingWorker
 
 logger = logging.getLogger(__name__)
 
-BUCKET_BYTES = 256 << 20
-"""Of tensors on their way between the training processes and the driver at a time."""
 START_TIMEOUT_S = 3600.0
 """A process reads a whole checkpoint; one that dies meanwhile is told at once."""
 
@@ -63,21 +55,45 @@ def make_train_engine(
     launcher: Launcher | None = None,
     pipes: Mapping[str, Channel] | None = None,
 ) -> TrainEngine:
-    """Return what ``actor.training_backend`` and the placement ask for.
+    """Return the engine of ``actor.training_backend``, in this process or in others.
 
     Args:
         config: the run.
         deployment: where everything is.
-        policy: on its device. Unless ``pipes`` are given, it acts, and always has the weights of the engine's version.
+        policy: on its device.
         log_dir: where the output of further processes goes.
-        launcher: starts further processes; None takes processes of this machine.
-        pipes: see ``GroupTrainEngine``.
+        launcher: starts further processes; None starts them on this machine.
+        pipes: channels of that launcher to the rollout processes, if the training processes send weights themselves.
 
     Raises:
-        WorkerError: a training process could not be brought up.
+        WorkerError: a training process could not be started; none is left.
     """
     if deployment.trains_in_processes:
-        return GroupTrainEngine(config, deployment, policy, log_dir, launcher=launcher, pipes=pipes)
+        group = launch_trainers(config, deployment, log_dir, launcher, pipes)
+        return RemoteTrainEngine(config, policy, group, sends_weights=pipes is not None)
+    return make_native_engine(config, deployment, policy)
+
+
+def launch_trainers(
+    config: Config,
+    deployment: Deployment,
+    log_dir: Path | None = None,
+    launcher: Launcher | None = None,
+    pipes: Mapping[str, Channel] | None = None,
+) -> WorkerGroup:
+    """Start the training processes of a deployment; arguments as of ``make_train_engine``.
+
+    Raises:
+        WorkerError: a process could not be started; none is left.
+    """
+    places = deployment.of("actor")
+    logger.info("%d training process(es), %s", len(places), config.actor.training_backend)
+    group = WorkerGroup(ActorWorker, "actor", config=config, deployment=deployment)
+    return group.launch(places, launcher or "process", pipes, log_dir, START_TIMEOUT_S)
+
+
+def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy) -> NativeTrainEngine:
+    """Return the engine that trains in this process."""
     cores = deployment.threads_of(deployment.of("actor")[0])
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
 
@@ -237,166 +253,3 @@ class ActorWorker(SendingWorker):
         self.close_sender()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-class GroupTrainEngine(TrainEngine):
-    """Trains in the actor processes of a deployment.
-
-    The driver's policy gets the new weights with every update; with ``pipes``, when somebody asks for them.
-
-    Args:
-        config: the run.
-        deployment: where everything is.
-        policy: on its device, as ``build_policy`` made it; acts in this process, unless ``pipes`` are given.
-        log_dir: where the output of the processes goes.
-        launcher: starts them; None takes processes of this machine.
-        pipes: channels of that launcher to the processes that act, which then get the weights from those that train;
-            None if the driver sends them, or acts itself.
-
-    Attributes:
-        sends: the processes send their weights themselves.
-        before_use: called before the policy is read or written, so that whoever took its memory away brings it back.
-
-    Raises:
-        WorkerError: a process could not be brought up; none is left.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        deployment: Deployment,
-        policy: VLAPolicy,
-        log_dir: Path | None = None,
-        launcher: Launcher | None = None,
-        pipes: Mapping[str, Channel] | None = None,
-    ) -> None:
-        self.policy = policy
-        self.sends, self._behind = pipes is not None, False
-        self.before_use: Callable[[], None] = lambda: None
-        self.version = 0
-        self._counters: dict[str, Any] = {"version": 0, "nonfinite_in_row": 0}
-        groups = policy.trainable_groups()
-        trained = {id(p): name for name, group in groups.items() for p in group}
-        parameters = dict(policy.named_parameters())
-        self._trained = {name: p for name, p in parameters.items() if id(p) in trained}
-        kept = config.algorithm.kl.coef > 0
-        reference = {name: p for name, p in self._trained.items() if kept and trained[id(p)] != VALUE_GROUP}
-        self._shapes = StateShapes.of(policy, self._trained, reference)
-        places = deployment.of("actor")
-        logger.info("%d training process(es), %s", len(places), config.actor.training_backend)
-        self.group = WorkerGroup(ActorWorker, "actor", config=config, deployment=deployment)
-        self.group.launch(places, launcher or "process", pipes, log_dir, START_TIMEOUT_S)
-
-    def update(
-        self, batch: TrajectoryBatch, advantages: Advantages, algorithm: AlgorithmConfig, generator: torch.Generator
-    ) -> dict[str, float]:
-        columns = {"advantages": advantages.advantages, "returns": advantages.returns, "valid": advantages.valid}
-        results = self._call("update", batch, columns, algorithm.model_dump_json(), generator_state(generator))
-        metrics, shuffled, counters = results[0]
-        restore_generator(generator, shuffled)
-        self._behind = True
-        if not self.sends:
-            self.fetch()
-        self._counters, self.version = counters, counters["version"]
-        return metrics
-
-    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
-        metrics, counters = self._call("imitate", batch, learning_rate, label_smoothing_bins)[0]
-        self._behind = True
-        self._counters, self.version = counters, counters["version"]
-        return metrics
-
-    @torch.no_grad()
-    def fetch(self) -> None:
-        self.before_use()
-        if not self._behind:
-            return
-        names = {name: p.numel() * p.element_size() for name, p in self._trained.items()}
-        for name, tensor in self._stream("policy", names):
-            self._trained[name].copy_(tensor)
-        self._behind = False
-
-    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        return self._call("reference_logprobs", batch, algorithm.model_dump_json())[0]
-
-    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
-        return self._call("proximal", batch, algorithm.model_dump_json())[0]
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        self.fetch()
-        yield from self.policy.state_dict().items()
-
-    def state_dict(self) -> EngineState:
-        """Return weights, optimizer state and counters; all but the weights are copies."""
-        self.fetch()
-        inventory = self._call("inventory")[0]
-        tensors = {s: dict(self._stream(s, names)) for s, names in inventory.items() if s != "policy"}
-        return EngineState({"policy": dict(self.policy.state_dict()), **tensors}, dict(self._counters))
-
-    def load_state_dict(self, saved: EngineState) -> None:
-        check_fit(saved.tensors, self._shapes)
-        self.before_use()
-        mine = self.policy.state_dict()
-        self._call("begin_load")
-        for section, tensors in saved.tensors.items():
-            for names in buckets(num_bytes_of(tensors), BUCKET_BYTES):
-                self._call("put", section, {name: tensors[name] for name in names})
-        with torch.no_grad():
-            for name, tensor in saved.tensors["policy"].items():
-                mine[name].copy_(tensor)
-        self._behind = False
-        self._counters = dict(saved.state)
-        self._call("set_counters", self._counters)
-        self.version = int(saved.state["version"])
-
-    def counters(self) -> dict[str, Any]:
-        return dict(self._counters)
-
-    def save_shards(self, directory: Path) -> FileFacts:
-        facts: FileFacts = {}
-        for found in self._call("save_shards", str(directory.absolute())):
-            if isinstance(found, tuple):
-                raise OSError(*found)
-            facts |= found
-        return facts
-
-    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
-        """See ``TrainEngine``. Only weights are read here."""
-        check_fit(read_index(directory), self._shapes)
-        self.before_use()
-        self._call("load_shards", str(directory.absolute()), dict(counters))
-        read_whole(directory, "policy", self.policy.state_dict())
-        self._behind = False
-        self._counters, self.version = dict(counters), int(counters["version"])
-
-    def state_num_bytes(self) -> int:
-        return self._shapes.num_bytes
-
-    def offload(self) -> OffloadReport | None:
-        """See ``TrainEngine``; weights leave as well, since what acts has its own. Bytes are those of all processes."""
-        found = [report for report in self._call("offload") if report is not None]
-        return OffloadReport.total([OffloadReport(torch.device(name), *num_bytes) for name, *num_bytes in found])
-
-    def check(self) -> None:
-        self.group.check()
-
-    def close(self) -> None:
-        self.group.close()
-
-    def _stream(self, section: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors; one bucket of them is on its way at a time."""
-        for names in buckets(sizes, BUCKET_BYTES):
-            yield from self._call("gather", section, names)[0].items()
-
-    def _call(self, method: str, *args: Any) -> Any:
-        """Return what the processes return; without one of them the others would wait for ever, so all end.
-
-        Raises:
-            WorkerError: one died or raised.
-        """
-        try:
-            self.group.check()
-            return self.group.call(method, *args).result()
-        except WorkerError:
-            self.group.kill()
-            raise

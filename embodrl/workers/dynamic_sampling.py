@@ -10,11 +10,11 @@ from torch import Tensor
 
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.workers.rollout import RolloutSource
+from embodrl.workers.collector import Collector
 
 
 def sample_mixed_groups(
-    rollout: RolloutSource, batch: TrajectoryBatch, iteration: int
+    rollout: Collector, batch: TrajectoryBatch, iteration: int
 ) -> tuple[TrajectoryBatch, dict[str, float | None]]:
     """Return groups with both successes and failures, from further rollouts if need be.
 

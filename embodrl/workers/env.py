@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.config.isolated import AUTO, installed_python
-from embodrl.config.schema import Config
+from embodrl.config.schema import Config, EnvConfig
 from embodrl.deployment import ProcessPlace
 from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.pool.faults import Bounds
@@ -17,7 +17,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.isolated import check_pins
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +90,19 @@ def interpreter_of(config: Config) -> str | None:
 
 
 def env_kwargs(config: Config) -> dict[str, Any]:
-    """Return the keyword arguments of the VectorEnv, without ``num_envs``, as plain values."""
-    env = config.env
-    optional: dict[str, dict[str, Any]] = {
+    """Return the keyword arguments of the VectorEnv, without ``num_envs``, as plain values.
+
+    They are the settings that all environments read, those of ``SimulatorSpec.reads``, and all that the simulator's
+    settings class adds to ``EnvConfig``.
+    """
+    env, spec = config.env, ENVS.entry(config.env.env_type)
+    readable: dict[str, dict[str, Any]] = {
         "cameras": {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]},
         "image_size": {"image_size": env.cameras[0].height},
+        "reward_mode": {"reward_mode": env.reward_mode},
+        "success_bonus": {"success_bonus": env.success_bonus},
+        "render_detail": {"render_detail": env.render_detail},
         "action_dim": {"action_dim": config.model.action_dim},
-        "sim_backend": {"sim_backend": "physx_cuda" if env.sim_backend == "physx_cuda" else "physx_cpu"},
-        "mesh_decimation": {"mesh_decimation": None if env.mesh_decimation == "auto" else env.mesh_decimation},
         "video": {"video_size": [env.video.height, env.video.width], "video_fps": env.video.fps},
     }
     kwargs: dict[str, Any] = {
@@ -108,9 +113,10 @@ def env_kwargs(config: Config) -> dict[str, Any]:
         "auto_reset": env.train.auto_reset,
         "ignore_terminations": env.train.ignore_terminations,
     }
-    for name in ENVS.entry(env.env_type).facts.get("settings", ("cameras",)):
-        kwargs |= optional.get(name) or {name: getattr(env, name)}
-    return kwargs
+    for name in spec.reads:
+        kwargs |= readable[name]
+    own = set(type(env).model_fields) - set(EnvConfig.model_fields)
+    return kwargs | env.model_dump(mode="json", include=own)
 
 
 def make_pool(

@@ -16,7 +16,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.faults import forget_refused
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvTimeout, EnvWorkerDied
-from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 
 logger = logging.getLogger(__name__)
 

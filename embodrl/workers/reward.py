@@ -52,6 +52,11 @@ class RewardError(EmbodrlError):
     """A reward function failed, took too long, or returned what is no reward."""
 
 
+def needs_frames(config: Config) -> bool:
+    """Return whether rollouts must keep the images of the first camera, for rewards that are computed from them."""
+    return config.reward.fn is not None or config.algorithm.srpo.enabled
+
+
 class RewardWorker:
     """Replaces the rewards of a rollout, if the configuration says so.
 

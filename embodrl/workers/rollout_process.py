@@ -16,17 +16,16 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.errors import ChannelClosed, ChannelTimeout
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.worker import Worker, dispatch
-from embodrl.workers.async_rollout import Player, make_players
+from embodrl.workers.async_collector import EpisodeRunner, make_runners
+from embodrl.workers.collector import RolloutState, Share, SyncCollector, share_config
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.lockstep import Shard
 from embodrl.workers.policy import build_policy, configure_torch
-from embodrl.workers.rollout import RolloutState, RolloutWorker
-from embodrl.workers.rollout_source import rollout_worker
-from embodrl.workers.share import Share, share_config
-from embodrl.workers.stage import Shard
+from embodrl.workers.rollout_backend import make_sync_collector
 from embodrl.workers.weights import ReceiverThread, make_receiver
 
 
@@ -36,29 +35,32 @@ def channel_names(rank: int) -> dict[str, str]:
 
 
 class _Weights:
-    """Where weights arrive."""
+    """Accepts weights for a process: for its collector, or for its engine alone."""
 
     def __init__(self, process: RolloutProcess) -> None:
         self._process = process
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         process = self._process
-        # Those of the present version come again when another process was brought up anew: the update goes on.
+        # The present version arrives again when another process was restarted: the update in progress continues.
         again = process.engine.version == version
-        target = process.engine if again or process.is_asynchronous else process.source
+        target = process.engine if again or process.is_asynchronous else process.collector
         target.update_weights(weights, version)
 
 
 class RolloutProcess(Worker):
-    """Plays and evaluates for the main process, which the methods are called by; ``call`` numbers its requests.
+    """Collects and evaluates for the driver, which calls the methods; ``call`` numbers its requests.
 
     Args:
         config: the whole run.
         deployment: where everything of it is.
+        keep_frames: keep the images of the first camera.
         log_dir: where the output of the simulators goes.
     """
 
-    def __init__(self, config: Config, deployment: Deployment, log_dir: str | None = None) -> None:
+    def __init__(
+        self, config: Config, deployment: Deployment, keep_frames: bool = False, log_dir: str | None = None
+    ) -> None:
         for module in config.extensions:
             importlib.import_module(module)
         threads = deployment.threads_of(deployment.of("rollout")[self.rank])
@@ -80,13 +82,21 @@ class RolloutProcess(Worker):
             self.pool.close()
             raise
         self.config, self.share = mine, share
-        self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count))
-        self.engine.may_offload = config.rollout.enable_offload
+        memory = policy_memory(self.policy) if config.rollout.enable_offload else None
+        self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count), memory)
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
         self.evaluator = Evaluator(mine, self.pool, self.engine, should_stop=self._should_stop)
-        self._source: RolloutWorker | None = None
-        self._player: Player | None = None
-        self._inbox: ReceiverThread | None = None
+        self._collector: SyncCollector | None = None
+        self._runner: EpisodeRunner | None = None
+        if config.runner.max_staleness:
+            # Requests are served one after the other: several pipeline stages would only make batches smaller.
+            rollout = mine.rollout.model_copy(update={"pipeline_stages": 1})
+            (self._runner,) = make_runners(
+                mine.model_copy(update={"rollout": rollout}), self.pool, self.engine, keep_frames
+            )
+        else:
+            self._collector = make_sync_collector(mine, self.pool, self.engine, self._should_stop, keep_frames, share)
+        self._receiver: ReceiverThread | None = None
         self._call, self._stopped = -1, False
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -97,67 +107,54 @@ class RolloutProcess(Worker):
         return {"pid": os.getpid(), "tasks": list(self.pool.spec.tasks), "num_envs": self.pool.spec.num_envs}
 
     @dispatch()
-    def prepare(self, keep_frames: bool) -> None:
-        """Get ready to play; ``keep_frames`` keeps what the first camera sees."""
-        if self.config.runner.max_staleness:
-            # Requests are served one after the other: stages that take turns would only make batches smaller.
-            rollout = self.config.rollout.model_copy(update={"pipeline_stages": 1})
-            config = self.config.model_copy(update={"rollout": rollout})
-            (self._player,) = make_players(config, self.pool, self.engine, keep_frames)
-        else:
-            self._source = rollout_worker(
-                self.config, self.pool, self.engine, self._should_stop, keep_frames, self.share
-            )
-
-    @dispatch()
     def join(self, options: dict[str, Any]) -> None:
-        """Take weights from a new link (``WeightLink.options``)."""
-        if self._inbox is not None:
-            self._inbox.close()
+        """Receive weights from a new generation of the channel (``WeightChannel.options``)."""
+        if self._receiver is not None:
+            self._receiver.close()
         target = _Weights(self)
         layout = layout_of(self.policy)
         receiver = make_receiver(target, options, self.channels["weights"], self.rank, layout)
-        self._inbox = ReceiverThread(receiver, self.channels["answers"], options["generation"])
+        self._receiver = ReceiverThread(receiver, self.channels["answers"], options["generation"])
 
     def close(self) -> None:
         """End the simulators."""
-        if self._inbox is not None:
-            self._inbox.close()
+        if self._receiver is not None:
+            self._receiver.close()
         self.pool.close()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     @property
     def is_asynchronous(self) -> bool:
-        """The main process says which shards are played."""
-        return self._source is None
+        """The driver says which shards are next."""
+        return self._collector is None
 
     @property
-    def source(self) -> RolloutWorker:
-        """What plays, in a synchronous run."""
-        assert self._source is not None
-        return self._source
+    def collector(self) -> SyncCollector:
+        """What collects in a synchronous run."""
+        assert self._collector is not None
+        return self._collector
 
     @property
-    def player(self) -> Player:
-        """What plays, in an asynchronous run."""
-        assert self._player is not None
-        return self._player
+    def runner(self) -> EpisodeRunner:
+        """What collects in an asynchronous run."""
+        assert self._runner is not None
+        return self._runner
 
     @dispatch()
     def gather(self, call: int, iteration: int) -> dict[str, Any] | None:
-        """Return a batch and what is told of it; None if it was interrupted. See RolloutSource."""
-        return self._played(call, lambda: self.source.gather(iteration)[0])
+        """Return a batch and what is told of it; None if it was interrupted. See Collector."""
+        return self._played(call, lambda: self.collector.gather(iteration)[0])
 
     @dispatch()
     def gather_more(self, call: int, iteration: int, epoch: int) -> dict[str, Any] | None:
         """As ``gather``, of a further rollout."""
-        return self._played(call, lambda: self.source.gather_more(iteration, epoch)[0])
+        return self._played(call, lambda: self.collector.gather_more(iteration, epoch)[0])
 
     @dispatch()
     def play(self, call: int, shard: dict[str, Any]) -> dict[str, Any] | None:
         """As ``gather``, of a shard of an asynchronous run."""
-        return self._played(call, lambda: self.player.play(Shard(**shard), self._should_stop))
+        return self._played(call, lambda: self.runner.play(Shard(**shard), self._should_stop))
 
     def _played(self, call: int, play: Any) -> dict[str, Any] | None:
         self._call, self._stopped = call, False
@@ -165,7 +162,7 @@ class RolloutProcess(Worker):
             batch: TrajectoryBatch = play()
         except InterruptedError:
             return None
-        carried = {"random": self.engine.random_state()} if self.is_asynchronous else self.source.carried()
+        carried = {"random": self.engine.random_state()} if self.is_asynchronous else self.collector.snapshot()
         return {"batch": batch, "metas": carried.get("metas", []), "carried": carried, **self._faults()}
 
     @dispatch()
@@ -194,8 +191,8 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def rebuild(self) -> None:
-        """See Player."""
-        self.player.rebuild()
+        """See EpisodeRunner."""
+        self.runner.rebuild()
 
     @dispatch()
     def offload_policy(self) -> tuple[str, int, int] | None:
@@ -218,32 +215,32 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def undo(self) -> list[str]:
-        """See RolloutSource; return where the random numbers are."""
-        self.source.undo()
+        """See Collector; return where the random numbers are."""
+        self.collector.undo()
         return self.engine.random_state()
 
     @dispatch()
     def forget_history(self) -> None:
-        """See RolloutSource."""
-        self.source.forget_history()
+        """See Collector."""
+        self.collector.forget_history()
 
     @dispatch()
-    def carry_on(self, carried: dict[str, Any]) -> None:
-        """Go on where a process that has gone was; see ``RolloutWorker.carry_on``."""
+    def restore(self, carried: dict[str, Any]) -> None:
+        """Continue where the predecessor of this process was; see ``SyncCollector.restore``."""
         if self.is_asynchronous:
             self.engine.set_random_state(carried["random"])
         else:
-            self.source.carry_on(carried)
+            self.collector.restore(carried)
 
     @dispatch()
     def state(self) -> dict[str, Any]:
-        """See RolloutSource."""
-        return dict(vars(self.source.state()))
+        """See Collector."""
+        return dict(vars(self.collector.state()))
 
     @dispatch()
     def load_state(
         self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]
     ) -> list[str]:
-        """See RolloutSource; the version is that of the last weights. Return where the random numbers are."""
-        self.source.load_state(RolloutState(state, tensors, blobs), self.engine.version)
+        """See Collector; the version is that of the last weights. Return where the random numbers are."""
+        self.collector.load_state(RolloutState(state, tensors, blobs), self.engine.version)
         return self.engine.random_state()

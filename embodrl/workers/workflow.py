@@ -16,7 +16,7 @@ from torch import Tensor
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.environment import Environment, ToolResult
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.rollout.async_engine import EpisodeEngine
+from embodrl.hybrid_engines.rollout.batched import EpisodeEngine
 from embodrl.types import Observation, PolicyOutput
 
 

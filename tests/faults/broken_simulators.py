@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 
 def raise_it(_):
@@ -92,5 +92,5 @@ def make(env_type, slow_start, **kwargs):
     return env
 
 
-ENVS.register("broken", make)
+ENVS.add("broken", make)
 """The name under which ``make`` is registered."""

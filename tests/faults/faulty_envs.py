@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from embodrl.envs.toy.env import ToyVectorEnv
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 
 class FaultyVectorEnv(ToyVectorEnv):
@@ -72,4 +72,4 @@ class FaultyVectorEnv(ToyVectorEnv):
         return super().call(method, arguments)
 
 
-ENVS.register("faulty", FaultyVectorEnv)
+ENVS.add("faulty", FaultyVectorEnv)

@@ -12,7 +12,7 @@ from tiny_training import deployment_of, tiny_rollout, training_config
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.errors import WorkerDied
-from embodrl.workers.actor import GroupTrainEngine
+from embodrl.workers.actor import make_train_engine
 from embodrl.workers.policy import build_policy, configure_torch
 
 SOON_S = 120.0
@@ -22,7 +22,7 @@ def test_a_dead_training_process_ends_all_and_is_told() -> None:
     config = training_config(actor={"training_backend": "fsdp"})
     configure_torch(config)
     policy = build_policy(config)
-    engine = GroupTrainEngine(config, deployment_of(config, 2), policy)
+    engine = make_train_engine(config, deployment_of(config, 2), policy)
     try:
         pids = engine.group.process_id().result(SOON_S)
         descriptors = [os.pidfd_open(pid) for pid in pids]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.toy.env import ToyVectorEnv
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 CORNERS = 0.6 * np.array([[1, 1], [1, -1], [-1, 1], [-1, -1]], np.float32)
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255]], np.uint8)
@@ -32,4 +32,4 @@ class Corners(ToyVectorEnv):
         images[rows] = COLOURS[corner][:, None, None, None]
 
 
-ENVS.register("corners", Corners, "four corners, told apart by colour", tasks=("reach-red",), action_dim=7)
+ENVS.add("corners", Corners, "four corners, told apart by colour", tasks=("reach-red",), action_dim=7)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 
 VIT = "width: 48, num_heads: 2, mlp_dim: 96"
 PICTURE = "image_size: 32, patch_size: 8"
@@ -116,7 +116,7 @@ def weights(directory: Path) -> dict[str, object]:
 
 def corners_and_ppo(family: str, directory: Path, demos: Path) -> dict[str, object]:
     """Imitate on the environment of corners, and go on with PPO on the toy; return what was measured."""
-    facts = MODELS.entry(family).facts
+    spec = MODELS.entry(family)
     model = settings_of(family)
     corners = [*CORNERS, *model]
     result: dict[str, object] = {"untrained": success_rate(corners, directory / "untrained.json")}
@@ -124,9 +124,9 @@ def corners_and_ppo(family: str, directory: Path, demos: Path) -> dict[str, obje
     result["corner_losses"] = imitate(corners, demos, directory / "corners", steps, lr)
     policy = directory / "corners" / "policy"
     result["trained"] = success_rate([*corners, f"model.warm_start={policy}"], directory / "trained.json")
-    methods = ("flow_sde", "flow_noise") if facts["kind"] == "flow" else ("tokens",)
+    methods = ("flow_sde", "flow_noise") if spec.kind == "flow" else ("tokens",)
     for method in methods:
-        flow = [f"model.flow.method={method}"] if facts["kind"] == "flow" else []
+        flow = [f"model.flow.method={method}"] if spec.kind == "flow" else []
         result[method] = train([*model, *flow], policy, directory / method)
     return result
 
@@ -140,7 +140,7 @@ def push(family: str, directory: Path, demos: Path) -> dict[str, object]:
 def settings_of(family: str) -> list[str]:
     """Return the settings of a small policy."""
     model = [f"model={family}", *COMMON, *(f"model.{name}={size}" for name, size in SIZES.items())]
-    uses_state = MODELS.entry(family).facts["uses_state"] is True
+    uses_state = MODELS.entry(family).uses_state is True
     return [*model, f"env.include_state={str(uses_state).lower()}"]
 
 

@@ -12,7 +12,7 @@ from env_cases import CASES, CHUNK, LIMIT, Case, interpreter, started
 
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.stepping import next_seed
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 from embodrl.types import EnvStep, Observation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

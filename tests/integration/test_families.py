@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from runs import HERE, embodrl
 
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FAMILIES = list(MODELS)

@@ -17,7 +17,7 @@ from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.storage.checkpoint import CheckpointManager
-from embodrl.workers.actor import GroupTrainEngine, make_train_engine
+from embodrl.workers.actor import make_train_engine
 from embodrl.workers.policy import build_policy, configure_torch
 
 ALGORITHM = {"update_epoch": 2, "entropy_bonus": 0.01, "kl": {"coef": 0.1}}
@@ -144,7 +144,7 @@ def engine_of(config: Config, ranks: int = 0) -> Iterator[tuple[TrainEngine, VLA
     if not ranks:
         yield make_train_engine(config, deployment_of(config), policy), policy
         return
-    engine = GroupTrainEngine(config, deployment_of(config, ranks), policy)
+    engine = make_train_engine(config, deployment_of(config, ranks), policy)
     try:
         yield engine, policy
     finally:

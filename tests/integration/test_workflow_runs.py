@@ -67,10 +67,10 @@ def test_twelve_episodes_at_a_time_on_maniskill_equal_those_in_lockstep() -> Non
     pytest.importorskip("mani_skill")
     import torch
 
+    from embodrl.workers.collector import SyncCollector
     from embodrl.workers.env import make_pool
-    from embodrl.workers.rollout import RolloutWorker
     from embodrl.workers.workflow import ChunkWorkflow
-    from embodrl.workers.workflow_rollout import WorkflowRollout
+    from embodrl.workers.workflow_runner import WorkflowCollector
 
     config = load_config(
         [
@@ -95,9 +95,9 @@ def test_twelve_episodes_at_a_time_on_maniskill_equal_those_in_lockstep() -> Non
     never: Any = lambda: False  # noqa: E731
     engine: Any = Fixed()
     with closing(pool):
-        wanted, _ = RolloutWorker(config, pool, engine, never).gather(0)
+        wanted, _ = SyncCollector(config, pool, engine, never).gather(0)
         pool.call("rebuild")  # what follows a reset depends on its seed alone
-        worker = WorkflowRollout(config, pool, engine, never, workflow=ChunkWorkflow())
+        worker = WorkflowCollector(config, pool, engine, never, workflow=ChunkWorkflow())
         found, metrics = worker.gather(0)
         asyncio.run(state_round_trip(pool))
     played = wanted.valid.any(-1)

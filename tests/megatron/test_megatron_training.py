@@ -20,7 +20,7 @@ from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.megatron.checkpoint import load_sharded, save_sharded
 from embodrl.hybrid_engines.training.megatron.core import stop
 from embodrl.hybrid_engines.training.sharding import DP, TP
-from embodrl.workers.actor import GroupTrainEngine
+from embodrl.workers.actor import make_train_engine
 
 pytestmark = [
     pytest.mark.slow,
@@ -205,7 +205,7 @@ def test_autocast_and_recomputation_stay_near() -> None:
 def test_processes_of_a_run_train_as_one(native: tuple[Result, Result]) -> None:
     config = config_of(training_backend="megatron", tensor_parallel_size=2)
     policy = whole_policy(config)
-    engine = GroupTrainEngine(config, deployment_of(config, 2), policy)
+    engine = make_train_engine(config, deployment_of(config, 2), policy)
     try:
         assert_same((updates(engine, config, range(3)), copied(engine)), native[0])
     finally:

@@ -151,7 +151,7 @@ ALGORITHMS = [
     Wrong(
         "GPU physics that leaves",
         "env.enable_offload",
-        "closely, but not to the bit",
+        "closely, but not bit-exactly",
         ("env.enable_offload=true", "env.sim_backend=physx_cuda", "cluster.device=cuda", "env.num_processes=1"),
     ),
     Wrong(

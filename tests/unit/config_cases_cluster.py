@@ -6,9 +6,11 @@ import importlib.util
 
 from config_case import Wrong
 
+from embodrl.config.rules.actor import has_megatron
+
 PLACES = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 MEGATRON = ("actor=megatron", PLACES, "cluster.device=cpu")
-MEGATRON_MISSING = () if importlib.util.find_spec("megatron") else ("actor.training_backend",)
+MEGATRON_MISSING = () if has_megatron() else ("actor.training_backend",)
 RAY_MISSING = () if importlib.util.find_spec("ray") else ("cluster.launcher",)
 TWO_ROLLOUTS = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
 

@@ -26,13 +26,13 @@ FAMILIES = [
         "no slot for a camera",
         "env.cameras",
         "model.pi.num_images is 1",
-        ("env.cameras=[{name: base_camera}, {name: render_camera}]", "model=pi0"),
+        ("env.cameras=[{name: base_camera}, {name: b, eye: [1,1,1], target: [0,0,0]}]", "model=pi0"),
     ),
     Wrong(
         "two cameras for one",
         "env.cameras",
         "openvla sees 1 camera,",
-        ("env.cameras=[{name: base_camera}, {name: render_camera}]",),
+        ("env.cameras=[{name: base_camera}, {name: b, eye: [1,1,1], target: [0,0,0]}]",),
     ),
     Wrong("patches of GR00T", "model.gr00t.patch_size", "leaves 4", ("model.gr00t.patch_size=12", "model=gr00t")),
     Wrong(

@@ -13,8 +13,8 @@ from test_rollout import KnownPolicy, LocalPool, config_of, worker_of
 
 from embodrl.errors import CheckpointError, EnvError
 from embodrl.types import Observation, PolicyOutput
-from embodrl.workers.async_rollout import AsyncRolloutWorker, make_players
-from embodrl.workers.rollout import RolloutState
+from embodrl.workers.async_collector import AsyncCollector, make_runners
+from embodrl.workers.collector import RolloutState
 
 CHUNKS = 4
 TIMEOUT_S = 60
@@ -45,9 +45,9 @@ class Parts:
         if stop:
             self.stop.set()
         engine: Any = self.policy
-        players = make_players(self.config, self.pool, engine, False)
+        players = make_runners(self.config, self.pool, engine, False)
         sizes = self.pool.spec.num_envs, len(self.pool.spec.tasks)
-        self.worker = AsyncRolloutWorker(self.config, *sizes, players, engine, self.stop.is_set)
+        self.worker = AsyncCollector(self.config, *sizes, players, engine, self.stop.is_set)
 
     def began(self) -> list[list[int]]:
         """Return the seeds of the shards that have begun, in the order of the stages."""
@@ -127,7 +127,7 @@ def test_stages_play_shards_of_their_own(started: Any) -> None:
 
 
 def test_simulators_forget_their_history_now_and_then(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embodrl.workers.async_rollout._SHARDS_A_JOURNAL", 2)
+    monkeypatch.setattr("embodrl.workers.async_collector._SHARDS_A_JOURNAL", 2)
     parts = started("runner.max_staleness=1", "runner.max_iterations=5")
     for version in range(5):
         parts.worker.gather(version)

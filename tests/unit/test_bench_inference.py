@@ -9,7 +9,7 @@ from tiny_families import FAMILIES, build, observation
 
 from embodrl.bench import inference
 from embodrl.bench.inference import FULL, check, sides
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import model_settings
 
 CPU = torch.device("cpu")
 
@@ -47,6 +47,6 @@ def test_a_family_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_family_has_its_public_size() -> None:
     assert list(FULL) == FAMILIES
     for family, settings in FULL.items():
-        config = ModelConfig.model_validate({"model_type": family, **settings})
+        config = model_settings(family).model_validate({"model_type": family, **settings})
         part = {"openvla": config.architecture, "openvla_oft": config.architecture, "gr00t": config.gr00t}
         assert part.get(family, config.pi).image_size == 224

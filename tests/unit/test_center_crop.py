@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from tiny_families import FAMILIES, STATE_DIM, TEXTS, TOKEN_FAMILIES, build, generator
 
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 from embodrl.types import Observation, SamplingParams
 
 SIZE = 16
-SEVERAL = [family for family in FAMILIES if MODELS.entry(family).facts["max_cameras"] > 1 and family in TOKEN_FAMILIES]
+SEVERAL = [family for family in FAMILIES if MODELS.entry(family).max_cameras > 1 and family in TOKEN_FAMILIES]
 
 
 def ramp(start: float, step: float, upright: bool, scale: float = 1.0) -> NDArray[np.float64]:

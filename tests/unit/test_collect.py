@@ -14,9 +14,9 @@ from embodrl.envs.experts import EXPERTS
 from embodrl.envs.pool.pool import FaultCounts
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
-from embodrl.registry import ENVS
 from embodrl.reporting.progress import Progress
 from embodrl.runs.collect import Collector
+from embodrl.specs import ENVS
 
 NUM_ENVS, MAX_STEPS = 4, 21
 
@@ -209,4 +209,4 @@ def test_tasks_with_an_expert_are_not(preset: str) -> None:
 
 
 def test_the_tasks_that_have_experts_are_known() -> None:
-    assert ENVS.entry("maniskill").facts["expert_tasks"] == tuple(EXPERTS)
+    assert ENVS.entry("maniskill").expert_tasks == tuple(EXPERTS)

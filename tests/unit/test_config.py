@@ -219,14 +219,9 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
         (["cluster.num_threads=4096"], "cluster.num_threads"),
         (["env=toy", "env.reward_mode=sparse"], "env.reward_mode"),
         (["env=toy", "env.success_bonus=2"], "env.success_bonus"),
-        (["env=toy", "env.sim_backend=physx_cpu"], "env.sim_backend"),
-        (["env=toy", "env.render_backend=cpu"], "env.render_backend"),
-        (["env=toy", "env.mesh_decimation=0.5"], "env.mesh_decimation"),
         (["env=toy", "env.video.height=64"], "env.video.height"),
-        (["env=toy", "env.id=Hopper-v5"], "env.id"),
         (["env=toy", "env.render_detail=full"], "env.render_detail"),
         (["env=maniskill", "env.render_detail=fast", "env.mesh_decimation=0"], "env.render_detail"),
-        (["env=metaworld", "env.sim_backend=physx_cpu"], "env.sim_backend"),
         (["env.train.max_steps_per_rollout_epoch=45"], "env.train.max_steps_per_rollout_epoch"),
         (
             ["env.num_processes=4096", "env.train.total_num_envs=4096", "env.eval.total_num_envs=4096"],
@@ -245,11 +240,11 @@ def test_settings_without_effect_are_noted(arguments: list[str], key: str) -> No
 
 
 def test_extension_registers_before_names_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from embodrl.registry import ENVS
+    from embodrl.specs import ENVS
 
     monkeypatch.setattr(ENVS, "_entries", dict(ENVS._entries))
     (tmp_path / "my_extension_a.py").write_text(
-        "from embodrl.registry import ENVS\nENVS.register('mine', 'my.env:Env', tasks=('reach',), action_dim=7)\n"
+        "from embodrl.specs import ENVS\nENVS.add('mine', 'my.env:Env', tasks=('reach',), action_dim=7)\n"
     )
     (tmp_path / "my_extension_b.py").write_text("raise RuntimeError('broken on purpose')\n")
     monkeypatch.syspath_prepend(tmp_path)

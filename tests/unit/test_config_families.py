@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from expect import raises_code
 
 from embodrl.config import load_config
+from embodrl.errors import ConfigError
 
 
 def noted(*arguments: str) -> set[str]:
@@ -21,11 +23,7 @@ def test_presets_give_no_notes(model: str) -> None:
     [
         (("model=pi0", "algorithm.sampling.temperature=0.5"), "algorithm.sampling.temperature"),
         (("model=gr00t", "sft.label_smoothing_bins=2"), "sft.label_smoothing_bins"),
-        (("model=pi0", "model.architecture.hidden_size=64"), "model.architecture"),
-        (("model=pi0", "model.gr00t.head_dim=16"), "model.gr00t"),
         (("model=pi0", "model.pi.discrete_state=true"), "model.pi.discrete_state"),
-        (("model=openvla", "model.flow.num_steps=8"), "model.flow"),
-        (("model=openvla", "model.keep_stop_token=false"), "model.keep_stop_token"),
         (("model=openvla", "model.lora.rank=4"), "model.lora"),
         (("model=openvla", "model.trainable=head", "model.freeze_vision=true"), "model.freeze_vision"),
         (("model=pi0", "model.flow.noise_std_min=0.1"), "model.flow.noise_std_min"),
@@ -34,6 +32,23 @@ def test_presets_give_no_notes(model: str) -> None:
 )
 def test_a_setting_without_effect_is_noted(arguments: tuple[str, ...], key: str) -> None:
     assert noted(*arguments) == {key}
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "key", "owners"),
+    [
+        ("pi0", "model.architecture.hidden_size=64", "model.architecture", "openvla, openvla_oft have it"),
+        ("pi0", "model.gr00t.head_dim=16", "model.gr00t", "gr00t has it"),
+        ("openvla", "model.flow.num_steps=8", "model.flow", "pi0, pi05, gr00t have it"),
+        ("openvla", "model.keep_stop_token=false", "model.keep_stop_token", "openvla_oft has it"),
+    ],
+)
+def test_a_setting_of_another_family_is_refused(family: str, setting: str, key: str, owners: str) -> None:
+    with raises_code("setting-of-another-type", ConfigError) as caught:
+        load_config([f"model={family}", setting])
+    assert isinstance(caught.value, ConfigError)
+    [problem] = caught.value.problems
+    assert problem.key == key and owners in problem.message and setting in problem.origin
 
 
 def test_settings_that_are_read_give_no_notes() -> None:

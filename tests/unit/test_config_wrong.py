@@ -18,8 +18,9 @@ from expect import raises_code
 
 from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
-from embodrl.registry import ADVANTAGES, LOSSES, MODELS
+from embodrl.registry import ADVANTAGES, LOSSES
 from embodrl.runs.load import load_config
+from embodrl.specs import MODELS
 
 RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA
 CASES = FORM + RULES
@@ -38,7 +39,10 @@ def refuse(case: Wrong, tmp_path: Path) -> ConfigError:
     if case.text is not None:
         path = tmp_path / "mine.yaml"
         path.write_text(case.text)
-    arguments = [*(BASE if case in RULES else ()), *(arg.replace("{tmp}", str(tmp_path)) for arg in case.args)]
+    base = BASE if case in RULES else ()
+    if any(arg.startswith(("model=", "model.model_type=")) for arg in case.args):  # the sizes are OpenVLA's
+        base = tuple(arg for arg in base if not arg.startswith("model.architecture."))
+    arguments = [*base, *(arg.replace("{tmp}", str(tmp_path)) for arg in case.args)]
     with pytest.raises(ConfigError) as caught:
         load_config(arguments, path)
     return caught.value
@@ -95,7 +99,7 @@ def _more_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (ADVANTAGES, LOSSES, MODELS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     ADVANTAGES.register("grouped", "nowhere:grouped", needs_values=False, needs_groups=True)
-    MODELS.register("headless", "nowhere:headless", value_head=False)
+    MODELS.add("headless", "nowhere:headless", value_head=False)
 
 
 WITHOUT_CRITIC = (

@@ -15,9 +15,10 @@ from sysfs_trees import build_server
 
 from embodrl.config import LoadedConfig, load_config
 from embodrl.deployment import Deployment, ProcessPlace, topology
+from embodrl.hybrid_engines.training import remote
 from embodrl.scheduler.messages import CODEC
 from embodrl.workers import actor, rollout_process
-from embodrl.workers.launch import make_rollouts
+from embodrl.workers.remote_backend import launch_rollouts, rollout_channels
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = "cluster.component_placement="
@@ -62,6 +63,17 @@ COMMANDS = {
     "hybrid": (*RAY_TWO, "env.pin_cpus=false", "cluster.num_threads=1", PLACES + "{actor:0,rollout:0-1,env:0-1}"),
     "disaggregated": (*RAY_TWO, "env.pin_cpus=false", PLACES + "{actor:0,rollout:1,env:1}"),
     "one process": ("actor.training_backend=native", PLACES + "{actor:0,rollout:0,env:0}", "cluster.device=cpu"),
+    # docs/cluster.md
+    "plan of two servers": (
+        *("cluster=2x8xh100", "cluster.launcher=ray", "actor=fsdp", "actor.micro_batch_size=10"),
+        *("env.num_processes=64", "env.train.total_num_envs=256", "env.eval.total_num_envs=256"),
+        PLACES + "{actor:0-7,rollout:8-15,env:8-15}",
+    ),
+    "two servers": (
+        *RAY_TWO,
+        *("actor=fsdp", "actor.micro_batch_size=20", "env.num_processes=8"),
+        PLACES + "{actor:0-7,rollout:8-15,env:8-15}",
+    ),
     # docs/placement.md
     "plan": (
         "cluster=8xh100",
@@ -100,7 +112,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
         spec = SimpleNamespace(tasks=["task"], num_envs=1)
         return SimpleNamespace(start_async=int, wait_started=int, call=lambda name: 0, spec=spec, places=places)
 
-    def engine(config: object, policy: object, threads: int, part: object) -> SimpleNamespace:
+    def engine(config: object, policy: object, threads: int, part: object, memory: object) -> SimpleNamespace:
         return SimpleNamespace(threads=threads)
 
     def train_engine(*args: Any, **kwargs: object) -> SimpleNamespace:
@@ -108,8 +120,9 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rollout_process, "make_pool", pool)
     monkeypatch.setattr(rollout_process, "make_rollout_engine", engine)
-    monkeypatch.setattr(rollout_process, "Evaluator", lambda *args, **kwargs: None)
-    monkeypatch.setattr(actor.StateShapes, "of", lambda *args: None)
+    for name in ("Evaluator", "make_sync_collector", "make_runners"):
+        monkeypatch.setattr(rollout_process, name, lambda *args, **kwargs: [None])
+    monkeypatch.setattr(remote.StateShapes, "of", lambda *args: None)
     monkeypatch.setattr(actor.torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(actor.dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(actor, "init_device_mesh", lambda *args, **kwargs: None)
@@ -130,7 +143,8 @@ def start(loaded: LoadedConfig, directory: Path) -> FakeLauncher:
     if deployment.trains_in_processes:
         actor.make_train_engine(config, deployment, POLICY, directory, launcher)
     if deployment.rolls_out_in_processes:
-        make_rollouts(config, deployment, directory, launcher).wait_started()
+        channels = rollout_channels(launcher, len(deployment.of("rollout")))
+        launch_rollouts(config, deployment, launcher, channels, False, directory)
     assert bool(launcher.workers) == (deployment.trains_in_processes or deployment.rolls_out_in_processes)
     return launcher
 

@@ -10,10 +10,11 @@ from rich.console import Console
 
 from embodrl.config import load_config
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied, MissingDependencyError
+from embodrl.models.openvla.spec import num_parameters
 from embodrl.preflight import doctor, simulators, vulkan
 from embodrl.preflight.findings import Finding, as_json, can_train, show
 from embodrl.preflight.libraries import missing_libraries
-from embodrl.preflight.presets import Machine, lacks, num_parameters, preset_lacks
+from embodrl.preflight.presets import Machine, lacks, preset_lacks
 
 GIB = 1 << 30
 EXTRAS = functools.cache(doctor.check_extras)  # starts an interpreter for each extra
@@ -182,7 +183,7 @@ def test_warnings_do_not_stop_training() -> None:
 
 
 def test_size_of_the_7b_model() -> None:
-    size = num_parameters(load_config(["model=openvla_7b"]).config.model.architecture)
+    size = num_parameters(load_config(["model=openvla_7b"]).config.model)
     assert size == pytest.approx(7.54e9, rel=0.01)  # parameters of the public checkpoint
 
 

@@ -1,5 +1,6 @@
 """Optional packages and simulators as `embodrl doctor` sees them."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -78,9 +79,13 @@ def test_one_frame_of_a_configuration() -> None:
     assert found.status == "ok" and "one frame" in found.detail
 
 
+def set_needs(monkeypatch: pytest.MonkeyPatch, name: str, needs: tuple[str, ...]) -> None:
+    spec = dataclasses.replace(simulators.ENVS.entry(name), needs=needs)
+    monkeypatch.setitem(simulators.ENVS._entries, name, spec)
+
+
 def test_the_packages_of_another_interpreter_are_looked_for_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = simulators.ENVS.entry("metaworld").facts
-    monkeypatch.setitem(facts, "needs", ("json", "no_such_package_at_all"))
+    set_needs(monkeypatch, "metaworld", ("json", "no_such_package_at_all"))
     assert simulators.missing_packages("metaworld", sys.executable) == ["no_such_package_at_all"]
     config = load_config(["env=metaworld", f"env.python={sys.executable}"]).config
     with pytest.raises(MissingDependencyError, match=f"no_such_package_at_all, which {sys.executable} has not"):
@@ -104,7 +109,7 @@ def test_maniskill_is_looked_for_in_the_interpreter_that_will_run_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = ("simulator_of_another_interpreter",)
-    monkeypatch.setitem(simulators.ENVS.entry("maniskill").facts, "needs", needs)
+    set_needs(monkeypatch, "maniskill", needs)
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.USABLE))
     here = Finding("ManiSkill", "error", "not installed: in this environment")
     monkeypatch.setattr(doctor, "check_simulator", lambda: here)
@@ -115,7 +120,7 @@ def test_maniskill_is_looked_for_in_the_interpreter_that_will_run_it(
     config = load_config(["env=maniskill", f"env.python={sys.executable}"]).config
     with pytest.raises(MissingDependencyError, match=f"{needs[0]}, which {sys.executable} has not"):
         check_simulator(config)
-    monkeypatch.setitem(simulators.ENVS.entry("maniskill").facts, "needs", ("json",))
+    set_needs(monkeypatch, "maniskill", ("json",))
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.NO_DEVICE, [], "no driver"))
     with pytest.raises(MissingDependencyError, match="no driver"):
         check_simulator(config)

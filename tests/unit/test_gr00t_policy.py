@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodrl.config.model_schema import FlowConfig, Gr00tArchitectureConfig, ModelConfig, SiglipConfig, ValueHeadConfig
+from embodrl.config.model_schema import FlowConfig, SiglipConfig, ValueHeadConfig
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.base import LoadReport
 from embodrl.models.gr00t import build as gr00t_build
 from embodrl.models.gr00t.policy import Gr00tPolicy
+from embodrl.models.gr00t.spec import Gr00tArchitectureConfig, Gr00tModelConfig
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 
@@ -47,7 +48,7 @@ EMBEDDING, LM_HEAD = gr00t_build.EMBEDDING, gr00t_build.LM_HEAD
 
 def build_with_report(seed: int = 3, method: str = "flow_sde", **changes) -> tuple[Gr00tPolicy, LoadReport]:
     options = {"warm_start": None, "gr00t": ARCHITECTURE, "num_action_chunks": 2, **changes}
-    config = ModelConfig(model_type="gr00t", flow=FlowConfig(method=method, num_steps=3), **options)
+    config = Gr00tModelConfig(model_type="gr00t", flow=FlowConfig(method=method, num_steps=3), **options)
     policy, report = build_policy(config, device="cpu", dtype=torch.float32, seed=seed)
     assert isinstance(policy, Gr00tPolicy)
     return policy, report

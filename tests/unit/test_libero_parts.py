@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.envs.libero.init_states import parse_init_states, read_init_states
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES, init_state_of
 from embodrl.envs.mujoco.meshes import corner_normals
 from embodrl.errors import ConfigError, EnvError
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 
 def archive(content: object) -> bytes:
@@ -39,7 +40,7 @@ def test_suites_are_the_published_ones():
     tasks = SUITES["libero_10"].tasks
     stove = tasks["KITCHEN_SCENE3_turn_on_the_stove_and_put_the_moka_pot_on_it"]
     assert stove.instruction == "turn on the stove and put the moka pot on it"
-    assert tuple(ENVS.entry("libero").facts["tasks"]) == tuple(t for suite in SUITES.values() for t in suite.tasks)
+    assert tuple(ENVS.entry("libero").instructions()) == tuple(t for suite in SUITES.values() for t in suite.tasks)
 
 
 @pytest.mark.parametrize(("base", "num_tasks"), [(1_000_000, 10), (1_000_003, 10), (7, 3), (123_456, 1)])
@@ -148,9 +149,11 @@ def test_an_interpreter_is_found_only_where_one_can_be_installed():
         load_config(["env=toy", "env.python=auto"])
 
 
-def test_keys_of_libero_have_no_effect_elsewhere():
-    notes = {note.key for note in load_config(["env=toy", "env.settle_steps=3", "env.suite=libero_10"]).notes}
-    assert {"env.settle_steps", "env.suite"} <= notes
+def test_keys_of_libero_are_refused_elsewhere():
+    with raises_code("setting-of-another-type") as caught:
+        load_config(["env=toy", "env.settle_steps=3", "env.suite=libero_10"])
+    assert {problem.key for problem in caught.value.problems} == {"env.settle_steps", "env.suite"}
+    assert all("libero has it" in problem.message for problem in caught.value.problems)
 
 
 def test_more_episodes_than_initial_states_are_noted():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from embodrl.cli.list import envs, models
-from embodrl.registry import ENVS, MODELS
+from embodrl.specs import ENVS, MODELS
 
 
 def blocks() -> dict[str, dict[str, str]]:
@@ -28,29 +28,29 @@ def blocks() -> dict[str, dict[str, str]]:
 def test_every_family_has_its_facts(name: str) -> None:
     entry, block = MODELS.entry(name), blocks()[name]
     assert block[""] == entry.description
-    assert block["parameters"] == entry.facts["sizes"]
-    assert block["actions"] == entry.facts["actions"]
-    assert block["RL"] == entry.facts["rl"]
-    assert block["trainable"].split(", ") == list(entry.facts["trainable"])
-    assert block["checkpoint"] == entry.facts["checkpoint"]
+    assert block["parameters"] == entry.sizes
+    assert block["actions"] == entry.actions
+    assert block["RL"] == entry.rl
+    assert block["trainable"].split(", ") == list(entry.trainable)
+    assert block["checkpoint"] == entry.checkpoint
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_tiny_size_is_told_as_it_is(name: str) -> None:
     import torch
 
-    from embodrl.config.model_schema import ModelConfig
+    from embodrl.config.schema import model_settings
     from embodrl.models.registry import build_policy
 
-    config = ModelConfig(model_type=name, warm_start=None)
+    config = model_settings(name)(model_type=name, warm_start=None)
     policy, _ = build_policy(config, device="meta", dtype=torch.float32, seed=0)
     count = sum(parameter.numel() for parameter in policy.parameters())
-    assert MODELS.entry(name).facts["sizes"].startswith(f"{count / 1e6:.1f} M (tiny), ")
+    assert MODELS.entry(name).sizes.startswith(f"{count / 1e6:.1f} M (tiny), ")
 
 
 def test_a_family_without_facts_is_listed_by_its_description(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
-    MODELS.register("mine", "nowhere:build", "a model of mine")
+    MODELS.add("mine", "nowhere:build", "a model of mine")
     assert blocks()["mine"] == {"": "a model of mine"}
 
 
@@ -64,9 +64,9 @@ def test_tasks_are_listed_below_their_suites() -> None:
             listed[list(listed)[-1]].append(text)
         elif listed:
             break  # the next environment
-    facts = ENVS.entry("libero").facts
-    for suite, content in facts["suites"].items():
-        assert listed.pop(f"env.suite={suite}") == [f"{task}: {facts['tasks'][task]}" for task in content["tasks"]]
+    spec = ENVS.entry("libero")
+    for name, suite in spec.suites.items():
+        assert listed.pop(f"env.suite={name}") == [f"{task}: {text}" for task, text in suite.tasks.items()]
     assert not listed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from toy_policy import ToyPolicy
 
 from embodrl.bench.inference import FULL
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import ModelConfig, model_settings
 from embodrl.errors import CheckpointError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.memory import estimate, estimate_training_memory, token_counts
@@ -85,7 +86,7 @@ def kept_bytes(policy: VLAPolicy, family: str, batch: int) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tiny_presets(family: str) -> None:
     """Counted: exactly. Activations: at most twice what torch keeps, since prompts count at their greatest length."""
-    config = ModelConfig(model_type=family, warm_start=None)
+    config = model_settings(family)(model_type=family, warm_start=None)
     found = estimate_training_memory(config, micro_batch_size=3)
     policy, _ = build_policy(config, device="cpu", dtype=torch.float32, seed=0)
     tensors = [*policy.parameters(), *policy.buffers()]
@@ -105,19 +106,23 @@ def test_the_tiny_presets(family: str) -> None:
     assert kept_bytes(policy, family, 3) < checkpointed.activations < 0.5 * found.activations
 
 
+def parsed(options: dict[str, Any]) -> ModelConfig:
+    return model_settings(options["model_type"]).model_validate(options)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_public_size_takes_no_memory_to_estimate(family: str) -> None:
     options = {"model_type": family, "warm_start": None, **FULL[family]}
     sizes = {"micro_batch_size": 1, "param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
-    found = estimate_training_memory(ModelConfig.model_validate(options), **sizes)
+    found = estimate_training_memory(parsed(options), **sizes)
     low, high = (14 * GB, 16 * GB) if "openvla" in family else (4 * GB, 8 * GB)
     assert low < found.weights < high
     assert found.optimizer == 2 * found.gradients > 1.8 * found.weights
-    lora = estimate_training_memory(ModelConfig.model_validate({**options, "trainable": "lora"}), **sizes)
+    lora = estimate_training_memory(parsed({**options, "trainable": "lora"}), **sizes)
     assert lora.gradients < 0.1 * found.gradients and lora.weights > found.weights
-    less = estimate_training_memory(ModelConfig.model_validate(options), gradient_checkpointing=True, **sizes)
+    less = estimate_training_memory(parsed(options), gradient_checkpointing=True, **sizes)
     assert less.activations < 0.2 * found.activations and less.weights == found.weights
-    more = estimate_training_memory(ModelConfig.model_validate(options), **{**sizes, "micro_batch_size": 5})
+    more = estimate_training_memory(parsed(options), **{**sizes, "micro_batch_size": 5})
     assert more.activations == 5 * found.activations and more.optimizer == found.optimizer
 
 

@@ -28,15 +28,15 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 from embodrl.types import PolicyOutput, SamplingParams
 
 SAMPLING = SamplingParams(0.7)
-TRAINABLE = [(name, option) for name in FAMILIES for option in MODELS.entry(name).facts["trainable"]]
+TRAINABLE = [(name, option) for name in FAMILIES for option in MODELS.entry(name).trainable or ()]
 VALUES = [
     (name, source, output)
     for name in FAMILIES
-    for source in MODELS.entry(name).facts["value_inputs"]
+    for source in MODELS.entry(name).value_inputs or ()
     for output in ("chunk", "action")
 ]
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from embodrl.config.schema import ArchitectureConfig, ModelConfig, ValueHeadConfig, VitConfig
+from embodrl.config.schema import ValueHeadConfig
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common.checkpoint import read_json, save_weights, write_json
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.policy import OpenVLAPolicy
+from embodrl.models.openvla.spec import ArchitectureConfig, OpenVlaConfig, VitConfig
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 
@@ -32,7 +33,7 @@ TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it ov
 
 def build(**changes) -> OpenVLAPolicy:
     options = {"warm_start": None, "architecture": ARCHITECTURE, "num_action_chunks": 2, **changes}
-    return build_policy(ModelConfig(**options), device="cpu", dtype=torch.float32, seed=3)[0]
+    return build_policy(OpenVlaConfig(**options), device="cpu", dtype=torch.float32, seed=3)[0]
 
 
 def observation(batch: int = 3, seed: int = 0, size: int = 16) -> Observation:
@@ -230,7 +231,7 @@ def test_save_and_load_to_the_bit(tmp_path):
     policy = build()
     policy.save_pretrained(tmp_path / "saved")
     for target in ({"warm_start": str(tmp_path / "saved")}, {"model_path": str(tmp_path / "saved")}):
-        config = ModelConfig(**{"architecture": ARCHITECTURE, "num_action_chunks": 2, **target})
+        config = OpenVlaConfig(**{"architecture": ARCHITECTURE, "num_action_chunks": 2, **target})
         again, report = build_policy(config, device="cpu", dtype=torch.float32, seed=99)
         assert report.ok and report.num_loaded == len(policy.state_dict())
         assert not report.initialized and not report.ignored
@@ -277,7 +278,7 @@ def test_unfit_checkpoints_are_refused(tmp_path):
 
 def test_another_value_head_is_reported(tmp_path):
     build().save_pretrained(tmp_path / "saved")
-    config = ModelConfig(
+    config = OpenVlaConfig(
         warm_start=str(tmp_path / "saved"),
         architecture=ARCHITECTURE,
         num_action_chunks=4,
@@ -357,11 +358,11 @@ def test_gripper_convention():
 
 
 def test_bfloat16_weights(tmp_path):
-    config = ModelConfig(warm_start=None, architecture=ARCHITECTURE, num_action_chunks=2)
+    config = OpenVlaConfig(warm_start=None, architecture=ARCHITECTURE, num_action_chunks=2)
     policy, _ = build_policy(config, device="cpu", dtype=torch.bfloat16, seed=3)
     policy.save_pretrained(tmp_path)
     for dtype in (torch.bfloat16, torch.float32):
-        config = ModelConfig(warm_start=str(tmp_path), architecture=ARCHITECTURE, num_action_chunks=2)
+        config = OpenVlaConfig(warm_start=str(tmp_path), architecture=ARCHITECTURE, num_action_chunks=2)
         again, report = build_policy(config, device="cpu", dtype=dtype, seed=4)
         assert report.ok and report.num_loaded == len(policy.state_dict()) and not report.initialized
         assert {value.dtype for value in again.model.state_dict().values()} == {dtype}

@@ -18,7 +18,7 @@ from embodrl.cli.main import app
 from embodrl.cli.parity import family_of
 from embodrl.errors import UsageError
 from embodrl.models.common.parity import Comparison, compare, read_tensors
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 
 SHARED = Path(__file__).parents[3] / "shared" / "parity"
 RECORDED = ("openvla", "openvla_oft", "pi0", "pi05", "gr00t_n1_5_action_head")
@@ -40,9 +40,9 @@ def nothing(directory: Path) -> list[Comparison]:
 @pytest.fixture(autouse=True)
 def doubler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
-    MODELS.register("doubler", "nowhere:build", parity=f"{__name__}:doubled")
-    MODELS.register("nothing", "nowhere:build", parity=f"{__name__}:nothing")
-    MODELS.register("no_recording", "nowhere:build")
+    MODELS.add("doubler", "nowhere:build", parity=f"{__name__}:doubled")
+    MODELS.add("nothing", "nowhere:build", parity=f"{__name__}:nothing")
+    MODELS.add("no_recording", "nowhere:build")
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.base import LoadReport
 from embodrl.models.pi.build import build_pi, build_pi0, build_pi05
 from embodrl.models.pi.policy import PiPolicy
+from embodrl.models.pi.spec import PiModelConfig
 from embodrl.types import Observation, SamplingParams
 
 VARIANTS = ("pi0", "pi05")
@@ -38,10 +38,10 @@ SAMPLING = SamplingParams()
 EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 
 
-def config(variant: str = "pi0", **changes: Any) -> ModelConfig:
+def config(variant: str = "pi0", **changes: Any) -> PiModelConfig:
     values = {"model_type": variant, "warm_start": None, "num_action_chunks": 2, "action_dim": 3, "pi": SIZES}
     values |= {"value_head": {"hidden_sizes": (16,)}, "flow": {"num_steps": 3}}
-    return ModelConfig.model_validate({**values, **changes})
+    return PiModelConfig.model_validate({**values, **changes})
 
 
 def build(variant: str = "pi0", seed: int = 0, **changes: Any) -> tuple[PiPolicy, LoadReport]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -84,3 +85,10 @@ def test_simulator_states_of_earlier_versions_are_read():
     text = json.dumps(content).encode()
     back = decode(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in arrays))
     assert back["a"].tolist() == [0, 1, 2] and back["b"][0].tolist() == [[1.5, 2.5]] and back["b"][1] == 7
+
+
+def test_descriptions_and_blobs_can_be_pickled():
+    """Ray pickles what it moves between its own processes."""
+    value = {"state": b"abc", "none": b"", "array": np.arange(3), "scalar": np.float64(1.5)}
+    back = PLAIN.unpack(*pickle.loads(pickle.dumps(PLAIN.pack(value))))  # noqa: S301
+    assert back["state"] == b"abc" and back["none"] == b"" and back["array"].tolist() == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""RolloutWorker on the toy environment in this process, with a policy whose answers are known."""
+"""SyncCollector on the toy environment in this process, with a policy whose answers are known."""
 
 import json
 from dataclasses import replace
@@ -10,8 +10,8 @@ import torch
 from embodrl.config import load_config
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.types import EnvStep, Observation, PolicyOutput
-from embodrl.workers.rollout import RolloutWorker
-from embodrl.workers.stage import EpisodeStats
+from embodrl.workers.collector import SyncCollector
+from embodrl.workers.lockstep import EpisodeStats
 
 CHUNK = 4
 FIXED = [
@@ -128,7 +128,7 @@ class KnownPolicy:
 
 def worker_of(config, policy=None, should_stop=lambda: False, faults=()):
     pool = LocalPool(config, config.env.train.total_num_envs, faults)
-    return RolloutWorker(config, pool, policy or KnownPolicy(), should_stop), pool
+    return SyncCollector(config, pool, policy or KnownPolicy(), should_stop), pool
 
 
 def test_seeds_are_equal_within_a_group_and_new_in_every_iteration():

@@ -4,7 +4,7 @@ import torch
 from toy_policy import ToyPolicy
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, policy_memory
 from embodrl.types import Observation, PolicyOutput
 
 OBSERVATION = Observation(
@@ -76,11 +76,11 @@ def test_a_state_of_another_number_of_threads_is_refused():
         engine_of(2).set_random_state(engine_of(1).random_state())
 
 
-def offloading_engine(may_offload=True):
+def offloading_engine(offloads=True):
     config = RolloutConfig(precision="fp32", enable_offload=True)
-    engine = NativeRolloutEngine(StatePolicy(), config, SamplingConfig(temperature=0.5), 0)
-    engine.may_offload = may_offload
-    return engine
+    policy = StatePolicy()
+    memory = policy_memory(policy) if offloads else None
+    return NativeRolloutEngine(policy, config, SamplingConfig(temperature=0.5), 0, memory=memory)
 
 
 def sizes_of(engine):
@@ -116,6 +116,6 @@ def test_weights_come_back_before_new_ones_arrive():
 
 
 def test_weights_that_others_need_stay():
-    engine = offloading_engine(may_offload=False)
+    engine = offloading_engine(offloads=False)
     engine.offload()
     assert 0 not in sizes_of(engine) and engine.offload_report is None

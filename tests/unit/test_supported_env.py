@@ -9,7 +9,7 @@ import pytest
 
 from embodrl.envs.registry import SupportedEnv
 from embodrl.errors import EmbodrlError, UnknownNameError
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 NEW_IN_3_11 = {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "assert_never", "assert_type"}
 
@@ -25,12 +25,12 @@ def test_members_are_the_registered_environments():
 
 def test_an_environment_from_outside_becomes_a_member(monkeypatch):
     monkeypatch.setattr(ENVS, "_entries", dict(ENVS._entries))
-    mine = SupportedEnv.register("mine_own", "my.env:Env", "mine", tasks=("reach",), action_dim=3, settings=("id",))
+    mine = SupportedEnv.register("mine_own", "my.env:Env", "mine", tasks=("reach",), action_dim=3, settings=("video",))
     try:
         assert mine == "mine_own" == SupportedEnv.MINE_OWN and mine in SupportedEnv.members()  # type: ignore[attr-defined]
         entry = ENVS.entry("mine_own")
         assert entry.description == "mine" and entry.target == "my.env:Env"
-        assert entry.facts == {"tasks": ("reach",), "action_dim": 3, "settings": ("id",)}
+        assert (entry.tasks, entry.action_dim, entry.reads) == (("reach",), 3, ("video",))
     finally:
         del SupportedEnv.MINE_OWN  # type: ignore[attr-defined]
 
@@ -40,7 +40,8 @@ def test_what_is_not_said_is_no_fact(monkeypatch):
     monkeypatch.setattr(ENVS, "_entries", dict(ENVS._entries))
     SupportedEnv.register("bare", "my.env:Env")
     del SupportedEnv.BARE  # type: ignore[attr-defined]
-    assert ENVS.entry("bare").facts == {}
+    bare = ENVS.entry("bare")
+    assert (bare.tasks, bare.action_dim, bare.reward_modes, bare.expert_tasks) == ((), None, None, None)
 
 
 def test_asking_imports_no_simulator_and_no_torch():

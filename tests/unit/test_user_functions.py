@@ -10,8 +10,9 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.names import call_named, import_function
-from embodrl.registry import ADVANTAGES, LOSSES, MODELS
+from embodrl.registry import ADVANTAGES, LOSSES
 from embodrl.runs.files import run_directory
+from embodrl.specs import MODELS
 
 ME = "test_user_functions"
 

@@ -18,18 +18,19 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.errors import WeightSyncError, WorkerDied, WorkerError, WorkerRaised
+from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of, num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver
 from embodrl.models.base import VLAPolicy
+from embodrl.runs.build import trainers_send
 from embodrl.scheduler.channel import LocalChannel, SharedChannel
 from embodrl.scheduler.group import Handle, WorkerGroup
 from embodrl.scheduler.launchers.base import Outcome
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.workers import weights
-from embodrl.workers.actor import GroupTrainEngine
+from embodrl.workers.actor import launch_trainers
 from embodrl.workers.policy import build_policy, configure_torch
-from embodrl.workers.rollout_group import sends_weights
 from embodrl.workers.weights import ReceiverThread, RemoteSender, WeightChannel
 
 PIPE = "weights_0"
@@ -53,9 +54,10 @@ class Bench:
         self.channels = SharedChannel(PIPE, 8), SharedChannel("answers", 8)
         pipe, answers = self.channels
         self.policy, acting = build_policy(config), build_policy(config)
-        self.engine = GroupTrainEngine(config, deployment_of(config), self.policy, None, self.launcher, {PIPE: pipe})
+        group = launch_trainers(config, deployment_of(config), None, self.launcher, {PIPE: pipe})
+        self.engine = RemoteTrainEngine(config, self.policy, group, sends_weights=True)
         self.target = Target(acting)  # type: ignore[arg-type]
-        end = RemoteSender(self.engine.group, {PIPE: pipe}, trained_names(self.policy))
+        end = RemoteSender(group, {PIPE: pipe}, trained_names(self.policy))
         self.link = WeightChannel("memory", end, [pipe], [answers], directory)
         options = self.link.options()
         self.link.open(options)
@@ -217,7 +219,7 @@ def test_who_sends() -> None:
 
     def sends(**changes: Any) -> bool:
         config = training_config(**changes)
-        return sends_weights(config, deployment_of(config))
+        return trainers_send(config, deployment_of(config))
 
     assert sends(**apart)
     assert not sends(actor={"own_process": True})

@@ -1,4 +1,4 @@
-"""Workflows: trajectories, their batch, and what WorkflowRollout makes of episodes, on the toy in real processes."""
+"""Workflows: trajectories, their batch, and what WorkflowCollector makes of episodes, on the toy in real processes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from embodrl.envs.environment import ToolResult
 from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError
-from embodrl.hybrid_engines.rollout.async_engine import AsyncEngine
+from embodrl.hybrid_engines.rollout.batched import BatchedEngine
 from embodrl.types import Observation, PolicyOutput
-from embodrl.workers.async_rollout import AsyncRolloutWorker, make_players
+from embodrl.workers.async_collector import AsyncCollector, make_runners
+from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import make_pool
-from embodrl.workers.rollout import RolloutWorker
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
-from embodrl.workers.workflow_rollout import WorkflowError, WorkflowRollout
+from embodrl.workers.workflow_runner import WorkflowCollector, WorkflowError
 
 CHUNK = 3
 NUM_ENVS = 12
@@ -91,13 +91,13 @@ def pool() -> Iterator[EnvPool]:
         yield made
 
 
-def rollout(pool: EnvPool, workflow: RolloutWorkflow, config: Any = CONFIG, **options: Any) -> WorkflowRollout:
+def rollout(pool: EnvPool, workflow: RolloutWorkflow, config: Any = CONFIG, **options: Any) -> WorkflowCollector:
     stop = options.pop("should_stop", lambda: False)
-    return WorkflowRollout(config, pool, options.pop("engine", Compass()), stop, workflow=workflow, **options)
+    return WorkflowCollector(config, pool, options.pop("engine", Compass()), stop, workflow=workflow, **options)
 
 
 def test_the_built_in_workflow_gathers_what_the_lockstep_worker_gathers(pool: EnvPool) -> None:
-    wanted, metrics = RolloutWorker(CONFIG, pool, Compass(), lambda: False, keep_frames=True).gather(4)
+    wanted, metrics = SyncCollector(CONFIG, pool, Compass(), lambda: False, keep_frames=True).gather(4)
     engine = Compass()
     worker = rollout(pool, ChunkWorkflow(), engine=engine, keep_frames=True)
     found, others = worker.gather(4)
@@ -333,7 +333,7 @@ def test_the_engine_joins_requests_and_answers_each_with_its_own() -> None:
     engine = Compass()
 
     async def play() -> None:
-        shared = AsyncEngine(engine, compute_values=True, max_batch=4)
+        shared = BatchedEngine(engine, compute_values=True, max_batch=4)
         observations = [
             Observation(
                 np.full((1, 1, 2, 2, 3), row, np.uint8), np.full((1, 2), row, np.float32), ["go"], np.zeros(1, np.int32)
@@ -359,7 +359,7 @@ def test_an_error_of_the_policy_reaches_all_who_asked() -> None:
             raise ValueError("out of memory")
 
     async def play() -> None:
-        shared = AsyncEngine(Broken(), compute_values=False, max_batch=4)
+        shared = BatchedEngine(Broken(), compute_values=False, max_batch=4)
         seen = Observation(
             np.zeros((1, 1, 2, 2, 3), np.uint8), np.zeros((1, 2), np.float32), [""], np.zeros(1, np.int32)
         )
@@ -397,8 +397,8 @@ def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
     with make_pool(config, NUM_ENVS) as pool:
         policy: Any = Compass()
         policy.update_weights = lambda weights, version: setattr(policy, "version", version)
-        players = make_players(config, pool, policy, False)
-        worker = AsyncRolloutWorker(config, NUM_ENVS, len(pool.spec.tasks), players, policy, lambda: False)
+        players = make_runners(config, pool, policy, False)
+        worker = AsyncCollector(config, NUM_ENVS, len(pool.spec.tasks), players, policy, lambda: False)
         with closing(worker):
             policy.version = 0
             batches = []
@@ -412,7 +412,7 @@ def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
         plain: Any = Compass()
         halves: list[tuple[torch.Tensor, torch.Tensor]] = []
         for iteration in range(4):  # a quick stage may be one update ahead of the other
-            worker = WorkflowRollout(config, pool, plain, lambda: False, workflow=ChunkWorkflow())
+            worker = WorkflowCollector(config, pool, plain, lambda: False, workflow=ChunkWorkflow())
             expected, _ = worker.gather(iteration)
             halves += [(expected.rewards[:, part], expected.valid[:, part]) for part in (slice(6), slice(6, 12))]
     played: list[int] = []

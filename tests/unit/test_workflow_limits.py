@@ -16,7 +16,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
 from embodrl.workers.env import make_pool
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, Trajectory, stack_trajectories
-from embodrl.workers.workflow_rollout import MAX_PLAYS, WorkflowError
+from embodrl.workers.workflow_runner import MAX_PLAYS, WorkflowError
 
 
 @pytest.fixture(scope="module")

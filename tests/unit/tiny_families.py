@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from embodrl.config.schema import ModelConfig
+from embodrl.config.schema import ModelConfig, model_settings
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 from embodrl.types import Observation
 
 SIGLIP = {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24}
@@ -60,8 +60,8 @@ TINY = {
 """One size for all: a family reads its own part."""
 
 FAMILIES = list(MODELS)
-TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).facts["kind"] == "tokens"]
-FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).facts["kind"] == "flow"]
+TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "tokens"]
+FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "flow"]
 # A family and, of flow families, each way to make it a distribution.
 VARIANTS = [(name, None) for name in TOKEN_FAMILIES] + [
     (name, method) for name in FLOW_FAMILIES for method in ("flow_sde", "flow_noise")
@@ -70,13 +70,18 @@ TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it ov
 STATE_DIM = 6
 
 
+def tiny_sizes(family: str) -> dict[str, object]:
+    """Return the settings of ``TINY`` that the family has."""
+    return {name: sizes for name, sizes in TINY.items() if name in model_settings(family).model_fields}
+
+
 def tiny_config(family: str, method: str | None = None, **changes: object) -> ModelConfig:
     """Return a valid section ``model`` of two actions a chunk."""
-    values = {"model_type": family, "warm_start": None, "num_action_chunks": 2, **TINY, **changes}
+    values = {"model_type": family, "warm_start": None, "num_action_chunks": 2, **tiny_sizes(family), **changes}
     values["value_head"] = {"hidden_sizes": (16,), **values.get("value_head", {})}
     if method is not None:
         values["flow"] = {"method": method, "num_steps": 3}
-    return ModelConfig.model_validate(values)
+    return model_settings(family).model_validate(values)
 
 
 def build(family: str, method: str | None = None, seed: int = 3, **changes: object) -> VLAPolicy:
@@ -89,7 +94,7 @@ def observation(family: str, batch: int = 3, seed: int = 0, texts: tuple[str, ..
     """Return random pictures and states with instructions of different lengths."""
     rng = np.random.default_rng(seed)
     images = rng.integers(0, 256, (batch, 1, 16, 16, 3), dtype=np.uint8)
-    state_dim = STATE_DIM if MODELS.entry(family).facts["uses_state"] is True else 0
+    state_dim = STATE_DIM if MODELS.entry(family).uses_state is True else 0
     state = rng.uniform(-1, 1, (batch, state_dim)).astype(np.float32)
     return Observation(images, state, [texts[i % len(texts)] for i in range(batch)], np.zeros(batch, np.int32))
 

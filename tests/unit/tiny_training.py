@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tiny_families import TINY, observation
+from tiny_families import observation, tiny_sizes
 from torch import Tensor
 
 from embodrl.algorithms.advantages import compute_advantages
@@ -33,7 +33,7 @@ def training_config(family: str = "openvla", method: str | None = None, **change
         "model_type": family,
         "warm_start": None,
         "num_action_chunks": 2,
-        **TINY,
+        **tiny_sizes(family),
         "value_head": {"hidden_sizes": (16,)},
     }
     if method is not None:

@@ -11,9 +11,10 @@ import psutil
 import pytest
 import torch
 
-from embodrl.config.schema import ModelConfig, RolloutConfig, SamplingConfig
+from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.errors import EmbodrlError, MissingDependencyError, RolloutEngineError
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.models.openvla.spec import OpenVlaConfig
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation
 
@@ -42,7 +43,7 @@ SHAPE = {
 def make_policy(**settings):
     """Return a policy with random weights."""
     settings = {"warm_start": None, "num_action_chunks": 2, "architecture": SHAPE} | settings
-    policy, _ = build_policy(ModelConfig.model_validate(settings), device="cpu", dtype=torch.float32, seed=0)
+    policy, _ = build_policy(OpenVlaConfig.model_validate(settings), device="cpu", dtype=torch.float32, seed=0)
     return policy.eval()
 
 

@@ -11,8 +11,6 @@ from embodrl.config.rules import (
     cluster,
     data,
     env,
-    families,
-    libero,
     model,
     offload,
     pipeline,
@@ -23,8 +21,9 @@ from embodrl.config.rules import (
     simulators,
     sizes,
 )
-from embodrl.config.rules.base import NOTES, RULES, Context, Rule
+from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
 from embodrl.errors import ConfigProblem
+from embodrl.specs import ENVS, MODELS
 
 __all__ = [
     "NOTES",
@@ -32,13 +31,12 @@ __all__ = [
     "Context",
     "Report",
     "Rule",
+    "RuleSet",
     "actor",
     "algorithm",
     "cluster",
     "data",
     "env",
-    "families",
-    "libero",
     "model",
     "offload",
     "pipeline",
@@ -47,6 +45,7 @@ __all__ = [
     "rollout_processes",
     "run_rules",
     "runner",
+    "shipped_rules",
     "simulators",
     "sizes",
 ]
@@ -83,10 +82,22 @@ def run_rules(
         sound = [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
         return [context.problem(finding, rule.code) for rule in sound for finding in rule.check(context)]
 
-    rules = [*RULES, *further_rules]
-    later = [rule for rule in rules if planning and rule.here]
-    notes = [note for note in NOTES if not (context.evaluating and note.is_about_training)]
-    return Report(run(rule for rule in rules if rule not in later), run(notes), run(later))
+    specs = [spec for spec in (context.simulator, context.family) if spec is not None]
+    chosen = [rules for spec in specs for rules in spec.rules]
+    every = [*RULES, *(rule for one in chosen for rule in one.rules), *further_rules]
+    notes = [*NOTES, *(note for one in chosen for note in one.notes)]
+    notes = [note for note in notes if not (context.evaluating and note.is_about_training)]
+    later = [rule for rule in every if planning and rule.here]
+    return Report(run(rule for rule in every if rule not in later), run(notes), run(later))
+
+
+def shipped_rules() -> RuleSet:
+    """Return the rules of the core and of all built-in simulators and model families, for the references in docs/."""
+    specs = [registry.entry(name) for registry in (ENVS, MODELS) for name in registry.builtin]
+    sets = {id(rules): rules for spec in specs for rules in spec.rules}.values()  # families share some
+    return RuleSet(
+        [*RULES, *(rule for one in sets for rule in one.rules)], [*NOTES, *(note for one in sets for note in one.notes)]
+    )
 
 
 def _overlap(key: str, bad: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.rules.cluster import KEY
+from embodrl.specs import MODELS
 
 BACKEND = "actor.training_backend"
 
@@ -79,13 +80,14 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
 
 @rule(BACKEND, "model.model_type", "model.trainable")
 def megatron_can_train(context: Context) -> Iterator[Finding]:
-    """The backend megatron has the layers of OpenVLA, without adapters."""
+    """The backend megatron has the layers of some families, without adapters."""
     model, allowed = context.config.model, "native, fsdp"
     if context.config.actor.training_backend != "megatron":
         return
-    if model.model_type != "openvla":
-        message = f"'megatron' trains openvla, and model.model_type is '{model.model_type}'"
-        yield Finding(BACKEND, message, "set actor=fsdp, or model=openvla", allowed, others=("model.model_type",))
+    if context.family is None or not context.family.tensor_parallel:
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.tensor_parallel)
+        message = f"'megatron' trains {able}, and model.model_type is '{model.model_type}'"
+        yield Finding(BACKEND, message, f"set actor=fsdp, or model={able}", allowed, others=("model.model_type",))
     elif model.trainable == "lora":
         message = "'megatron' has no low-rank adapters, and model.trainable is 'lora'"
         yield Finding(BACKEND, message, "set actor=fsdp, or model.trainable=all", allowed, others=("model.trainable",))
@@ -97,7 +99,7 @@ def megatron_is_installed(context: Context) -> Iterator[Finding]:
     model = context.config.model
     if context.config.actor.training_backend != "megatron" or has_megatron():
         return
-    if model.model_type == "openvla" and model.trainable != "lora":  # else it would be of no use
+    if context.family is not None and context.family.tensor_parallel and model.trainable != "lora":  # else of no use
         message = "'megatron' needs the package megatron-core, which is not installed"
         hint = "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp"
         yield Finding(BACKEND, message, hint, "native, fsdp")
@@ -106,25 +108,6 @@ def megatron_is_installed(context: Context) -> Iterator[Finding]:
 def has_megatron() -> bool:
     """Tell whether megatron-core is installed, without importing it."""
     return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
-
-
-@rule(BACKEND, "actor.tensor_parallel_size", "model")
-def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
-    """Heads and MLP units of a model without a checkpoint can be shared out; a checkpoint's are looked at later."""
-    actor, model = context.config.actor, context.config.model
-    if actor.training_backend != "megatron" or model.model_type != "openvla" or model.model_path is not None:
-        return
-    size = actor.tensor_parallel_size
-    for name in ("num_attention_heads", "intermediate_size"):
-        number = getattr(model.architecture, name)
-        if number % size:
-            yield Finding(
-                "actor.tensor_parallel_size",
-                f"is {size}, and model.architecture.{name} = {number}: {number} / {size} leaves {number % size}",
-                f"set it to {divisors(number, size)}",
-                f"a divisor of {number}",
-                others=(f"model.architecture.{name}",),
-            )
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from embodrl.config.nodes import Node, Origin, lookup, origin_of
-from embodrl.config.schema import Config
+from embodrl.config.schema import Config, EnvConfig, ModelConfig, defaults_of
 from embodrl.deployment import Deployment, Solution
 from embodrl.errors import ConfigProblem
+from embodrl.specs import ENVS, MODELS, ModelSpec, SimulatorSpec
+
+E = TypeVar("E", bound=EnvConfig)
+M = TypeVar("M", bound=ModelConfig)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,30 @@ class Context:
 
     @cached_property
     def _defaults(self) -> Any:
-        return json.loads(Config().model_dump_json())
+        """The defaults of the sections as they are for this simulator and model."""
+        return json.loads(defaults_of(self.config).model_dump_json())
+
+    @property
+    def simulator(self) -> SimulatorSpec | None:
+        """What is known about ``env.env_type``; None if there is no such simulator."""
+        name = self.config.env.env_type
+        return ENVS.entry(name) if name in ENVS else None
+
+    @property
+    def family(self) -> ModelSpec | None:
+        """What is known about ``model.model_type``; None if there is no such family."""
+        name = self.config.model.model_type
+        return MODELS.entry(name) if name in MODELS else None
+
+    def env(self, settings: type[E]) -> E:
+        """Return the section ``env`` of a simulator with these settings."""
+        assert isinstance(self.config.env, settings)
+        return self.config.env
+
+    def model(self, settings: type[M]) -> M:
+        """Return the section ``model`` of a family with these settings."""
+        assert isinstance(self.config.model, settings)
+        return self.config.model
 
     def origin(self, key: str) -> Origin:
         """Return the origin of a value, or of the list or section that it is in."""
@@ -125,26 +152,32 @@ class Rule:
         return all(key.partition(".")[0] in ("actor", "algorithm", "reward", "runner") for key in self.keys)
 
 
-RULES: list[Rule] = []
-NOTES: list[Rule] = []
+@dataclass(frozen=True)
+class RuleSet:
+    """Checks that belong together: the core's, or those of one simulator or model family."""
+
+    rules: list[Rule] = field(default_factory=list[Rule])
+    notes: list[Rule] = field(default_factory=list[Rule])
+
+    def rule(self, *keys: str, here: bool = False) -> Callable[[Check], Check]:
+        """Register a check whose findings are errors; ``here``: see ``Rule``."""
+        return self._register(self.rules, keys, here)
+
+    def note(self, *keys: str) -> Callable[[Check], Check]:
+        """Register a check whose findings are printed, but do not stop anything."""
+        return self._register(self.notes, keys)
+
+    def _register(self, rules: list[Rule], keys: tuple[str, ...], here: bool = False) -> Callable[[Check], Check]:
+        def add(check: Check) -> Check:
+            rules.append(Rule(check, keys, here))
+            return check
+
+        return add
 
 
-def rule(*keys: str, here: bool = False) -> Callable[[Check], Check]:
-    """Register a check whose findings are errors; ``here``: see ``Rule``."""
-    return _register(RULES, keys, here)
-
-
-def note(*keys: str) -> Callable[[Check], Check]:
-    """Register a check whose findings are printed, but do not stop anything."""
-    return _register(NOTES, keys)
-
-
-def _register(rules: list[Rule], keys: tuple[str, ...], here: bool = False) -> Callable[[Check], Check]:
-    def add(check: Check) -> Check:
-        rules.append(Rule(check, keys, here))
-        return check
-
-    return add
+CORE = RuleSet()
+RULES, NOTES = CORE.rules, CORE.notes
+rule, note = CORE.rule, CORE.note
 
 
 def what_is(text: str) -> str:

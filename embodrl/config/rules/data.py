@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, rule
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 
 @rule("env.env_type", "env.tasks")
 def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
     """For `embodrl collect`: there is a scripted expert for every task."""
-    env = context.config.env
-    facts = ENVS.entry(env.env_type).facts if context.collecting and env.env_type in ENVS else {}
-    shown: tuple[str, ...] | None = facts.get("expert_tasks")
-    if shown is None:
+    env, spec = context.config.env, context.simulator
+    if not context.collecting or spec is None or spec.expert_tasks is None:
         return
+    shown = spec.expert_tasks
     if not shown:
-        others = {name: ENVS.entry(name).facts for name in ENVS}
         there_are = [
-            f"{name} ({', '.join(known.get('expert_tasks', ())) or known['experts']})"
-            for name, known in others.items()
-            if "experts" in known and known.get("expert_tasks") != ()
+            f"{other.name} ({', '.join(other.expert_tasks or ()) or other.experts})"
+            for other in ENVS.all()
+            if other.experts and other.expert_tasks != ()
         ]
-        hint = facts.get("demonstrations", "choose an environment that has experts")
+        hint = spec.demonstrations or "choose an environment that has experts"
         yield Finding("env.env_type", f"{env.env_type} has no scripted experts", hint, ", ".join(there_are))
     elif lacking := [task for task in env.tasks if task not in shown]:
         message = f"there is no scripted expert for {', '.join(lacking)}"

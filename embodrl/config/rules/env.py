@@ -234,48 +234,6 @@ def cameras_are_sound(context: Context) -> Iterator[Finding]:
             )
 
 
-@rule("env.sim_backend", "env.render_backend", "env.num_processes", "cluster.device")
-def gpu_physics_fits(context: Context) -> Iterator[Finding]:
-    """GPU physics: a GPU, GPU rendering, one process."""
-    env, device = context.config.env, context.config.cluster.device
-    if env.sim_backend != "physx_cuda":
-        return
-    if device == "cpu":
-        yield Finding(
-            "env.sim_backend",
-            "physx_cuda simulates on a GPU, but cluster.device is cpu",
-            "set env.sim_backend=physx_cpu, or cluster.device=cuda",
-            "auto, physx_cpu",
-            others=("cluster.device",),
-        )
-    if env.render_backend == "cpu":
-        yield Finding(
-            "env.render_backend",
-            "physx_cuda keeps its scenes on the GPU, where the CPU renderer can't see them",
-            "set env.render_backend=gpu",
-            "auto, gpu",
-            others=("env.sim_backend",),
-        )
-    if env.num_processes != 1:
-        yield Finding(
-            "env.num_processes",
-            f"physx_cuda batches all environments in one process a GPU, not {env.num_processes}",
-            "set env.num_processes=1",
-            "1",
-            others=("env.sim_backend",),
-        )
-
-
-@rule("env.mesh_decimation")
-def some_triangles_remain(context: Context) -> Iterator[Finding]:
-    """Decimation leaves something to be seen."""
-    if context.config.env.mesh_decimation == 1:
-        hint = "set it to 0.95, or auto"
-        yield Finding(
-            "env.mesh_decimation", "dropping all triangles leaves an invisible robot", hint, "0 to below 1, or auto"
-        )
-
-
 @rule("env.video")
 def videos_have_even_sizes(context: Context) -> Iterator[Finding]:
     """H.264 in the usual pixel format wants even sizes."""

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from embodrl.config.policy_card import BUILTIN, card_differences, policy_directory, read_card
-from embodrl.config.rules.base import Context, Finding, multiples, note, rule, what_is
-from embodrl.config.schema import ArchitectureConfig
+from embodrl.config.rules.base import Context, Finding, note, rule, what_is
 from embodrl.names import nearest
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS, ModelSpec
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def facts(context: Context) -> dict[str, Any]:
-    """Return what the registry knows about the model."""
-    name = context.config.model.model_type
-    return MODELS.entry(name).facts if name in MODELS else {}
+def _names(specs: Iterable[ModelSpec]) -> str:
+    return ", ".join(spec.name for spec in specs)
 
 
 @rule("model.model_type")
@@ -69,66 +65,10 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
         yield Finding("model.warm_start", message, hint, "builtin, an existing directory, null", near)
 
 
-@rule("model.warm_start", "model.model_path", "model.architecture")
-def shipped_weights_have_one_size(context: Context) -> Iterator[Finding]:
-    """The shipped warm start has the default dimensions."""
-    model = context.config.model
-    shipped_family = facts(context).get("builtin_warm_start")
-    if model.warm_start != BUILTIN or model.model_path is not None or not shipped_family:
-        return
-    shape, shipped = model.architecture.model_dump(), ArchitectureConfig().model_dump()
-    # prompts may be padded to any length; everything else is the shape of a weight
-    changed = [name for name in shipped if name != "max_prompt_tokens" and shape[name] != shipped[name]]
-    if changed:
-        yield Finding(
-            "model.warm_start",
-            f"the shipped weights have other dimensions than model.architecture ({', '.join(changed)})",
-            "set model.warm_start=null for random weights, or leave model.architecture as it is",
-            "null, or a directory with weights of this size",
-            others=tuple(f"model.architecture.{name}" for name in changed),
-        )
-
-
-@rule("model.model_type", "model.model_path", "model.architecture")
-def dimensions_divide(context: Context) -> Iterator[Finding]:
-    """Patches tile the image, heads tile the width, rotary embeddings want pairs."""
-    if facts(context).get("dimensions", "architecture") != "architecture":
-        return
-    shape = context.config.model.architecture
-    base = "model.architecture"
-    if shape.image_size % shape.patch_size:
-        yield Finding(
-            f"{base}.image_size",
-            f"{shape.image_size} pixels are not a whole number of patches of {shape.patch_size}",
-            f"set it to {multiples(shape.image_size, shape.patch_size)}",
-            f"a multiple of {shape.patch_size}",
-            others=(f"{base}.patch_size",),
-        )
-    for key, width_key, width, heads in (
-        (f"{base}.dino.num_heads", f"{base}.dino.width", shape.dino.width, shape.dino.num_heads),
-        (f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.width, shape.siglip.num_heads),
-        (f"{base}.num_attention_heads", f"{base}.hidden_size", shape.hidden_size, shape.num_attention_heads),
-    ):
-        if width % heads:
-            message = f"{heads} heads do not divide {width_key} = {width}: {width} / {heads} leaves {width % heads}"
-            hint = f"change the heads, or set the width to {multiples(width, heads)}"
-            yield Finding(key, message, hint, f"a divisor of {width}", others=(width_key,))
-    head_dim = shape.hidden_size // shape.num_attention_heads
-    if shape.hidden_size % shape.num_attention_heads == 0 and head_dim % 2:
-        yield Finding(
-            f"{base}.hidden_size",
-            f"{shape.hidden_size} / {shape.num_attention_heads} heads = {head_dim}, but rotary embeddings turn pairs,"
-            " so the head dimension must be even",
-            f"set it to {multiples(shape.hidden_size, 2 * shape.num_attention_heads)}, or change the heads",
-            f"a multiple of {2 * shape.num_attention_heads}",
-            others=(f"{base}.num_attention_heads",),
-        )
-
-
 @rule("model.model_type", "env.cameras")
 def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
     """The model takes so many pictures and no more."""
-    count, most = len(context.config.env.cameras), facts(context).get("max_cameras")
+    count, most = len(context.config.env.cameras), context.family.max_cameras if context.family is not None else None
     if most is not None and count > most:
         yield Finding(
             "env.cameras",
@@ -142,7 +82,7 @@ def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
 @rule("model.model_type", "algorithm.sampling.top_k")
 def top_k_fits_the_bins(context: Context) -> Iterator[Finding]:
     """No more bins can be kept than there are."""
-    top_k, bins = context.config.algorithm.sampling.top_k, facts(context).get("num_bins")
+    top_k, bins = context.config.algorithm.sampling.top_k, context.family.num_bins if context.family else None
     if bins is not None and top_k > bins:
         message, hint = f"an action token has {bins} bins, fewer than {top_k}", "set it to 0, which keeps all"
         yield Finding("algorithm.sampling.top_k", message, hint, f"0 to {bins}, but not 1")
@@ -151,7 +91,7 @@ def top_k_fits_the_bins(context: Context) -> Iterator[Finding]:
 @rule("model.model_type", "model.add_value_head")
 def model_has_value_heads(context: Context) -> Iterator[Finding]:
     """Only some models have a value head."""
-    if context.config.model.add_value_head and facts(context).get("value_head") is False:
+    if context.config.model.add_value_head and context.family and not context.family.value_head:
         message = f"{context.config.model.model_type} has no value head"
         yield Finding("model.add_value_head", message, "set it to false and choose a loss without a critic", "false")
 
@@ -170,23 +110,67 @@ def value_head_has_layers(context: Context) -> Iterator[Finding]:
         )
 
 
+@rule("model.model_type", "model.value_head.input")
+def value_input_exists(context: Context) -> Iterator[Finding]:
+    """A family offers some inputs to the value head."""
+    model = context.config.model
+    offered = context.family.value_inputs if context.family is not None else None
+    chosen = model.value_head.input
+    if offered is not None and chosen != "auto" and chosen not in offered:
+        able = _names(spec for spec in MODELS.all() if chosen in (spec.value_inputs or ()))
+        message = f"{model.model_type} has no '{chosen}'; {able} have it"
+        allowed = ", ".join(("auto", *offered))
+        yield Finding("model.value_head.input", message, "set it to auto", allowed, others=("model.model_type",))
+
+
+@rule("model.model_type", "model.trainable")
+def part_can_train_alone(context: Context) -> Iterator[Finding]:
+    """Only flow families have an action expert."""
+    model = context.config.model
+    offered = context.family.trainable if context.family is not None else None
+    if offered is not None and model.trainable not in offered:
+        able = _names(spec for spec in MODELS.all() if model.trainable in (spec.trainable or ()))
+        message = f"{model.model_type} has no {model.trainable}; {able} have one"
+        yield Finding(
+            "model.trainable", message, "set it to all or lora", ", ".join(offered), others=("model.model_type",)
+        )
+
+
+@rule("model.model_type", "model.warm_start", "model.model_path")
+def family_has_shipped_weights(context: Context) -> Iterator[Finding]:
+    """Only one family has a warm start in the package."""
+    model = context.config.model
+    if model.warm_start != "builtin" or model.model_path is not None or context.resuming:
+        return
+    if context.family is not None and not context.family.builtin_warm_start:
+        shipped = _names(spec for spec in MODELS.all() if spec.builtin_warm_start)
+        yield Finding(
+            "model.warm_start",
+            f"embodrl ships no weights of {model.model_type}, only of {shipped}",
+            "set it to null, or to a directory made by `embodrl sft`",
+            "null, or a directory",
+            others=("model.model_type",),
+        )
+
+
 @note("model")
 def model_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings of the tiny size do nothing with a checkpoint, and the other way round."""
+    """Settings that wait for another one."""
     model = context.config.model
-    if model.model_path is not None:
-        if context.by_user("model.warm_start"):
-            message = "has no effect: the weights come from model.model_path"
-            yield Finding("model.warm_start", message, "leave it out, or set model.model_path=null")
-        if context.by_user("model.architecture"):
-            message = "has no effect: the dimensions come from model.model_path"
-            yield Finding("model.architecture", message, "leave it out, or set model.model_path=null")
-    elif context.by_user("model.unnorm_key") and model.unnorm_key is not None:
+    if model.model_path is not None and context.by_user("model.warm_start"):
+        message = "has no effect: the weights come from model.model_path"
+        yield Finding("model.warm_start", message, "leave it out, or set model.model_path=null")
+    if model.model_path is None and context.by_user("model.unnorm_key") and model.unnorm_key is not None:
         message = "has no effect: only a checkpoint has statistics to choose from"
         yield Finding("model.unnorm_key", message, "leave it out, or give model.model_path")
     if not model.add_value_head and context.by_user("model.value_head"):
         message = "has no effect: model.add_value_head is false"
         yield Finding("model.value_head", message, "leave it out")
+    if model.trainable != "lora" and context.by_user("model.lora"):
+        yield Finding("model.lora", f"has no effect: model.trainable is {model.trainable}", "set model.trainable=lora")
+    if model.trainable in ("action_expert", "head") and context.by_user("model.freeze_vision"):
+        message = f"has no effect: with model.trainable={model.trainable} the vision backbone does not train"
+        yield Finding("model.freeze_vision", message, "leave it out")
 
 
 @note("model.model_type", "env.include_state")
@@ -195,7 +179,8 @@ def state_is_seen(context: Context) -> Iterator[Finding]:
     if (
         context.by_user("env.include_state")
         and context.config.env.include_state
-        and facts(context).get("uses_state") is False
+        and context.family is not None
+        and context.family.uses_state is False
     ):
         message = f"has no effect: {context.config.model.model_type} sees the camera and the instruction only"
         yield Finding("env.include_state", message, "leave it out")

@@ -37,16 +37,6 @@ def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
         yield Finding(ROLLOUT, message, hint, "false", others=("cluster.device", "rollout.backend"))
 
 
-@rule(ENV, "env.env_type", "env.sim_backend")
-def simulators_come_back_to_the_bit(context: Context) -> Iterator[Finding]:
-    """GPU physics comes back closely, not to the bit."""
-    env = context.config.env
-    if env.enable_offload and env.env_type == "maniskill" and env.sim_backend == "physx_cuda":
-        message = "is true, and physx_cuda comes back from a saved state closely, but not to the bit"
-        hint = "set it to false, or env.sim_backend=physx_cpu"
-        yield Finding(ENV, message, hint, "false", others=("env.sim_backend",))
-
-
 @rule(ACTOR, "actor.fsdp.cpu_offload")
 def main_memory_has_no_offload(context: Context) -> Iterator[Finding]:
     """What is in main memory already has nowhere to go."""

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, note, rule
-from embodrl.config.rules.model import facts
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_workflow
-from embodrl.registry import MODELS
+from embodrl.specs import MODELS
 
 KEY = "rollout.workflow"
 BACKEND = "rollout.backend"
@@ -29,7 +28,7 @@ def workflow_exists(context: Context) -> Iterator[Finding]:
             yield Finding(KEY, error.message, hint, "module:Class, or null")
 
 
-@rule(KEY, "env.train.auto_reset", "env.sim_backend", "env.env_type", "rollout.pipeline_stages", "runner.max_staleness")
+@rule(KEY, "env.train.auto_reset", "rollout.pipeline_stages", "runner.max_staleness")
 def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
     """A workflow begins and ends episodes itself, each in an environment that waits for it."""
     config = context.config
@@ -38,9 +37,6 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
     if config.env.train.auto_reset:
         message = "a workflow begins episodes itself, but the environments would begin the next ones on their own"
         yield Finding("env.train.auto_reset", message, "set env.train.auto_reset=false", "false", others=(KEY,))
-    if config.env.env_type == "maniskill" and config.env.sim_backend == "physx_cuda":
-        message = "physx_cuda steps all its environments at once, but the episodes of a workflow go their own ways"
-        yield Finding("env.sim_backend", message, "set env.sim_backend=physx_cpu", "auto, physx_cpu", others=(KEY,))
     if config.rollout.pipeline_stages > 1 and config.runner.max_staleness == 0:
         message = f"{config.rollout.pipeline_stages} stages have no effect on the episodes of a workflow in turns"
         hint = "set rollout.pipeline_stages=1, or runner.max_staleness to 1 or more"
@@ -75,8 +71,8 @@ def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
     if config.rollout.backend != "vllm":
         return
     model = config.model.model_type
-    if model in MODELS and not facts(context).get("autoregressive"):
-        able = ", ".join(name for name in MODELS if MODELS.entry(name).facts.get("autoregressive"))
+    if context.family is not None and not context.family.autoregressive:
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.autoregressive)
         message = f"vLLM decodes one token after the other, and {model} does not"
         yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "huggingface", others=("model.model_type",))
     if config.runner.max_staleness > 0:

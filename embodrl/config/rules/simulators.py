@@ -1,4 +1,4 @@
-"""What the chosen simulator is, knows and reads."""
+"""What the chosen simulator has, knows and reads."""
 
 from __future__ import annotations
 
@@ -6,27 +6,10 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from embodrl.config.isolated import AUTO
+from embodrl.config.isolated import AUTO, installable
 from embodrl.config.rules.base import Context, Finding, note, rule
 from embodrl.names import nearest
-from embodrl.registry import ENVS, env_tasks
-
-OPTIONAL = (
-    "reward_mode",
-    "success_bonus",
-    "sim_backend",
-    "render_backend",
-    "mesh_decimation",
-    "render_detail",
-    "id",
-    "instruction",
-    "success_key",
-    "success_threshold",
-    "suite",
-    "libero_assets",
-    "settle_steps",
-)
-"""Settings that some environments do not read."""
+from embodrl.specs import ENVS
 
 
 def shortened(names: Iterable[str], limit: int = 12) -> str:
@@ -49,7 +32,7 @@ def env_is_registered(context: Context) -> Iterator[Finding]:
 def tasks_exist(context: Context) -> Iterator[Finding]:
     """The environment knows the tasks, and each is named once."""
     env = context.config.env
-    known = env_tasks(env.env_type)
+    known = context.simulator.instructions() if context.simulator is not None else {}
     for index, task in enumerate(env.tasks):
         if task in env.tasks[:index]:
             yield Finding(
@@ -65,8 +48,7 @@ def tasks_exist(context: Context) -> Iterator[Finding]:
 def action_dims_agree(context: Context) -> Iterator[Finding]:
     """The policy's actions are what the environment takes."""
     config = context.config
-    facts = ENVS.entry(config.env.env_type).facts if config.env.env_type in ENVS else {}
-    wanted = facts.get("action_dim")
+    wanted = context.simulator.action_dim if context.simulator is not None else None
     if wanted is not None and wanted != config.model.action_dim:
         yield Finding(
             "model.action_dim",
@@ -77,44 +59,34 @@ def action_dims_agree(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("env.env_type", "env.reward_mode", "env.cameras")
-def env_offers_it(context: Context) -> Iterator[Finding]:
-    """The environment has that kind of reward, and those cameras."""
+@rule("env.env_type", "env.reward_mode")
+def env_has_the_reward(context: Context) -> Iterator[Finding]:
+    """The environment has that kind of reward."""
     env = context.config.env
-    facts = ENVS.entry(env.env_type).facts if env.env_type in ENVS else {}
-    modes: tuple[str, ...] = facts.get("reward_modes", (env.reward_mode,))
-    if env.reward_mode not in modes:
+    modes = context.simulator.reward_modes if context.simulator is not None else None
+    if modes and env.reward_mode not in modes:
         lack = "reward of which the change could be taken" if "dense" in modes else "dense reward"
         message, hint = f"{env.env_type} has no {lack}", f"set it to {modes[0]}"
         yield Finding("env.reward_mode", message, hint, ", ".join(modes), others=("env.env_type",))
-    known: tuple[str, ...] = facts.get("cameras", ())
-    movable = facts.get("movable_cameras", True)
-    for index, camera in enumerate(env.cameras):
-        if known and camera.name not in known and not (movable and camera.eye is not None):
-            near = nearest(camera.name, list(known))
-            message = f"{env.env_type} has no camera '{camera.name}'" + ", and no place for one is given" * movable
-            hint = f"write {near}" if near else "name one" + ", or give eye and target" * movable
-            yield Finding(f"env.cameras.{index}.name", message, hint, ", ".join(known), near)
-    if len(env.cameras) > facts.get("max_cameras", len(env.cameras)):
-        message = f"{env.env_type} has {facts['max_cameras']} camera, not {len(env.cameras)}"
-        yield Finding("env.cameras", message, "leave one", others=("env.env_type",))
 
 
-@rule("env.env_type", "env.id", "env.instruction")
-def gymnasium_is_told_what(context: Context) -> Iterator[Finding]:
-    """Gymnasium wants an id, and has no words for the policy."""
-    env = context.config.env
-    if env.env_type != "gymnasium":
+@rule("env.env_type", "env.cameras")
+def env_has_the_cameras(context: Context) -> Iterator[Finding]:
+    """The environment has those cameras."""
+    env, spec = context.config.env, context.simulator
+    if spec is None:
         return
-    if not env.id:
-        yield Finding("env.id", "is missing: which environment of Gymnasium?", "set env.id=Reacher-v5, say", "an id")
-    if not env.instruction:
-        hint = 'set env.instruction="move the finger to the ball", say'
-        yield Finding("env.instruction", "is missing: Gymnasium has no words for the policy", hint, "a sentence")
-    elif env.id and context.by_user("env.id") and not context.by_user("env.instruction"):
-        hint = 'set env.instruction="...": what the policy is told to do there'
-        message = f"'{env.instruction}' is what another environment wants, not {env.id}"
-        yield Finding("env.instruction", message, hint, "a sentence", others=("env.id",))
+    known = spec.cameras or ()
+    for index, camera in enumerate(env.cameras):
+        if known and camera.name not in known and not (spec.posed_cameras and camera.eye is not None):
+            near = nearest(camera.name, list(known))
+            message = f"{env.env_type} has no camera '{camera.name}'"
+            message += ", and no pose for one is given" * spec.posed_cameras
+            hint = f"write {near}" if near else "name one" + ", or give eye and target" * spec.posed_cameras
+            yield Finding(f"env.cameras.{index}.name", message, hint, ", ".join(known), near)
+    if spec.max_cameras is not None and len(env.cameras) > spec.max_cameras:
+        message = f"{env.env_type} has {spec.max_cameras} camera, not {len(env.cameras)}"
+        yield Finding("env.cameras", message, "leave one", others=("env.env_type",))
 
 
 @rule("env.python")
@@ -132,26 +104,30 @@ def interpreter_exists(context: Context) -> Iterator[Finding]:
             yield Finding("env.python", f"'{python}' is not a Python interpreter", hint, "a path that ends in python")
 
 
-@note("env.env_type", "env.render_detail", "env.mesh_decimation")
-def decimation_decides(context: Context) -> Iterator[Finding]:
-    """A part of the triangles that is named goes before the kind of pictures."""
+@rule("env.env_type", "env.python")
+def interpreter_can_be_found(context: Context) -> Iterator[Finding]:
+    """Only simulators with pinned requirements have an interpreter of their own to be found."""
     env = context.config.env
-    read: tuple[str, ...] = ENVS.entry(env.env_type).facts.get("settings", ()) if env.env_type in ENVS else ()
-    if "mesh_decimation" in read and env.mesh_decimation != "auto" and context.by_user("env.render_detail"):
-        message = f"has no effect: env.mesh_decimation is {env.mesh_decimation:g}, which decides alone"
-        yield Finding("env.render_detail", message, "leave it out, or set env.mesh_decimation=auto")
+    if env.python == AUTO and env.env_type not in installable():
+        yield Finding(
+            "env.python",
+            f"there is no environment of its own for {env.env_type} that `embodrl env install` could make",
+            "set env.python=null, or give the path of an interpreter that has the simulator",
+            "the path of an interpreter, or null",
+            others=("env.env_type",),
+        )
 
 
 @note("env")
 def env_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings that this environment does not read."""
-    name = context.config.env.env_type
-    if name not in ENVS:
+    """Common settings that this environment does not read."""
+    spec = context.simulator
+    if spec is None:
         return
-    # an environment of the user's may film itself, at a size of its own
-    read = ENVS.entry(name).facts.get("settings", ())
-    videos = () if "video" in read else [f"video.{part}" for part in ("height", "width", "fps")]
-    places = () if name != "gymnasium" else [f"cameras.0.{part}" for part in ("fov_rad", "eye", "target")]
-    for part in (*(key for key in OPTIONAL if key not in read), *videos, *places):
-        if context.by_user(f"env.{part}"):
-            yield Finding(f"env.{part}", f"has no effect: {name} does not read it", "leave it out")
+    keys = [name for name in ("reward_mode", "success_bonus", "render_detail") if name not in spec.reads]
+    # an environment may film itself, at a size of its own
+    keys += [] if "video" in spec.reads else [f"video.{part}" for part in ("height", "width", "fps")]
+    keys += [] if spec.camera_poses else [f"cameras.0.{part}" for part in ("fov_rad", "eye", "target")]
+    for key in keys:
+        if context.by_user(f"env.{key}"):
+            yield Finding(f"env.{key}", f"has no effect: {spec.name} does not read it", "leave it out")

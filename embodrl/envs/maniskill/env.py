@@ -30,10 +30,10 @@ class ManiSkillVectorEnv(SteppingEnv):
         auto_reset: begin the next episode at the end of the chunk in which one has ended.
         ignore_terminations: only the step limit ends an episode.
         max_chunk: largest C.
-        sim_backend: physx_cpu or physx_cuda.
+        sim_backend: auto (physx_cpu), physx_cpu or physx_cuda.
         render_backend: auto, cpu or gpu.
         render_detail: auto, full or fast; see ``ManiSkillSim``.
-        mesh_decimation: see ``ManiSkillSim``.
+        mesh_decimation: see ``ManiSkillSim``; auto is None.
         video_size: height and width in pixels of videos.
         video_fps: frames a second of videos; None is the rate of control.
     """
@@ -50,10 +50,10 @@ class ManiSkillVectorEnv(SteppingEnv):
         auto_reset: bool = True,
         ignore_terminations: bool = False,
         max_chunk: int = 8,
-        sim_backend: str = "physx_cpu",
+        sim_backend: str = "auto",
         render_backend: str = "auto",
         render_detail: str = "auto",
-        mesh_decimation: float | None = None,
+        mesh_decimation: float | str | None = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
     ) -> None:
@@ -62,10 +62,10 @@ class ManiSkillVectorEnv(SteppingEnv):
             tuple(tasks),
             {
                 "cameras": {c["name"]: {k: v for k, v in c.items() if k != "name"} for c in cameras},
-                "sim_backend": sim_backend,
+                "sim_backend": "physx_cuda" if sim_backend == "physx_cuda" else "physx_cpu",
                 "render_backend": render_backend,
                 "render_detail": render_detail,
-                "mesh_decimation": mesh_decimation,
+                "mesh_decimation": None if mesh_decimation == "auto" else mesh_decimation,
                 "human_size": tuple(video_size),
             },
         )

@@ -22,6 +22,7 @@ from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.processes.child import ChildProcess, resident_bytes
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
+from embodrl.specs import ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
@@ -96,6 +97,8 @@ class EnvManager:
         debug: bool = False,
     ) -> None:
         self.name, self.env_type, self.python = name, env_type, python
+        # Known here, so that the interpreter of a simulator need not have what specs import (pydantic).
+        target = ENVS.entry(env_type).target if env_type in ENVS else env_type
         self.timeouts = timeouts or EnvTimeouts()
         self.first_env = first_env
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -104,7 +107,7 @@ class EnvManager:
         self.lasting: dict[str, Mapping[str, Any] | None] = {}  # what a simulator built anew is asked again, by EnvPool
         self.has_stepped = False  # a chunk has worked, in any process of this manager
         self._config = {
-            "env_type": env_type,
+            "env_type": target if isinstance(target, str) else env_type,
             "kwargs": dict(kwargs or {}),
             "cpu": cpu,
             "numa_node": numa_node,

@@ -9,14 +9,16 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from embodrl.envs.base import VectorEnv
 from embodrl.envs.pool.transport import Ring, compute_layout
 from embodrl.errors import EmbodrlError
+from embodrl.names import import_object
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, bind_to_cores, describe_error
-from embodrl.registry import ENVS
+from embodrl.specs import ENVS
 
 
 def main(socket_fd: int) -> None:
@@ -50,7 +52,9 @@ def build(config: dict[str, Any]) -> VectorEnv:
     bind_to_cores(cpus, config["numa_node"], "set env.pin_cpus=false")
     for module in config["extensions"]:
         importlib.import_module(module)
-    env: VectorEnv = ENVS.get(config["env_type"])(**config["kwargs"])
+    target: str = config["env_type"]  # module:Class, or a name that an extension has registered
+    make: Callable[..., VectorEnv] = import_object(target) if ":" in target else ENVS.get(target)
+    env = make(**config["kwargs"])
     if config["max_chunk"] is not None:
         env.spec = dataclasses.replace(env.spec, max_chunk=config["max_chunk"])
     return env

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from embodrl.config.schema import Config, RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource
-from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.hybrid_engines.offload import Offload
+from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
@@ -21,9 +20,14 @@ from embodrl.types import Observation, PolicyOutput
 
 
 class NativeRolloutEngine(RolloutEngine):
-    """Acts with a policy: the one that trains, whose weights are always the newest, or a copy that is told of them.
+    """Computes actions with the policy's own modules.
 
-    On a CPU a batch is cut into ``num_threads`` parts, each with a random generator of its own. See RolloutEngine.
+    On a CPU a batch is cut into ``num_threads`` parts, each with its own random generator.
+
+    Args:
+        policy, config, sampling, seed, num_threads, part: see RolloutEngine.
+        memory: the policy's weights, where ``offload`` may take them: nothing else uses them while this engine does
+            not; None where they stay.
     """
 
     def __init__(
@@ -34,54 +38,57 @@ class NativeRolloutEngine(RolloutEngine):
         seed: int,
         num_threads: int = 1,
         part: tuple[int, int] = (0, 1),
+        memory: Offload | None = None,
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part)
-        self._memory = Offload(lambda: [*policy.parameters(), *policy.buffers()])
+        self._memory = memory
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine."""
         with self._lock:
-            self._memory.onload()
+            self.onload()
             self._copy_weights(weights)
             self.version = version
 
     def offload(self) -> None:
-        """See RolloutEngine; the policy keeps nothing from one batch to the next but its weights."""
         with self._lock:
-            if self.may_offload:
+            if self._memory is not None:
                 self.offload_report = self._memory.offload() or self.offload_report
 
     def onload(self) -> None:
-        """See RolloutEngine."""
         with self._lock:
-            self._memory.onload()
+            if self._memory is not None:
+                self._memory.onload()
 
     def values(self, observation: Observation) -> Tensor:
-        """See RolloutEngine."""
         self.onload()
         return super().values(observation)
 
-    def _predict(
-        self,
-        observation: Observation,
-        mode: Literal["train", "eval"],
-        compute_values: bool,
-        generators: Sequence[RandomSource],
-    ) -> PolicyOutput:
+    def _predict(self, request: ActRequest) -> PolicyOutput:
         def compute(part: Observation, generator: RandomSource) -> PolicyOutput:
             with torch.no_grad(), autocast(self.precision, self.device):
-                return self.policy.predict_action_batch(part, mode, self.sampling, generator, compute_values)
+                return self.policy.predict_action_batch(
+                    part, request.mode, self.sampling, generator, request.compute_values
+                )
 
-        pairs = zip(self._parts(observation), generators, strict=False)
+        pairs = zip(self._parts(request.observation), request.generators, strict=False)
         tasks = [lambda part=part, generator=generator: compute(part, generator) for part, generator in pairs]
         with self._lock:
-            self._memory.onload()
+            self.onload()
             outputs, version = on_threads(tasks, self.num_threads), self.version
         return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=version)
 
 
+def policy_memory(policy: VLAPolicy) -> Offload:
+    """Return the weights and buffers of a policy, as memory that can leave the device."""
+    return Offload(lambda: [*policy.parameters(), *policy.buffers()])
+
+
 def make_rollout_engine(
-    config: Config, policy: VLAPolicy, num_threads: int, part: tuple[int, int] = (0, 1)
+    config: Config,
+    policy: VLAPolicy,
+    num_threads: int,
+    part: tuple[int, int] = (0, 1),
+    memory: Offload | None = None,
 ) -> RolloutEngine:
     """Return the engine that ``rollout.backend`` names.
 
@@ -90,13 +97,14 @@ def make_rollout_engine(
         policy: on its device; shared with the train engine, or a copy (``frozen_copy``).
         num_threads: of ``cluster.num_threads``.
         part: see RolloutEngine.
+        memory: of the policy's weights (``policy_memory``), where nothing else uses them between rollouts.
 
     Raises:
         EmbodrlError: what the backend needs is missing.
     """
     arguments = (policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads, part)
     if config.rollout.backend == "huggingface":
-        return NativeRolloutEngine(*arguments)
+        return NativeRolloutEngine(*arguments, memory)
     from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 
     most = config.rollout.vllm.max_num_seqs or most_rows(config)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from torch import Tensor
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.base import RolloutEngine
 from embodrl.hybrid_engines.offload import OffloadReport, allocated_bytes
+from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine
 from embodrl.hybrid_engines.rollout.vllm_decoder import VllmDecoder
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
@@ -121,18 +120,12 @@ class VllmRolloutEngine(RolloutEngine):
         if not self._stale:
             self.decoder.load_weights(language_weights(self._served))
 
-    def _predict(
-        self,
-        observation: Observation,
-        mode: Literal["train", "eval"],
-        compute_values: bool,
-        generators: Sequence[RandomSource],
-    ) -> PolicyOutput:
+    def _predict(self, request: ActRequest) -> PolicyOutput:
         def ask(part: Observation, generator: RandomSource) -> _Prompts:
             with torch.no_grad(), autocast(self.precision, self.device):
-                return self._prompts(part, generator if mode == "train" else None)
+                return self._prompts(part, generator if request.mode == "train" else None)
 
-        pairs = zip(self._parts(observation), generators, strict=False)
+        pairs = zip(self._parts(request.observation), request.generators, strict=False)
         tasks = [lambda part=part, generator=generator: ask(part, generator) for part, generator in pairs]
         with self._lock:
             self._wake()
@@ -146,7 +139,7 @@ class VllmRolloutEngine(RolloutEngine):
             )
             version = self.version
         inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
-        values = self._values(observation, hidden) if compute_values else None
+        values = self._values(request.observation, hidden) if request.compute_values else None
         output = self._served.make_output(inputs, tokens, logits, values, self.sampling)
         output.version = version
         return output

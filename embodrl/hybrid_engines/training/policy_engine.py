@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -286,6 +287,9 @@ class PolicyTrainEngine(TrainEngine):
 
     def offload(self) -> OffloadReport | None:
         return self.memory.offload()
+
+    def present(self) -> AbstractContextManager[None]:
+        return self.memory.present()
 
     def onload(self) -> None:
         """Bring back what ``offload`` took off the device."""

@@ -143,7 +143,7 @@ class WeightSender(ABC):
             except Exception as further:  # noqa: BLE001 - must not replace the error that is raised
                 error.add_note(f"gathering the remaining weights failed, too: {type(further).__name__}: {further}")
             raise
-        return SyncReport(version, full, *moved, time.perf_counter() - clock)
+        return SyncReport(version, full, moved[0], moved[1], time.perf_counter() - clock)
 
     def _stream(self, weights: Iterable[Named], full: bool, moved: list[int]) -> Iterator[Named]:
         """Yield whole tensors, and count them and their bytes in ``moved``."""

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.model_schema import Gr00tArchitectureConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common.checkpoint import read_json
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.family import check_family
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
+from embodrl.models.gr00t.spec import Gr00tArchitectureConfig
 
 MODEL_TYPE = "gr00t_n1_5"
 EAGLE_PATH = "NVEagle/eagle_er-qwen3_1_7B-Siglip2_400M_stage1_5_128gpu_er_v7_1mlp_nops"

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.schema import ArchitectureConfig, VitConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common.checkpoint import read_json
 from embodrl.models.common.family import OPENVLA_FAMILIES, check_family
 from embodrl.models.common.vit import VitSpec
+from embodrl.models.openvla.spec import ArchitectureConfig, VitConfig
 
 PAD_TO_MULTIPLE_OF = 64
 LLAMA_PROMPT_END = 29871

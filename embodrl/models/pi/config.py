@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from embodrl.config.model_schema import PiArchitectureConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common.family import check_family
 from embodrl.models.common.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
+from embodrl.models.pi.spec import PiArchitectureConfig
 
 Variant = Literal["pi0", "pi05"]
 Method = Literal["mean_std", "quantiles", "identity"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.registry import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
@@ -157,7 +157,7 @@ def combine_extras(metas: Sequence[Mapping[str, Any]]) -> dict[str, float | None
     return dict(sorted(result.items()))
 
 
-class Stage:
+class LockstepRunner:
     """Environments that are simulated while the policy serves others, and what was gathered of them so far.
 
     ``begin``, then as often as there are chunks ``act`` (sends the actions) and ``receive`` (waits for what they led

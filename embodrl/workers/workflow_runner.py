@@ -20,13 +20,12 @@ from embodrl.envs.environment import Environment
 from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvQuarantined, EnvRaised, EnvTimeout, EnvWorkerDied, RolloutEngineError
-from embodrl.hybrid_engines.base import RolloutEngine
-from embodrl.hybrid_engines.rollout.async_engine import AsyncEngine, EpisodeEngine
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.batched import BatchedEngine, EpisodeEngine
 from embodrl.names import import_workflow
 from embodrl.registry import LOSSES
-from embodrl.workers.rollout import Metrics, RolloutWorker
-from embodrl.workers.share import WHOLE, Share
-from embodrl.workers.stage import EpisodeStats, Seconds, Shard, shard_meta
+from embodrl.workers.collector import WHOLE, Metrics, Share, SyncCollector
+from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, shard_meta
 from embodrl.workers.task_runner import AsyncTaskRunner, TaskResult
 from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
 
@@ -58,7 +57,7 @@ class _Tally:
     first_error: BaseException | None = None
 
 
-class WorkflowPlayer:
+class WorkflowRunner:
     """Has the episodes of a group of environments played by a workflow, all at the same time.
 
     An episode that raises or takes too long is counted and left out, like one that the workflow rejects. What an
@@ -142,7 +141,7 @@ class WorkflowPlayer:
         ]
         with ExitStack() as stack:
             environments = stack.enter_context(closing(AsyncPool(self.pool)))
-            engine = AsyncEngine(self.engine, self.needs_values, self.num_envs, shard.random)
+            engine = BatchedEngine(self.engine, self.needs_values, self.num_envs, shard.random)
             stack.enter_context(closing(engine))
             # Closed first: episodes under way are cancelled, then the threads that serve them end.
             runner = stack.enter_context(AsyncTaskRunner(self.num_envs, self.num_envs, name="episodes"))
@@ -230,8 +229,8 @@ class WorkflowPlayer:
         return stats
 
 
-class WorkflowRollout(RolloutWorker):
-    """Gathers as ``RolloutWorker`` does, but ``rollout.workflow`` plays the episodes, one in each environment.
+class WorkflowCollector(SyncCollector):
+    """Gathers as ``SyncCollector`` does, but ``rollout.workflow`` plays the episodes, one in each environment.
 
     Args:
         config: the run.
@@ -254,15 +253,15 @@ class WorkflowRollout(RolloutWorker):
         workflow: RolloutWorkflow | None = None,
     ) -> None:
         super().__init__(config, pool, engine, should_stop, keep_frames, share)
-        self.player = WorkflowPlayer(config, pool, engine, keep_frames, workflow)
+        self.player = WorkflowRunner(config, pool, engine, keep_frames, workflow)
         self._metas: list[dict[str, Any]] = []
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource.
+        """See Collector.
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
-            WorkflowError: see WorkflowPlayer.play.
+            WorkflowError: see WorkflowRunner.play.
             EnvError: a simulator is beyond repair.
             RolloutEngineError: the engine is.
         """
@@ -270,12 +269,12 @@ class WorkflowRollout(RolloutWorker):
         return super().gather(iteration)
 
     def metas(self) -> list[dict[str, Any]]:
-        """See RolloutWorker."""
+        """See SyncCollector."""
         return self._metas
 
-    def carry_on(self, carried: Mapping[str, Any]) -> None:
-        """See RolloutWorker."""
-        super().carry_on(carried)
+    def restore(self, carried: Mapping[str, Any]) -> None:
+        """See SyncCollector."""
+        super().restore(carried)
         self._metas = list(carried["metas"])
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:

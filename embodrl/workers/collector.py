@@ -20,11 +20,45 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.base import RolloutEngine
-from embodrl.workers.share import WHOLE, Share
-from embodrl.workers.stage import EpisodeStats, Seconds, Stage, combine_extras
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.workers.lockstep import EpisodeStats, LockstepRunner, Seconds, combine_extras
 
 Metrics = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The slice of a run's environments that a rollout process has: equal for all, in order.
+
+    Attributes:
+        rank: of the rollout process.
+        count: number of rollout processes.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    def rows(self, total: int) -> slice:
+        """Return this process's rows of ``total``, a multiple of ``count``."""
+        size = total // self.count
+        return slice(self.rank * size, (self.rank + 1) * size)
+
+
+WHOLE = Share()
+
+
+def share_config(config: Config, share: Share) -> Config:
+    """Return the configuration of a run of this share alone: its environments and simulator processes."""
+    count = share.count
+    if count == 1:
+        return config
+    env = config.env
+    parts = {
+        "num_processes": env.num_processes // count,
+        "train": env.train.model_copy(update={"total_num_envs": env.train.total_num_envs // count}),
+        "eval": env.eval.model_copy(update={"total_num_envs": env.eval.total_num_envs // count}),
+    }
+    return config.model_copy(update={"env": env.model_copy(update=parts)})
 
 
 @dataclass
@@ -42,7 +76,7 @@ class RolloutState:
     blobs: dict[str, bytes] = field(default_factory=dict[str, bytes])
 
 
-class RolloutSource(Protocol):
+class Collector(Protocol):
     """Where the batches that a run trains on come from."""
 
     config: Config
@@ -105,7 +139,7 @@ class RolloutSource(Protocol):
         ...
 
 
-class RolloutWorker:
+class SyncCollector:
     """Plays ``rollout_epoch`` rollouts of T chunks in all environments, while nothing else happens.
 
     Every rollout begins with fresh episodes, whose seeds follow from ``runner.seed`` and the iteration; environments
@@ -138,12 +172,12 @@ class RolloutWorker:
         self._before: list[str] | None = None
 
     @cached_property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[LockstepRunner]:
         """The groups of environments that take turns."""
-        return make_stages(self.config, self.pool, self.engine, self.keep_frames)
+        return make_lockstep_runners(self.config, self.pool, self.engine, self.keep_frames)
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource."""
+        """See Collector."""
         self.seconds, self.stats = Seconds(), EpisodeStats()
         if self._before is None:  # a second attempt at the same update goes back to the same mark
             self.pool.call("mark", restart=True)
@@ -151,16 +185,16 @@ class RolloutWorker:
         return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource."""
+        """See Collector."""
         return self._rollouts(iteration, range(epoch, epoch + 1))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutSource; where the engine shares the weights, only the version is new."""
+        """See Collector; where the engine shares the weights, only the version is new."""
         self._before = None
         self.engine.update_weights(weights, version)
 
     def undo(self) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         if self._before is not None:
             self.engine.set_random_state(self._before)
             self.pool.call("rewind", restart=True)
@@ -168,20 +202,20 @@ class RolloutWorker:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """See RolloutSource; between two rollouts the environments have nothing to do."""
+        """See Collector; between two rollouts the environments have nothing to do."""
         yield
 
     def forget_history(self) -> None:
-        """See RolloutSource; simulators carry history that a checkpoint would have to replay."""
+        """See Collector; simulators carry history that a checkpoint would have to replay."""
         self.pool.call("rebuild", restart=True)
 
     def state(self) -> RolloutState:
-        """See RolloutSource."""
+        """See Collector."""
         blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state(restart=True))}
         return RolloutState({"random": self.engine.random_state()}, blobs=blobs)
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         if "processes" in saved.state:
             count = len(saved.state["processes"])
             raise CheckpointError(
@@ -210,7 +244,7 @@ class RolloutWorker:
         self.engine.version = version
 
     def close(self) -> None:
-        """See RolloutSource; nothing is under way between two rollouts."""
+        """See Collector; nothing is under way between two rollouts."""
 
     def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
         parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
@@ -219,12 +253,12 @@ class RolloutWorker:
         batch.meta["env_steps"] = int(batch.valid.sum())
         return batch, rollout_metrics(self.metas())
 
-    def carried(self) -> dict[str, Any]:
-        """Return what a worker in the place of this one needs to go on with the same update; see ``carry_on``."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return what a worker in the place of this one needs to go on with the same update; see ``restore``."""
         return {"metas": self.metas(), "random": self.engine.random_state(), "before": self._before}
 
-    def carry_on(self, carried: Mapping[str, Any]) -> None:
-        """Go on from what ``carried`` returned elsewhere, with fresh simulators.
+    def restore(self, carried: Mapping[str, Any]) -> None:
+        """Go on from what ``snapshot`` returned elsewhere, with fresh simulators.
 
         Args:
             carried: ``before`` is None, and ``metas`` is empty, if no update is under way.
@@ -311,9 +345,11 @@ class EpisodeSchedule:
         return (epoch * (self.num_envs // size) + torch.arange(self.num_envs) // size)[self.rows]
 
 
-def make_stages(config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool) -> list[Stage]:
+def make_lockstep_runners(
+    config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool
+) -> list[LockstepRunner]:
     """Return ``rollout.pipeline_stages`` stages of equal size."""
     pools = pool.split(config.rollout.pipeline_stages)
     size = pool.spec.num_envs // len(pools)
     rows = [slice(i * size, (i + 1) * size) for i in range(len(pools))]
-    return [Stage(config, part, engine, mine, keep_frames) for part, mine in zip(pools, rows, strict=True)]
+    return [LockstepRunner(config, part, engine, mine, keep_frames) for part, mine in zip(pools, rows, strict=True)]

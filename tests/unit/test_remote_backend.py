@@ -13,14 +13,12 @@ from test_rollout import config_of, worker_of
 
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
-from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.scheduler.group import Handle
-from embodrl.workers.group_source import GroupSource
-from embodrl.workers.rollout import EpisodeSchedule, RolloutState, RolloutWorker
-from embodrl.workers.rollout_group import RolloutGroup
-from embodrl.workers.share import Share, share_config
-from embodrl.workers.stage import EpisodeStats, Seconds
-from embodrl.workers.workflow_rollout import WorkflowRollout
+from embodrl.workers.collector import EpisodeSchedule, RolloutState, Share, SyncCollector, share_config
+from embodrl.workers.lockstep import EpisodeStats, Seconds
+from embodrl.workers.remote_backend import RemoteBackend, RemoteCollector
+from embodrl.workers.workflow_runner import WorkflowCollector
 
 
 class Processes:
@@ -35,7 +33,7 @@ class Processes:
     def remember(self, random: Any) -> None:
         self.random.append(random)
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
         self.asked.append((method, arguments))
         return [vars(RolloutState({"random": [str(rank)]}, blobs={"env_0": bytes([rank])})) for rank in range(2)]
 
@@ -80,7 +78,7 @@ def test_processes_draw_as_the_threads_of_one_do() -> None:
 def test_states_of_processes_are_kept_apart() -> None:
     processes: Any = Processes()
     processes.config = config_of()
-    source = GroupSource(processes)
+    source = RemoteCollector(processes)
     saved = source.state()
     assert saved.state == {"processes": [{"random": ["0"]}, {"random": ["1"]}]}
     assert saved.blobs == {"rollout_0_env_0": b"\0", "rollout_1_env_0": b"\1"}
@@ -109,7 +107,7 @@ def test_rollouts_of_an_iteration_come_one_after_the_other() -> None:
         part["batch"].meta["env_steps"] = 3
     processes: Any = Processes()
     processes.config = config
-    joined, _ = GroupSource(processes)._join(parts, 2)
+    joined, _ = RemoteCollector(processes)._join(parts, 2)
     assert torch.equal(joined["group_id"], whole["group_id"]) and joined.meta["env_steps"] == 6
     assert torch.equal(joined.logprobs, whole.logprobs)
 
@@ -130,11 +128,11 @@ class Group:
         return SimpleNamespace(result=lambda: None)
 
 
-def group_of(*failures: Exception) -> tuple[RolloutGroup, Group]:
-    rollouts, group = RolloutGroup.__new__(RolloutGroup), Group(*failures)
+def group_of(*failures: Exception) -> tuple[RemoteBackend, Group]:
+    rollouts, group = RemoteBackend.__new__(RemoteBackend), Group(*failures)
     rollouts.config = config_of("rollout.max_restarts=2")
     rollouts.group = group  # type: ignore[assignment]
-    rollouts.keep_frames, rollouts._restarts, rollouts._faults = False, 0, FaultCounts()
+    rollouts._restarts, rollouts.faults = 0, FaultCounts()
     rollouts._incarnations, rollouts._pings, rollouts._new = [0, 0], {}, set()
     rollouts._known_faults = [{"restarts": 3}, {"restarts": 4}]
     return rollouts, group
@@ -143,8 +141,8 @@ def group_of(*failures: Exception) -> tuple[RolloutGroup, Group]:
 def test_a_process_that_does_not_come_up_is_tried_again() -> None:
     rollouts, group = group_of(WorkerRaised("no simulator", rank=1))
     rollouts._revive(WorkerDied("rollout[1] was killed", rank=1))
-    assert group.asked == ["restart 1", "restart 1", "prepare 1"] and rollouts._new == {1}
-    assert rollouts._incarnations == [0, 2] and rollouts._faults.rollout_restarts == 2
+    assert group.asked == ["restart 1", "restart 1"] and rollouts._new == {1}
+    assert rollouts._incarnations == [0, 2] and rollouts.faults.rollout_restarts == 2
     assert rollouts._known_faults == [{"restarts": 3}, {}]
 
 
@@ -174,18 +172,18 @@ def test_an_answer_counts_before_another_process_is_brought_up() -> None:
     rollouts.group = SimpleNamespace(call_on=lambda rank, *_: first.pop(rank, None) or handle_of(rank, answer))  # type: ignore[assignment]
     seen: list[Any] = []
     rollouts.revive = lambda error, incarnation: seen.append((error.rank, rollouts._carried[1]))  # type: ignore[method-assign]
-    assert rollouts.ask("gather", [(0,), (0,)]) == [answer, answer]
+    assert rollouts.call("gather", [(0,), (0,)]) == [answer, answer]
     assert seen == [(0, answer["carried"])]
 
 
-@pytest.mark.parametrize("kind", [RolloutWorker, WorkflowRollout])
-def test_what_was_counted_is_told_after_carrying_on(kind: type[RolloutWorker]) -> None:
+@pytest.mark.parametrize("kind", [SyncCollector, WorkflowCollector])
+def test_what_was_counted_is_told_after_carrying_on(kind: type[SyncCollector]) -> None:
     asked: list[Any] = []
     worker: Any = kind.__new__(kind)
     worker.engine = SimpleNamespace(set_random_state=asked.append)
     worker.pool = SimpleNamespace(call=lambda *names, **_: asked.append(names[0]))
     worker.stats, worker.seconds, worker._metas, worker._before = EpisodeStats(), Seconds(), [], None
     meta = {"episodes": vars(EpisodeStats(episodes=8, returns=2.5)), "seconds": vars(Seconds(env=3.0))}
-    worker.carry_on({"metas": [meta], "random": ["after"], "before": ["start"]})
+    worker.restore({"metas": [meta], "random": ["after"], "before": ["start"]})
     assert asked == [["after"], "mark"] and worker._before == ["start"]
     assert worker.metas() == [meta]

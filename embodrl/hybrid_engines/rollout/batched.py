@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.types import Observation, PolicyOutput
 
 
@@ -23,7 +23,7 @@ class _Request:
     answer: asyncio.Future[Any]
 
 
-class AsyncEngine:
+class BatchedEngine:
     """Gathers what waits while the engine is at work into one batch; a thread computes one batch at a time.
 
     Its methods belong to one event loop. Weights may be updated from any thread: ``RolloutEngine.update_weights``
@@ -133,7 +133,7 @@ class EpisodeEngine:
         seed: of this episode.
     """
 
-    def __init__(self, shared: AsyncEngine, seed: tuple[int, ...]) -> None:
+    def __init__(self, shared: BatchedEngine, seed: tuple[int, ...]) -> None:
         self._shared, self._seed, self._calls = shared, seed, 0
 
     @property

@@ -23,12 +23,12 @@ from embodrl.data.batch_io import batch_from_tensors, batch_to_tensors
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
-from embodrl.workers.rollout import EpisodeSchedule, Metrics, RolloutState, make_stages, rollout_metrics
-from embodrl.workers.stage import Shard
+from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
+from embodrl.workers.lockstep import Shard
 from embodrl.workers.staleness import StalenessGate
-from embodrl.workers.workflow_rollout import WorkflowPlayer
+from embodrl.workers.workflow_runner import WorkflowRunner
 
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
@@ -38,7 +38,7 @@ PLAYERS = "players"
 """What numbers of shards depend on beside settings: how many shards a rollout of all environments is."""
 
 
-class Player(Protocol):
+class EpisodeRunner(Protocol):
     """A group of environments with a thread of its own."""
 
     def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
@@ -54,7 +54,7 @@ class Player(Protocol):
         ...
 
 
-def make_players(config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool) -> list[Player]:
+def make_runners(config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool) -> list[EpisodeRunner]:
     """Return a player a pipeline stage.
 
     Args:
@@ -64,13 +64,13 @@ def make_players(config: Config, pool: EnvPool, engine: RolloutEngine, keep_fram
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
     """
     if config.rollout.workflow is None:
-        return [*make_stages(config, pool, engine, keep_frames)]
+        return [*make_lockstep_runners(config, pool, engine, keep_frames)]
     parts = pool.split(config.rollout.pipeline_stages)
-    return [WorkflowPlayer(config, part, engine, keep_frames) for part in parts]
+    return [WorkflowRunner(config, part, engine, keep_frames) for part in parts]
 
 
-class AsyncRolloutWorker:
-    """Gathers as ``RolloutWorker`` does, up to ``runner.max_staleness`` updates ahead.
+class AsyncCollector:
+    """Gathers as ``SyncCollector`` does, up to ``runner.max_staleness`` updates ahead.
 
     The weights are swapped between two chunks, so that an episode may be played by several versions; each chunk carries
     its own. Which episodes are played is as in a synchronous run; what happens in them depends on when weights arrive.
@@ -89,7 +89,7 @@ class AsyncRolloutWorker:
         config: Config,
         num_envs: int,
         num_tasks: int,
-        players: Sequence[Player],
+        players: Sequence[EpisodeRunner],
         target: WeightTarget,
         should_stop: Callable[[], bool],
     ) -> None:
@@ -115,14 +115,14 @@ class AsyncRolloutWorker:
     # -- the side of the trainer --------------------------------------------------------------------------------------
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource: the shards of an update, once they are there; the same ones again if it is asked twice."""
+        """See Collector: the shards of an update, once they are there; the same ones again if it is asked twice."""
         self.undo()
         self._metas, self._waited_s, self._extra = [], 0.0, 0
         self._num_groups = 0
         return self._gather(self.gate.batch_size)
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See RolloutSource: one more shard a stage, as many environments as there are."""
+        """See Collector: one more shard a stage, as many environments as there are."""
         with self._changed:
             self._extra += len(self.players)
             self._changed.notify_all()
@@ -160,7 +160,7 @@ class AsyncRolloutWorker:
         return self.gate.choose(count)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutSource; further shards may begin."""
+        """See Collector; further shards may begin."""
         self.target.update_weights(weights, version)
         with self._changed:
             for shard in self.gate.given_out:
@@ -171,13 +171,13 @@ class AsyncRolloutWorker:
             self._changed.notify_all()
 
     def undo(self) -> None:
-        """See RolloutSource; the shards that were given out wait for the next update."""
+        """See Collector; the shards that were given out wait for the next update."""
         with self._changed:
             self.gate.take_back()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """See RolloutSource: shards under way are played to their end, and none begins.
+        """See Collector: shards under way are played to their end, and none begins.
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
@@ -221,7 +221,7 @@ class AsyncRolloutWorker:
             for thread in self._threads:
                 thread.start()
 
-    def _work(self, player: Player) -> None:
+    def _work(self, player: EpisodeRunner) -> None:
         try:
             # Until the end: a simulator that this thread has restarted would end with it.
             played = 0
@@ -257,7 +257,7 @@ class AsyncRolloutWorker:
                 self._changed.wait()
         return None
 
-    def _play(self, player: Player, number: int) -> TrajectoryBatch | None:
+    def _play(self, player: EpisodeRunner, number: int) -> TrajectoryBatch | None:
         """Return a shard; None if it was broken off."""
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, len(self.players))
@@ -274,10 +274,10 @@ class AsyncRolloutWorker:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def forget_history(self) -> None:
-        """See RolloutSource; ``state`` holds no simulators, since a shard that is under way begins anew."""
+        """See Collector; ``state`` holds no simulators, since a shard that is under way begins anew."""
 
     def state(self) -> RolloutState:
-        """See RolloutSource: the shards that wait, and the numbers of those that will begin anew."""
+        """See Collector: the shards that wait, and the numbers of those that will begin anew."""
         with self._changed:
             # An error may have left an update unfinished, whose shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
@@ -301,7 +301,7 @@ class AsyncRolloutWorker:
         return RolloutState(state, tensors)
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """See RolloutSource."""
+        """See Collector."""
         state = saved.state
         if "shards" not in state:
             raise CheckpointError("the checkpoint is that of a synchronous run", "resume with runner.max_staleness=0")

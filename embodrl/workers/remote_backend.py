@@ -1,19 +1,13 @@
-"""Rollouts in processes of their own, on this machine or on others.
-
-Each process has a share of the environments. One that dies is brought up anew, gets the weights, and plays again what
-it had been asked for; the others go on.
-
-Legend: R rollout processes.
-"""
+"""The rollout backend that runs in processes of its own, on this machine or on others."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import ExitStack, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +16,25 @@ import torch
 from torch import Tensor
 
 from embodrl.config.schema import Config
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.envs.pool.offload import SimulatorMemory
-from embodrl.errors import ChannelTimeout, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
+from embodrl.errors import ChannelTimeout, CheckpointError, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
+from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
-from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
-from embodrl.workers.async_rollout import AsyncRolloutWorker
+from embodrl.workers.async_collector import AsyncCollector
+from embodrl.workers.collector import Collector, Metrics, RolloutState, rollout_metrics
 from embodrl.workers.evaluator import EvalResult, Played, evaluation_result
-from embodrl.workers.group_source import GroupSource, RemotePlayer
-from embodrl.workers.policy import resolve_device
+from embodrl.workers.lockstep import Shard
+from embodrl.workers.rollout_backend import RolloutBackend
 from embodrl.workers.rollout_process import RolloutProcess, channel_names
-from embodrl.workers.rollouts import Rollouts
-from embodrl.workers.weights import LocalSender, RemoteSender, WeightChannel
+from embodrl.workers.weights import WeightChannel
 
 logger = logging.getLogger(__name__)
 
@@ -55,148 +50,141 @@ def sends_weights(config: Config, deployment: Deployment) -> bool:
     return deployment.main_component is None and not config.runner.max_staleness
 
 
-class RolloutGroup(Rollouts):
-    """The rollout processes of a deployment.
+def rollout_channels(launcher: Launcher, size: int) -> dict[str, Channel]:
+    """Return the channels of the rollout processes by name; see ``channel_names``."""
+    return {
+        name: launcher.channel(name, _STOP_PLACES if kind == "stop" else _PIPE_PLACES)
+        for rank in range(size)
+        for kind, name in channel_names(rank).items()
+    }
+
+
+def channels_of(channels: Mapping[str, Channel], kind: str) -> dict[str, Channel]:
+    """Return the channels of one kind by name, in the order of the ranks."""
+    return {name: channel for name, channel in channels.items() if name.startswith(f"{kind}_")}
+
+
+def launch_rollouts(
+    config: Config,
+    deployment: Deployment,
+    launcher: Launcher,
+    channels: Mapping[str, Channel],
+    keep_frames: bool,
+    log_dir: Path,
+) -> WorkerGroup:
+    """Start the rollout processes of a deployment, with their simulators.
+
+    Raises:
+        WorkerError: a process could not be started; none is left.
+    """
+    group = WorkerGroup(
+        RolloutProcess,
+        "rollout",
+        independent=True,
+        config=config,
+        deployment=deployment,
+        keep_frames=keep_frames,
+        log_dir=str(log_dir.resolve()),
+    )
+    return group.launch(deployment.of("rollout"), launcher, channels, log_dir, _START_TIMEOUT_S)
+
+
+class RemoteBackend(RolloutBackend):
+    """Rollouts in processes of their own, on this machine or on others, each with a share of the environments.
+
+    A process that dies is restarted, gets the weights, and repeats what it was doing; the others continue.
 
     Args:
         config: the run.
-        deployment: with a place for each process.
-        launcher: brings them up; closed by its owner.
-        run_dir: of the run; weights may go through it.
+        group: of the rollout processes, started.
+        channels: those that they were started with.
+        weights: the way of the weights to them.
+        policy: of the driver: its weights are what the processes start with.
+        trainer: trains; if it is in this process, it may have the policy offloaded.
+        should_stop: called regularly; True interrupts what is in progress.
     """
 
-    def __init__(self, config: Config, deployment: Deployment, launcher: Launcher, run_dir: Path) -> None:
-        self.config, self.deployment, self.launcher, self.run_dir = config, deployment, launcher, run_dir
-        self.places = deployment.of("rollout")
-        self.size = len(self.places)
-        self.log_dir = run_dir / "logs"
-        self.group = WorkerGroup(
-            RolloutProcess,
-            "rollout",
-            independent=True,
-            config=config,
-            deployment=deployment,
-            log_dir=str(self.log_dir.resolve()),
-        )
-        self._faults = FaultCounts()
-        self._known_faults: list[dict[str, int]] = [{} for _ in self.places]
-        self._carried: list[dict[str, Any] | None] = [None for _ in self.places]
-        self._new: set[int] = set()  # brought up anew, and without what their predecessors knew
+    def __init__(
+        self,
+        config: Config,
+        group: WorkerGroup,
+        channels: Mapping[str, Channel],
+        weights: WeightChannel,
+        policy: VLAPolicy,
+        trainer: TrainEngine,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.config, self.group, self.link, self.should_stop = config, group, weights, should_stop
+        self.policy, self.trainer, self.trained = policy, trainer, trained_names(policy)
+        self.size = group.world_size
+        self._stop = list(channels_of(channels, "stop").values())
+        self.faults = FaultCounts()
+        self._known_faults: list[dict[str, int]] = [{} for _ in range(self.size)]
+        self._carried: list[dict[str, Any] | None] = [None for _ in range(self.size)]
+        self._new: set[int] = set()  # restarted, and without the state of their predecessors
         self._calls = itertools.count()
-        self._incarnations = [0 for _ in self.places]
+        self._incarnations = [0 for _ in range(self.size)]
         self._pings: dict[int, Handle] = {}
         self._revival = threading.Lock()
         self._restarts = 0
-        self._tasks: list[str] = []
-        self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: ()
         self._version = 0
-        self._pipes: dict[str, Channel] = {}
-        self._closing = ExitStack()
-        self._closing.callback(self.group.close)
-
-    # -- life ---------------------------------------------------------------------------------------------------------
-
-    def weight_pipes(self) -> dict[str, Channel] | None:
-        if not self._pipes:
-            names = [channel_names(rank)["weights"] for rank in range(self.size)]
-            self._pipes = {name: self.launcher.channel(name, _PIPE_PLACES) for name in names}
-        return self._pipes if sends_weights(self.config, self.deployment) else None
-
-    def wait_started(self) -> None:
-        self.weight_pipes()
-        channels = self._pipes | {
-            name: self.launcher.channel(name, _STOP_PLACES if name.startswith("stop") else _PIPE_PLACES)
-            for rank in range(self.size)
-            for name in channel_names(rank).values()
-            if name not in self._pipes
-        }
-        self.group.launch(self.places, self.launcher, channels, self.log_dir, _START_TIMEOUT_S)
+        self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = self._state_dict
         about = self.group.call_on(0, "about").result()
-        self._tasks, self._num_envs = about["tasks"], about["num_envs"] * self.size
-        self._stop = [channels[channel_names(rank)["stop"]] for rank in range(self.size)]
-        self._answers = [channels[channel_names(rank)["answers"]] for rank in range(self.size)]
-
-    @property
-    def tasks(self) -> Sequence[str]:
-        return self._tasks
-
-    @property
-    def faults(self) -> FaultCounts:
-        return self._faults
-
-    def prepare(self, policy: VLAPolicy, should_stop: Callable[[], bool], keep_frames: bool) -> None:
-        self.policy, self.should_stop, self.keep_frames = policy, should_stop, keep_frames
-        self.trained = trained_names(policy)
-        kind = choose_weight_sync(self.deployment, self.config.rollout.weight_sync)
-        pipes = list(self._pipes.values())
-        if self.sending is None:
-            sender, where, device = LocalSender(pipes, self.trained, self.launcher.address), "driver", policy.device
-        else:
-            sender, where = RemoteSender(self.sending, self._pipes, self.trained), "training process of rank 0"
-            device = resolve_device(self.config)
-        self.link = WeightChannel(
-            kind,
-            sender,
-            pipes,
-            self._answers,
-            self.run_dir.resolve() / "weight_sync",
-            "cuda" if uses_nccl(self.deployment) and device.type == "cuda" else "cpu",
-        )
-        self._closing.callback(self.link.close)
-        logger.info("%d rollout process(es), weights by %s from the %s", self.size, kind, where)
-        for handle in [self.group.call_on(rank, "prepare", keep_frames) for rank in range(self.size)]:
-            handle.result()
+        self.tasks = list(about["tasks"])
         self._keep(policy.state_dict().items())
         with self._revival:
             self._join_all()
-        if self.config.runner.max_staleness:
-            players = [RemotePlayer(self, rank) for rank in range(self.size)]
-            self.source = AsyncRolloutWorker(self.config, self._num_envs, len(self._tasks), players, self, should_stop)
+        self.collector: Collector
+        if config.runner.max_staleness:
+            runners = [RemoteRunner(self, rank) for rank in range(self.size)]
+            num_envs = about["num_envs"] * self.size
+            self.collector = AsyncCollector(config, num_envs, len(self.tasks), runners, self, should_stop)
         else:
-            self.source = GroupSource(self)
-        self._closing.callback(self.source.close)
+            self.collector = RemoteCollector(self)
 
     def close(self) -> None:
-        self._closing.close()
+        """End asynchronous rollouts and the weight channel."""
+        self.collector.close()
+        self.link.close()
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Let all processes act with these weights, and wait until they do.
+        """Send these weights to all processes, and wait until they use them.
 
         Raises:
-            WeightSyncError: they did not get there, in several attempts.
+            WeightSyncError: they did not arrive, in several attempts.
             WorkerDied: ``rollout.max_restarts`` are used up.
         """
         with self._revival:
             self._keep(weights)
-            again, self._version = version <= self._version, version
-            if not self.config.runner.max_staleness:  # ahead of training nothing is carried but random numbers
+            went_back, self._version = version <= self._version, version
+            if not self.config.runner.max_staleness:  # asynchronous rollouts restore random numbers only
                 self._carried = [None if known is None else _no_update(known["random"]) for known in self._carried]
-            if again:  # the run went back to a checkpoint, and a link only goes forward
+            if went_back:  # to a checkpoint, and a weight channel accepts increasing versions only
                 self._join_all()
                 return
             try:
                 self.link.send(self._weights(), version, self._check)
             except (WeightSyncError, WorkerDied) as error:
-                logger.warning("weights of version %d: %s; they are sent again, whole", version, error)
+                logger.warning("weights of version %d: %s; they are sent again in full", version, error)
                 self._join_all()
 
     def _keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep hold of what all processes act with, for those that are brought up anew."""
+        """Keep the weights in use, for processes that are restarted."""
         if not self.config.runner.max_staleness:
             self._weights = self._state_dict
             return
-        # Beside rollouts the policy trains on: what is in it is the weights of no version.
+        # While rollouts run, the policy trains on: its weights are of no version.
         copies = {name: tensor.detach().cpu().clone() for name, tensor in weights if name in self.trained}
         self._weights = lambda: ((name, copies.get(name, tensor)) for name, tensor in self._state_dict())
 
     def _state_dict(self) -> Iterable[tuple[str, Tensor]]:
-        with nullcontext() if self.trainer is None else self.trainer.memory.present():
+        with self.trainer.present():
             yield from self.policy.state_dict().items()
 
     def _join_all(self) -> None:
-        """Connect all processes anew, bringing up those that have gone, and send all weights."""
+        """Reconnect all processes, restarting those that have died, and send all weights."""
         for attempt in itertools.count(1):
             try:
                 options = self.link.options()
@@ -204,7 +192,7 @@ class RolloutGroup(Rollouts):
                 self.link.open(options, lambda handles=handles: _raise_known(handles))
                 wait_all(handles)
                 self.link.send(self._weights(), self._version, self._check)
-                self._carry_on()
+                self._restore_new()
                 return
             except WorkerDied as error:
                 self._revive(error)
@@ -218,15 +206,15 @@ class RolloutGroup(Rollouts):
                     except WorkerDied as died:
                         self._revive(died)
 
-    def _carry_on(self) -> None:
-        """Let new processes go on where their predecessors were; weights would end the update that they are in."""
+    def _restore_new(self) -> None:
+        """Restore the state of their predecessors in restarted processes; further weights would end their update."""
         for rank in sorted(self._new):
             if (carried := self._carried[rank]) is not None:
-                self.group.call_on(rank, "carry_on", carried).result()
+                self.group.call_on(rank, "restore", carried).result()
             self._new.remove(rank)
 
     def _check(self) -> None:
-        """Raise if a process has gone, as far as is known."""
+        """Raise if a process is known to have died."""
         for rank in range(self.size):
             ping = self._pings.pop(rank, None) or self.group.call_on(rank, "about")
             if not ping.done:
@@ -235,11 +223,11 @@ class RolloutGroup(Rollouts):
                 raise ping.error
 
     def revive(self, error: WorkerDied, incarnation: int) -> None:
-        """Bring up a process anew, with the weights that all act with.
+        """Restart a process, with the weights in use.
 
         Args:
-            error: of the one that has gone.
-            incarnation: which one that was; nothing happens if there is a later one.
+            error: of the one that died.
+            incarnation: of that process; nothing happens if it has been restarted since.
 
         Raises:
             WorkerDied: ``rollout.max_restarts`` are used up.
@@ -255,7 +243,6 @@ class RolloutGroup(Rollouts):
             self._count_restart(error)
             try:
                 self.group.restart(rank, _START_TIMEOUT_S)
-                self.group.call_on(rank, "prepare", self.keep_frames).result()
                 self._new.add(rank)
                 return
             except WorkerError as again:
@@ -274,12 +261,12 @@ class RolloutGroup(Rollouts):
         self._incarnations[rank] += 1
         self._pings.pop(rank, None)
         self._known_faults[rank] = {}
-        self._faults.count("rollout_restarts")
+        self.faults.count("rollout_restarts")
         logger.warning("restart %d of %d of a rollout process: %s", self._restarts, limit, error.message)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def ask(
+    def call(
         self,
         method: str,
         arguments: Sequence[tuple[Any, ...]],
@@ -356,15 +343,15 @@ class RolloutGroup(Rollouts):
         """Take note of faults, and of where the random numbers are."""
         known = self._known_faults[rank]
         for name, number in answer["faults"].items():
-            self._faults.count(name, number - known.get(name, 0))
+            self.faults.count(name, number - known.get(name, 0))
         self._known_faults[rank] = answer["faults"]
         self._carried[rank] = answer.get("carried", self._carried[rank])
 
-    def ask_one(self, rank: int, method: str) -> Any:
-        """Return the answer of one process; as ``all``."""
-        return self.all(method, ranks=[rank])[0]
+    def call_one(self, rank: int, method: str) -> Any:
+        """Return the answer of one process; as ``call_all``."""
+        return self.call_all(method, ranks=[rank])[0]
 
-    def all(self, method: str, *arguments: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+    def call_all(self, method: str, *arguments: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
         """Return what all processes answer to a request that takes no time; ``arguments`` are by process.
 
         A process that has died is brought up anew and asked again.
@@ -388,32 +375,30 @@ class RolloutGroup(Rollouts):
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def offload_policies(self) -> OffloadReport | None:
-        found = [answer for answer in self.all("offload_policy") if answer is not None]
+        found = [answer for answer in self.call_all("offload_policy") if answer is not None]
         return OffloadReport.total([OffloadReport(torch.device(name), *num_bytes) for name, *num_bytes in found])
 
     def offload_simulators(self, end_processes: bool) -> SimulatorMemory | None:
-        found = [answer for answer in self.all("offload_simulators", [end_processes] * self.size) if answer is not None]
+        found = [
+            answer for answer in self.call_all("offload_simulators", [end_processes] * self.size) if answer is not None
+        ]
         return SimulatorMemory(sum(b for b, _ in found), sum(a for _, a in found)) if found else None
 
     def onload(self) -> None:
-        self.all("onload")
-
-    def onload_policy(self) -> None:
-        if self.trainer is not None:
-            self.trainer.onload()
+        self.call_all("onload")
 
     def evaluate(self, video_dir: Path | None) -> EvalResult:
         episodes = np.array_split(np.arange(self.config.env.eval.num_episodes), self.size)
         where = None if video_dir is None else str(video_dir.resolve())
-        with self.source.quiet():
-            parts = self.ask("evaluate", [(part, where) for part in episodes])
+        with self.collector.quiet():
+            parts = self.call("evaluate", [(part, where) for part in episodes])
         played = Played(
             np.concatenate([part["outcome"] for part in parts]),
             [text for part in parts for text in part["instructions"]],
             max(part["env_s"] for part in parts),
             max(part["policy_s"] for part in parts),
         )
-        return evaluation_result(self.config, self._tasks, played)
+        return evaluation_result(self.config, self.tasks, played)
 
 
 def _no_update(random: list[str]) -> dict[str, Any]:
@@ -426,3 +411,103 @@ def _raise_known(handles: Sequence[Handle]) -> None:
     for handle in handles:
         if handle.error is not None:
             raise handle.error
+
+
+class RemoteCollector:
+    """Collects from all rollout processes at the same time, and joins their batches; a synchronous run. See Collector.
+
+    Args:
+        rollouts: started.
+    """
+
+    def __init__(self, rollouts: RemoteBackend) -> None:
+        self.rollouts, self.config = rollouts, rollouts.config
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        parts = self.rollouts.call("gather", [(iteration,)] * self.rollouts.size)
+        return self._join(parts, self.config.algorithm.rollout_epoch)
+
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        return self._join(self.rollouts.call("gather_more", [(iteration, epoch)] * self.rollouts.size), 1)
+
+    def _join(self, parts: list[dict[str, Any]], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
+        """Return one batch, rollout after rollout, as if one process had stepped all environments."""
+        batches: list[TrajectoryBatch] = [part["batch"] for part in parts]
+        env_steps = sum(int(batch.meta.pop("env_steps")) for batch in batches)
+        size = len(batches[0]) // num_epochs
+        rows = [slice(epoch * size, (epoch + 1) * size) for epoch in range(num_epochs)]
+        whole = TrajectoryBatch.concat([batch[mine] for mine in rows for batch in batches])
+        whole.meta["env_steps"] = env_steps
+        metrics = rollout_metrics([meta for part in parts for meta in part["metas"]])
+        each = [rollout_metrics(part["metas"]) for part in parts]
+        # They run at the same time.
+        metrics |= {name: max(one[name] or 0.0 for one in each) for name in ("time/env_s", "time/policy_s")}
+        return whole, metrics
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.rollouts.update_weights(weights, version)
+
+    def undo(self) -> None:
+        self.rollouts.remember(self.rollouts.call_all("undo"))
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """See Collector; between two rollouts nothing runs."""
+        yield
+
+    def forget_history(self) -> None:
+        self.rollouts.call_all("forget_history")
+
+    def state(self) -> RolloutState:
+        """See Collector; that of one process is as if the driver acted."""
+        states = [RolloutState(**state) for state in self.rollouts.call_all("state")]
+        if len(states) == 1:
+            return states[0]
+        return RolloutState(
+            {"processes": [state.state for state in states]},
+            {f"{rank}_{name}": group for rank, state in enumerate(states) for name, group in state.tensors.items()},
+            {f"rollout_{rank}_{name}": blob for rank, state in enumerate(states) for name, blob in state.blobs.items()},
+        )
+
+    def load_state(self, saved: RolloutState, version: int) -> None:
+        size = self.rollouts.size
+        count = len(saved.state.get("processes", [None]))
+        if count != size:
+            raise CheckpointError(
+                f"the checkpoint was made with {count} rollout process(es), not with {size}",
+                f"resume with {count} of them in cluster.component_placement",
+            )
+        states = [saved] if size == 1 else [self._part(saved, rank) for rank in range(size)]
+        found = self.rollouts.call_all(
+            "load_state", *zip(*((s.state, s.tensors, s.blobs) for s in states), strict=True)
+        )
+        self.rollouts.remember(found)
+
+    def _part(self, saved: RolloutState, rank: int) -> RolloutState:
+        mine = f"rollout_{rank}_"
+        return RolloutState(
+            saved.state["processes"][rank],
+            {},
+            {name.removeprefix(mine): blob for name, blob in saved.blobs.items() if name.startswith(mine)},
+        )
+
+    def close(self) -> None:
+        """See Collector; nothing is in progress between two rollouts."""
+
+
+class RemoteRunner:
+    """A rollout process, for AsyncCollector. See EpisodeRunner.
+
+    Args:
+        rollouts: started.
+        rank: of the process.
+    """
+
+    def __init__(self, rollouts: RemoteBackend, rank: int) -> None:
+        self.rollouts, self.rank = rollouts, rank
+
+    def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+        return self.rollouts.call("play", [(dict(vars(shard)),)], [self.rank], should_stop)[0]["batch"]
+
+    def rebuild(self) -> None:
+        self.rollouts.call_one(self.rank, "rebuild")

@@ -1,0 +1,64 @@
+"""Gymnasium: settings, facts and rules. Imports no simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.schema import EnvConfig
+from embodrl.specs import SimulatorSpec
+
+CAMERA: dict[str, Any] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+
+
+class GymnasiumConfig(EnvConfig):
+    """An environment that is registered with Gymnasium."""
+
+    id: str | None = Field(default=None, description="of Gymnasium, e.g. Reacher-v5 or module:Name-v0")
+    instruction: str | None = Field(default=None, description="language instruction of the policy")
+    success_key: str | None = Field(
+        default=None,
+        description="of Gymnasium's info, or return; null takes success or is_success, and nothing if there is neither",
+    )
+    success_threshold: float = Field(default=0.5, description="success is a value of success_key at or above it")
+
+
+RULES = RuleSet()
+
+
+@RULES.rule("env.env_type", "env.id", "env.instruction")
+def gymnasium_needs_id(context: Context) -> Iterator[Finding]:
+    """Gymnasium needs an id, and provides no language instruction."""
+    env = context.env(GymnasiumConfig)
+    if not env.id:
+        yield Finding("env.id", "is missing: which environment of Gymnasium?", "set env.id=Reacher-v5, say", "an id")
+    if not env.instruction:
+        hint = 'set env.instruction="move the finger to the ball", say'
+        yield Finding("env.instruction", "is missing: Gymnasium provides no language instruction", hint, "a sentence")
+    elif env.id and context.by_user("env.id") and not context.by_user("env.instruction"):
+        hint = 'set env.instruction="...": what the policy is told to do there'
+        message = f"'{env.instruction}' is what another environment wants, not {env.id}"
+        yield Finding("env.instruction", message, hint, "a sentence", others=("env.id",))
+
+
+SPEC = SimulatorSpec(
+    name="gymnasium",
+    target="embodrl.envs.gymnasium.env:GymnasiumVectorEnv",
+    description="any environment registered with Gymnasium: env.id, env.instruction, model.action_dim",
+    settings=GymnasiumConfig,
+    rules=(RULES,),
+    reads=("cameras", "reward_mode", "success_bonus", "action_dim", "render_detail", "video"),
+    reward_modes=("dense", "sparse"),
+    camera_poses=False,
+    max_cameras=1,
+    needs=("gymnasium", "PIL"),
+    extra="gymnasium",
+    example={"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [CAMERA]},
+    actions="a Box, mapped from -1 to 1; no discrete actions",
+    camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
+    expert_tasks=(),
+    verified="Reacher-v5, Hopper-v5 and Pendulum-v1 on a CPU",
+)

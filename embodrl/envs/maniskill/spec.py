@@ -1,0 +1,130 @@
+"""ManiSkill: settings, facts and rules. Imports no simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.schema import EnvConfig
+from embodrl.config.section import Fraction
+from embodrl.envs.maniskill.tasks import INSTRUCTIONS
+from embodrl.specs import SimulatorSpec
+
+MIB = 1 << 20
+
+
+class ManiSkillConfig(EnvConfig):
+    """ManiSkill 3 (SAPIEN)."""
+
+    sim_backend: Literal["auto", "physx_cpu", "physx_cuda"] = Field(
+        default="auto", description="physics; auto is physx_cpu, which gives bit-reproducible runs"
+    )
+    render_backend: Literal["auto", "cpu", "gpu"] = Field(
+        default="auto", description="Vulkan device; auto takes a GPU if there is one"
+    )
+    mesh_decimation: Fraction | Literal["auto"] = Field(
+        default="auto",
+        description="fraction of the robot's visual triangles to drop; 0 leaves the ground unchanged, too; auto leaves"
+        " both to render_detail",
+    )
+
+
+RULES = RuleSet()
+
+
+@RULES.rule("env.sim_backend", "env.render_backend", "env.num_processes", "cluster.device")
+def gpu_physics_fits(context: Context) -> Iterator[Finding]:
+    """GPU physics: a GPU, GPU rendering, one process."""
+    env, device = context.env(ManiSkillConfig), context.config.cluster.device
+    if env.sim_backend != "physx_cuda":
+        return
+    if device == "cpu":
+        yield Finding(
+            "env.sim_backend",
+            "physx_cuda simulates on a GPU, but cluster.device is cpu",
+            "set env.sim_backend=physx_cpu, or cluster.device=cuda",
+            "auto, physx_cpu",
+            others=("cluster.device",),
+        )
+    if env.render_backend == "cpu":
+        yield Finding(
+            "env.render_backend",
+            "physx_cuda keeps its scenes on the GPU, where the CPU renderer can't see them",
+            "set env.render_backend=gpu",
+            "auto, gpu",
+            others=("env.sim_backend",),
+        )
+    if env.num_processes != 1:
+        yield Finding(
+            "env.num_processes",
+            f"physx_cuda batches all environments in one process a GPU, not {env.num_processes}",
+            "set env.num_processes=1",
+            "1",
+            others=("env.sim_backend",),
+        )
+
+
+@RULES.rule("env.mesh_decimation")
+def some_triangles_remain(context: Context) -> Iterator[Finding]:
+    """Decimation leaves something to be seen."""
+    if context.env(ManiSkillConfig).mesh_decimation == 1:
+        hint = "set it to 0.95, or auto"
+        yield Finding(
+            "env.mesh_decimation", "dropping all triangles leaves an invisible robot", hint, "0 to below 1, or auto"
+        )
+
+
+@RULES.rule("rollout.workflow", "env.sim_backend")
+def workflows_need_single_environments(context: Context) -> Iterator[Finding]:
+    """A workflow steps each of its environments on its own."""
+    if context.config.rollout.workflow is not None and context.env(ManiSkillConfig).sim_backend == "physx_cuda":
+        message = "physx_cuda steps all its environments at once, but the episodes of a workflow go their own ways"
+        hint = "set env.sim_backend=physx_cpu"
+        yield Finding("env.sim_backend", message, hint, "auto, physx_cpu", others=("rollout.workflow",))
+
+
+@RULES.rule("env.enable_offload", "env.sim_backend")
+def simulators_come_back_bit_exactly(context: Context) -> Iterator[Finding]:
+    """States of GPU physics are restored closely, not bit-exactly."""
+    env = context.env(ManiSkillConfig)
+    if env.enable_offload and env.sim_backend == "physx_cuda":
+        message = "is true, and physx_cuda restores a saved state closely, but not bit-exactly"
+        hint = "set it to false, or env.sim_backend=physx_cpu"
+        yield Finding("env.enable_offload", message, hint, "false", others=("env.sim_backend",))
+
+
+@RULES.note("env.render_detail", "env.mesh_decimation")
+def decimation_decides(context: Context) -> Iterator[Finding]:
+    """env.mesh_decimation overrides env.render_detail."""
+    decimation = context.env(ManiSkillConfig).mesh_decimation
+    if decimation != "auto" and context.by_user("env.render_detail"):
+        message = f"has no effect: env.mesh_decimation is {decimation:g}, which decides alone"
+        yield Finding("env.render_detail", message, "leave it out, or set env.mesh_decimation=auto")
+
+
+SPEC = SimulatorSpec(
+    name="maniskill",
+    target="embodrl.envs.maniskill.env:ManiSkillVectorEnv",
+    description="ManiSkill 3 (SAPIEN) table-top manipulation",
+    settings=ManiSkillConfig,
+    rules=(RULES,),
+    reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),
+    tasks=INSTRUCTIONS,
+    action_dim=7,
+    batched_by=("sim_backend", "physx_cuda"),
+    gpu_settings={"sim_backend": "physx_cuda", "render_backend": "gpu"},
+    cameras=("base_camera",),
+    needs=("mani_skill", "sapien", "fast_simplification"),
+    extra="maniskill",
+    draws_with="vulkan",
+    process_bytes=600 * MIB,
+    env_bytes=5 * MIB,
+    actions="change of the gripper's pose (x, y, z, three angles) and its opening, -1 to 1",
+    camera_list="base_camera, or any name with eye and target",
+    experts="PushCube, PullCube, PickCube, StackCube, LiftPegUpright",
+    expert_tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
+    verified="all tasks on a CPU; on a GPU not yet",
+)

@@ -1,0 +1,28 @@
+"""Meta-World: facts. Imports no simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodrl.envs.metaworld.tasks import INSTRUCTIONS
+from embodrl.specs import SimulatorSpec
+
+CAMERA: dict[str, Any] = {"name": "corner2", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+
+SPEC = SimulatorSpec(
+    name="metaworld",
+    target="embodrl.envs.metaworld.env:MetaWorldVectorEnv",
+    description="Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
+    reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),
+    tasks=INSTRUCTIONS,
+    action_dim=4,
+    cameras=("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"),
+    needs=("metaworld", "mujoco", "fast_simplification"),
+    extra="metaworld",
+    draws_with="mujoco",
+    example={"tasks": ["reach-v3"], "cameras": [CAMERA]},
+    actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
+    camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
+    experts="all tasks",
+    verified="all tasks on a CPU (MUJOCO_GL=egl); on a GPU not yet",
+)

@@ -1,0 +1,19 @@
+"""The toy environment: facts. It needs no simulator."""
+
+from __future__ import annotations
+
+from embodrl.envs.toy.tasks import INSTRUCTIONS
+from embodrl.specs import SimulatorSpec
+
+SPEC = SimulatorSpec(
+    name="toy",
+    target="embodrl.envs.toy.env:ToyVectorEnv",
+    description="a dot to be moved to a coloured goal; needs no simulator",
+    reads=("image_size",),
+    tasks=INSTRUCTIONS,
+    action_dim=7,
+    actions="the first two numbers move the dot, -1 to 1",
+    camera_list="one, from above",
+    experts="all tasks",
+    verified="everywhere",
+)

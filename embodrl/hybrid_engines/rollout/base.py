@@ -1,0 +1,170 @@
+"""The rollout engine: from observations to actions, with a policy in this process."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodrl.config.schema import RolloutConfig, SamplingConfig
+from embodrl.data.rng import RandomSource, RowGenerators, generator_state, restore_generator
+from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.hybrid_engines.training.parallel import on_threads
+from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
+from embodrl.models.base import VLAPolicy
+from embodrl.types import Observation, PolicyOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class ActRequest:
+    """A batch of observations that needs actions.
+
+    Attributes:
+        observation: ``[B]``.
+        mode: ``train`` samples the actions, ``eval`` takes the most probable ones.
+        compute_values: also compute values.
+        generators: of the samples: one per thread, each for its part of the rows.
+    """
+
+    observation: Observation
+    mode: Literal["train", "eval"]
+    compute_values: bool
+    generators: Sequence[RandomSource]
+
+
+class RolloutEngine(ABC):
+    """Computes actions with a policy: the one that trains, or a copy that receives its weights.
+
+    Thread-safe: one batch is computed at a time, and weights change only between batches. Samples come from generators
+    on the CPU, so that every backend draws the same actions from the same random state.
+
+    Args:
+        policy: on its device.
+        config: section ``rollout``.
+        sampling: section ``algorithm.sampling``.
+        seed: of the sampled actions.
+        num_threads: parts of a batch computed in parallel on a CPU, each with its own random generator.
+        part: rank and number of the processes that share the environments: together they draw as one process with the
+            threads of all of them does.
+
+    Attributes:
+        version: number of updates behind the weights.
+        offload_report: what the last ``offload`` that freed memory did; None if there was none.
+    """
+
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: RolloutConfig,
+        sampling: SamplingConfig,
+        seed: int,
+        num_threads: int = 1,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.part = part
+        self.policy = policy
+        self.device = policy.device
+        self.precision: Precision = resolve_precision(config.precision, self.device)
+        self.sampling = SamplingParams(sampling.temperature, sampling.top_k)
+        self.num_threads = num_threads if self.device.type == "cpu" else 1
+        self.generators = self.make_generators([seed])
+        self.version = 0
+        self.offload_report: OffloadReport | None = None
+        # Reentrant: the stream of new weights may itself bring offloaded memory back.
+        self._lock = threading.RLock()
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Use new weights, from the next batch on.
+
+        Args:
+            weights: names and tensors of the policy; those that share memory with this engine's are skipped.
+            version: number of updates behind them.
+
+        Raises:
+            KeyError: a name is unknown.
+        """
+
+    @abstractmethod
+    def _predict(self, request: ActRequest) -> PolicyOutput:
+        """Choose a chunk of actions for each row."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Free device memory until the next request, which brings it back."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Bring back what ``offload`` freed."""
+
+    def make_generators(self, seed: Sequence[int]) -> list[torch.Generator]:
+        """Return generators for ``act``, one a thread, that follow from the numbers."""
+        # A list of one number and the number itself give the same sequence.
+        rank, count = self.part
+        seeds = np.random.SeedSequence(list(seed)).generate_state(self.num_threads * count)
+        mine = seeds[rank * self.num_threads : (rank + 1) * self.num_threads]
+        return [torch.Generator().manual_seed(int(s)) for s in mine]
+
+    def row_generators(self, seeds: Sequence[Sequence[int]]) -> list[RandomSource] | None:
+        """Return generators for ``act`` such that each row draws from its own, which follows from its numbers.
+
+        None if the policy can't; it then draws from the engine's.
+        """
+        if not self.policy.draws_by_row:
+            return None
+        numbers = [int(np.random.SeedSequence(list(seed)).generate_state(1)[0]) for seed in seeds]
+        rows = [torch.Generator().manual_seed(number) for number in numbers]
+        parts = np.array_split(np.arange(len(rows)), min(self.num_threads, len(rows)))
+        return [RowGenerators(tuple(rows[i] for i in part)) for part in parts]
+
+    def act(
+        self, observation: Observation, compute_values: bool, generators: Sequence[RandomSource] | None = None
+    ) -> PolicyOutput:
+        """Draw a chunk of actions for each row, with the engine's own generators unless others are given."""
+        return self._predict(ActRequest(observation, "train", compute_values, generators or self.generators))
+
+    def act_greedily(self, observation: Observation) -> PolicyOutput:
+        """Choose the most probable chunk of actions for each row."""
+        return self._predict(ActRequest(observation, "eval", False, self.generators))
+
+    def values(self, observation: Observation) -> Tensor:
+        """Return ``float32[B,K]`` on the CPU."""
+
+        def compute(part: Observation) -> Tensor:
+            with torch.no_grad(), autocast(self.precision, self.device):
+                return self.policy.predict_values(part).float().cpu()
+
+        tasks = [lambda part=part: compute(part) for part in self._parts(observation)]
+        with self._lock:
+            return torch.cat(on_threads(tasks, self.num_threads))
+
+    def _parts(self, observation: Observation) -> list[Observation]:
+        rows = np.array_split(np.arange(observation.batch_size), min(self.num_threads, observation.batch_size))
+        return [observation] if len(rows) == 1 else [observation.select(part) for part in rows]
+
+    def _copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights into the policy, but for those that it shares; the lock must be held."""
+        mine = dict(self.policy.named_parameters()) | dict(self.policy.named_buffers())
+        with torch.no_grad():
+            for name, tensor in weights:
+                if mine[name].data_ptr() != tensor.data_ptr():
+                    mine[name].copy_(tensor)
+
+    def random_state(self) -> list[str]:
+        """Return the state of the generators, as text."""
+        return [generator_state(generator) for generator in self.generators]
+
+    def set_random_state(self, states: list[str]) -> None:
+        """Restore what ``random_state`` returned.
+
+        Raises:
+            ValueError: it was another number of threads.
+        """
+        for generator, state in zip(self.generators, states, strict=True):
+            restore_generator(generator, state)

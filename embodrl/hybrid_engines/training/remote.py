@@ -1,0 +1,205 @@
+"""Training in other processes, as the training loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from embodrl.algorithms.advantages import Advantages
+from embodrl.config.schema import AlgorithmConfig, Config
+from embodrl.data.batch import Batch
+from embodrl.data.rng import generator_state, restore_generator
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import WorkerError
+from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.hybrid_engines.offload import Offload, OffloadReport
+from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
+from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP
+from embodrl.hybrid_engines.training.sharded_checkpoint import (
+    FileFacts,
+    buckets,
+    num_bytes_of,
+    read_index,
+    read_whole,
+)
+from embodrl.models.base import VLAPolicy
+
+BUCKET_BYTES = 256 << 20
+"""Of tensors in transit between the training processes and the driver at a time."""
+
+
+class TrainerGroup(Protocol):
+    """The training processes; ``WorkerGroup`` of ``ActorWorker``."""
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Begin a call on all processes; ``result()`` of what it returns waits for their answers."""
+        ...
+
+    def check(self) -> None:
+        """Raise WorkerDied if a process has died."""
+        ...
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        ...
+
+    def close(self) -> None:
+        """End the processes."""
+        ...
+
+
+class RemoteTrainEngine(TrainEngine):
+    """Trains in a group of processes; the driver has a policy of its own.
+
+    Args:
+        config: the run.
+        policy: of the driver, on its device.
+        group: of the training processes, started.
+        sends_weights: the processes send their weights to the rollout processes themselves, and the driver's policy
+            gets them when they are needed (``fetch``) instead of with every update.
+        memory: the weights of the driver's policy, where they may be offloaded between rollouts.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: VLAPolicy,
+        group: TrainerGroup,
+        sends_weights: bool = False,
+        memory: Offload | None = None,
+    ) -> None:
+        self.policy, self.group = policy, group
+        self._sends_weights, self._memory = sends_weights, memory
+        self._behind = False  # the driver's policy is older than the trained one
+        self.version = 0
+        self._counters: dict[str, Any] = {"version": 0, "nonfinite_in_row": 0}
+        groups = policy.trainable_groups()
+        trained = {id(p): name for name, group in groups.items() for p in group}
+        parameters = dict(policy.named_parameters())
+        self._trained = {name: p for name, p in parameters.items() if id(p) in trained}
+        kept = config.algorithm.kl.coef > 0
+        reference = {name: p for name, p in self._trained.items() if kept and trained[id(p)] != VALUE_GROUP}
+        self._shapes = StateShapes.of(policy, self._trained, reference)
+
+    def onload(self) -> None:
+        """Bring the driver's policy back to its device."""
+        if self._memory is not None:
+            self._memory.onload()
+
+    def update(
+        self, batch: TrajectoryBatch, advantages: Advantages, algorithm: AlgorithmConfig, generator: torch.Generator
+    ) -> dict[str, float]:
+        columns = {"advantages": advantages.advantages, "returns": advantages.returns, "valid": advantages.valid}
+        results = self._call("update", batch, columns, algorithm.model_dump_json(), generator_state(generator))
+        metrics, shuffled, counters = results[0]
+        restore_generator(generator, shuffled)
+        self._behind = True
+        if not self._sends_weights:
+            self.fetch()
+        self._counters, self.version = counters, counters["version"]
+        return metrics
+
+    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        metrics, counters = self._call("imitate", batch, learning_rate, label_smoothing_bins)[0]
+        self._behind = True
+        self._counters, self.version = counters, counters["version"]
+        return metrics
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        self.onload()
+        if not self._behind:
+            return
+        names = {name: p.numel() * p.element_size() for name, p in self._trained.items()}
+        for name, tensor in self._stream("policy", names):
+            self._trained[name].copy_(tensor)
+        self._behind = False
+
+    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
+        return self._call("reference_logprobs", batch, algorithm.model_dump_json())[0]
+
+    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
+        return self._call("proximal", batch, algorithm.model_dump_json())[0]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.fetch()
+        yield from self.policy.state_dict().items()
+
+    def state_dict(self) -> EngineState:
+        """Return weights, optimizer state and counters; all but the weights are copies."""
+        self.fetch()
+        inventory = self._call("inventory")[0]
+        tensors = {s: dict(self._stream(s, names)) for s, names in inventory.items() if s != "policy"}
+        return EngineState({"policy": dict(self.policy.state_dict()), **tensors}, dict(self._counters))
+
+    def load_state_dict(self, saved: EngineState) -> None:
+        check_fit(saved.tensors, self._shapes)
+        self.onload()
+        mine = self.policy.state_dict()
+        self._call("begin_load")
+        for section, tensors in saved.tensors.items():
+            for names in buckets(num_bytes_of(tensors), BUCKET_BYTES):
+                self._call("put", section, {name: tensors[name] for name in names})
+        with torch.no_grad():
+            for name, tensor in saved.tensors["policy"].items():
+                mine[name].copy_(tensor)
+        self._behind = False
+        self._counters = dict(saved.state)
+        self._call("set_counters", self._counters)
+        self.version = int(saved.state["version"])
+
+    def counters(self) -> dict[str, Any]:
+        return dict(self._counters)
+
+    def save_shards(self, directory: Path) -> FileFacts:
+        facts: FileFacts = {}
+        for found in self._call("save_shards", str(directory.absolute())):
+            if isinstance(found, tuple):
+                raise OSError(*found)
+            facts |= found
+        return facts
+
+    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+        """See ``TrainEngine``. Only weights are read here."""
+        check_fit(read_index(directory), self._shapes)
+        self.onload()
+        self._call("load_shards", str(directory.absolute()), dict(counters))
+        read_whole(directory, "policy", self.policy.state_dict())
+        self._behind = False
+        self._counters, self.version = dict(counters), int(counters["version"])
+
+    def state_num_bytes(self) -> int:
+        return self._shapes.num_bytes
+
+    def offload(self) -> OffloadReport | None:
+        """See ``TrainEngine``; weights leave as well, since what acts has its own. Bytes are those of all processes."""
+        found = [report for report in self._call("offload") if report is not None]
+        return OffloadReport.total([OffloadReport(torch.device(name), *num_bytes) for name, *num_bytes in found])
+
+    def check(self) -> None:
+        self.group.check()
+
+    def close(self) -> None:
+        self.group.close()
+
+    def _stream(self, section: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors; one bucket of them is on its way at a time."""
+        for names in buckets(sizes, BUCKET_BYTES):
+            yield from self._call("gather", section, names)[0].items()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Return what the processes return; if one of them fails, all end: the others would wait for it.
+
+        Raises:
+            WorkerError: one died or raised.
+        """
+        try:
+            self.group.check()
+            return self.group.call(method, *args).result()
+        except WorkerError:
+            self.group.kill()
+            raise

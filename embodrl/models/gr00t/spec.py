@@ -1,0 +1,101 @@
+"""GR00T N1.5: settings, facts and rules. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from embodrl.config.model_schema import FlowModelConfig, SiglipConfig
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.dimensions import chunk_fits, divides, even
+from embodrl.config.section import PositiveInt, Section
+from embodrl.models.common.flow_spec import ACTIONS, FLOW, RL, TRAINABLE, VALUE_INPUTS
+from embodrl.specs import ModelSpec
+
+
+class Gr00tArchitectureConfig(Section):
+    """Dimensions of a GR00T N1.5 built without a checkpoint."""
+
+    image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
+    patch_size: PositiveInt = Field(default=8, description="pixels")
+    siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
+    hidden_size: PositiveInt = Field(default=128, description="Qwen3 hidden size")
+    intermediate_size: PositiveInt = Field(default=352, description="Qwen3 MLP size")
+    num_hidden_layers: PositiveInt = Field(default=3, description="Qwen3 layers that are kept")
+    num_attention_heads: PositiveInt = Field(default=4, description="Qwen3 query heads")
+    num_key_value_heads: PositiveInt = Field(
+        default=2, description="Qwen3 key and value heads; divides the query heads"
+    )
+    head_dim: PositiveInt = Field(default=32, description="Qwen3 head dimension; even")
+    dit_num_layers: PositiveInt = Field(
+        default=4, description="DiT blocks; even ones cross-attend, odd ones self-attend"
+    )
+    dit_num_heads: PositiveInt = Field(default=4, description="DiT heads")
+    dit_head_dim: PositiveInt = Field(default=24, description="DiT head dimension; width = heads x head dimension")
+    dit_output_dim: PositiveInt = Field(default=64, description="DiT output and hidden size of the action decoder")
+    vl_num_layers: PositiveInt = Field(default=1, description="self-attention blocks over the backbone's features")
+    vl_num_heads: PositiveInt = Field(default=4, description="their heads; times vl_head_dim it is hidden_size")
+    vl_head_dim: PositiveInt = Field(default=32, description="their head dimension")
+    num_embodiments: PositiveInt = Field(default=2, description="robots with encoders and decoders of their own")
+    max_action_dim: PositiveInt = Field(default=8, description="actions are padded to this with zeros")
+    max_state_dim: PositiveInt = Field(default=32, description="states are padded to this with zeros")
+    action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
+    num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
+    max_prompt_tokens: PositiveInt = Field(default=64, description="prompts are padded to this length")
+
+
+class Gr00tModelConfig(FlowModelConfig):
+    """A GR00T N1.5."""
+
+    gr00t: Gr00tArchitectureConfig = Field(default=Gr00tArchitectureConfig(), description="dimensions of the tiny size")
+
+
+RULES = RuleSet()
+
+
+@RULES.rule("model.model_type", "model.model_path", "model.gr00t", "model.num_action_chunks", "model.action_dim")
+def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
+    """Patches tile the image, heads divide widths, and actions have room, in a tiny GR00T."""
+    base = "model.gr00t"
+    if context.config.model.model_path is not None:
+        return
+    shape = context.model(Gr00tModelConfig).gr00t
+    yield from divides(f"{base}.patch_size", f"{base}.image_size", shape.patch_size, shape.image_size)
+    yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
+    yield from divides(
+        f"{base}.num_key_value_heads",
+        f"{base}.num_attention_heads",
+        shape.num_key_value_heads,
+        shape.num_attention_heads,
+    )
+    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
+    width = shape.vl_num_heads * shape.vl_head_dim
+    if width != shape.hidden_size:
+        yield Finding(
+            f"{base}.vl_head_dim",
+            f"{shape.vl_num_heads} heads x {shape.vl_head_dim} = {width}, and hidden_size is {shape.hidden_size}",
+            "change the heads, their dimension or the hidden size, so that both agree",
+            f"with vl_num_heads, {shape.hidden_size}",
+            others=(f"{base}.vl_num_heads", f"{base}.hidden_size"),
+        )
+    yield from chunk_fits(context.config.model, base, shape.action_horizon, shape.max_action_dim)
+
+
+SPEC = ModelSpec(
+    name="gr00t",
+    target="embodrl.models.gr00t.build:build_gr00t",
+    description="GR00T N1.5: SigLIP 2, Qwen3 and a flow-matching diffusion transformer",
+    settings=Gr00tModelConfig,
+    rules=(RULES, FLOW),
+    kind="flow",
+    value_inputs=VALUE_INPUTS,
+    trainable=TRAINABLE,
+    uses_state=True,
+    max_cameras=3,
+    parity="embodrl.models.gr00t.parity:run",
+    sizes="2.1 M (tiny), about 2.7 B",
+    actions=f"{ACTIONS}, encoders a robot",
+    checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
+    rl=RL,
+)

@@ -1,0 +1,94 @@
+"""pi0 and pi0.5: settings, facts and rules. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from embodrl.config.model_schema import FlowModelConfig, SiglipConfig
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.dimensions import at_most, chunk_fits, divides, even
+from embodrl.config.section import PositiveInt, Section
+from embodrl.models.common.flow_spec import ACTIONS, FLOW, RL, TRAINABLE, VALUE_INPUTS
+from embodrl.specs import ModelSpec
+
+
+class PiArchitectureConfig(Section):
+    """Dimensions of a pi0 or pi0.5 built without a checkpoint."""
+
+    image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
+    patch_size: PositiveInt = Field(default=8, description="pixels")
+    siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
+    depth: PositiveInt = Field(default=3, description="layers of Gemma and of the action expert")
+    num_heads: PositiveInt = Field(default=4, description="query heads of both")
+    num_kv_heads: PositiveInt = Field(default=1, description="key and value heads of both; divides num_heads")
+    head_dim: PositiveInt = Field(default=32, description="of both; even, since rotary embeddings turn pairs")
+    vlm_width: PositiveInt = Field(default=128, description="Gemma hidden size")
+    vlm_mlp_dim: PositiveInt = Field(default=384, description="Gemma MLP size")
+    expert_width: PositiveInt = Field(default=96, description="action expert hidden size; even")
+    expert_mlp_dim: PositiveInt = Field(default=256, description="action expert MLP size")
+    max_action_dim: PositiveInt = Field(default=32, description="actions and states are padded to this with zeros")
+    action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
+    num_images: PositiveInt = Field(default=1, description="image slots; cameras that are missing are masked")
+    max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
+    discrete_state: bool = Field(default=False, description="pi0.5 only: write the state into the prompt")
+
+
+class PiModelConfig(FlowModelConfig):
+    """A pi0 or pi0.5."""
+
+    pi: PiArchitectureConfig = Field(default=PiArchitectureConfig(), description="dimensions of the tiny size")
+
+
+RULES, OF_PI0 = RuleSet(), RuleSet()
+
+
+@RULES.rule(
+    "model.model_type", "model.model_path", "model.pi", "model.num_action_chunks", "model.action_dim", "env.cameras"
+)
+def pi_dimensions_fit(context: Context) -> Iterator[Finding]:
+    """Patches tile the image, heads divide widths, and actions and cameras have room, in a tiny pi0 or pi0.5."""
+    config, base = context.config, "model.pi"
+    if config.model.model_path is not None:
+        return
+    shape = context.model(PiModelConfig).pi
+    yield from divides(f"{base}.patch_size", f"{base}.image_size", shape.patch_size, shape.image_size)
+    yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
+    yield from divides(f"{base}.num_kv_heads", f"{base}.num_heads", shape.num_kv_heads, shape.num_heads)
+    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
+    yield from even(f"{base}.expert_width", shape.expert_width, "the time embedding has as many sines as cosines")
+    yield from chunk_fits(config.model, base, shape.action_horizon, shape.max_action_dim)
+    cameras = len(config.env.cameras)
+    yield from at_most("env.cameras", cameras, f"{base}.num_images", shape.num_images, "cameras")
+
+
+@OF_PI0.note("model.model_type", "model.pi")
+def discrete_state_is_of_pi05(context: Context) -> Iterator[Finding]:
+    """Only pi0.5 writes the state into the prompt."""
+    if context.by_user("model.pi.discrete_state"):
+        yield Finding("model.pi.discrete_state", "has no effect: pi0 does not read it", "leave it out")
+
+
+def _spec(name: str, title: str, tiny: str, uses_state: bool | str, rules: tuple[RuleSet, ...]) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        target=f"embodrl.models.pi.build:build_{name}",
+        description=f"{title}: PaliGemma and a flow-matching action expert",
+        settings=PiModelConfig,
+        rules=rules,
+        kind="flow",
+        value_inputs=VALUE_INPUTS,
+        trainable=TRAINABLE,
+        uses_state=uses_state,
+        max_cameras=3,
+        parity="embodrl.models.pi.parity:run",
+        sizes=f"{tiny} (tiny), about 3.3 B",
+        actions=ACTIONS,
+        checkpoint=f"openpi's PyTorch conversion, or lerobot's {name} layout",
+        rl=RL,
+    )
+
+
+PI0 = _spec("pi0", "pi0", "1.5 M", True, (RULES, FLOW, OF_PI0))
+PI05 = _spec("pi05", "pi0.5", "1.7 M", "model.pi.discrete_state", (RULES, FLOW))

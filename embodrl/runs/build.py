@@ -1,0 +1,167 @@
+"""The composition root of a training run: makes all its parts in order and passes each its collaborators."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
+from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
+from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
+from embodrl.hybrid_engines.weight_sync.buckets import trained_names
+from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
+from embodrl.models.base import VLAPolicy
+from embodrl.scheduler.channel import Channel
+from embodrl.scheduler.launchers.base import Launcher
+from embodrl.scheduler.launchers.process import ProcessLauncher
+from embodrl.workers.actor import launch_trainers, make_native_engine
+from embodrl.workers.env import make_pool
+from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.policy import build_policy, resolve_device
+from embodrl.workers.remote_backend import RemoteBackend, channels_of, launch_rollouts, rollout_channels
+from embodrl.workers.reward import RewardWorker, needs_frames
+from embodrl.workers.rollout_backend import LocalBackend, RolloutBackend, make_collector
+from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run, started.
+
+    Attributes:
+        policy: of the driver, on its device.
+        engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
+        rollouts: simulators and what acts in them.
+        rewards: judges episodes.
+    """
+
+    policy: VLAPolicy
+    engine: TrainEngine
+    rollouts: RolloutBackend
+    rewards: RewardWorker
+
+
+def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
+    """Return what starts the actor and rollout processes of a run; None if the driver does everything itself.
+
+    Raises:
+        MissingDependencyError: Ray is configured and not installed.
+        EmbodrlError: Ray lacks the resources.
+    """
+    acts, trains = deployment.rolls_out_in_processes, deployment.trains_in_processes
+    if not (acts or trains):
+        return None
+    if config.cluster.launcher == "process":
+        return ProcessLauncher()
+    from embodrl.scheduler.launchers.ray import RayLauncher
+
+    places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]
+    simulators = Counter(place.node for place in deployment.of("env")) if acts else None
+    return RayLauncher(places, config.cluster.ray_address, children=simulators)
+
+
+def trainers_send(config: Config, deployment: Deployment) -> bool:
+    """Return whether the training processes send their weights to the rollout processes themselves."""
+    return deployment.main_component is None and not config.runner.max_staleness
+
+
+def build(
+    config: Config,
+    weights_from: Config,
+    deployment: Deployment,
+    run_dir: Path,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    closing: ExitStack,
+) -> Parts:
+    """Make and start the parts of a run.
+
+    Args:
+        config: the run.
+        weights_from: the same, without a warm start that is no longer needed.
+        deployment: where everything is.
+        run_dir: of the run; logs and weights go there.
+        device: of the driver's policy.
+        stopped: called regularly during rollouts; True interrupts them.
+        closing: closes what was started, in reverse order.
+
+    Raises:
+        EnvError: a simulator could not be started.
+        WorkerError: a process could not be started.
+        EmbodrlError: what a backend needs is missing.
+    """
+    log_dir, keep_frames = run_dir / "logs", needs_frames(config)
+    launcher = make_launcher(config, deployment)
+    if launcher is not None:
+        closing.callback(launcher.close)
+    remote = deployment.rolls_out_in_processes
+    pool = None
+    if not remote:  # the simulators start while the policy is built
+        pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
+        closing.callback(pool.close)
+        pool.start_async()
+    channels: dict[str, Channel] = {}
+    if remote:
+        assert launcher is not None
+        channels = rollout_channels(launcher, len(deployment.of("rollout")))
+    policy = build_policy(weights_from, device)
+    # The driver's policy may be offloaded between rollouts where it acts and other processes train.
+    apart = config.rollout.enable_offload and deployment.trains_in_processes and not remote
+    memory = policy_memory(policy) if apart else None
+    sends = trainers_send(config, deployment)
+    pipes = channels_of(channels, "weights")
+    sender: Sender | None = None
+    engine: TrainEngine
+    if deployment.trains_in_processes:
+        group = launch_trainers(weights_from, deployment, log_dir, launcher, pipes if sends else None)
+        closing.callback(group.close)
+        engine = RemoteTrainEngine(config, policy, group, sends, memory)
+        if sends:
+            sender = RemoteSender(group, pipes, trained_names(policy))
+    else:
+        engine = make_native_engine(config, deployment, policy)
+
+    def should_stop() -> bool:
+        """Return whether the run is to stop; raise at once if a training process has died meanwhile."""
+        engine.check()
+        return stopped()
+
+    rollouts: RolloutBackend
+    if pool is not None:
+        pool.wait_started()
+        pool.call("check_state")
+        threads = deployment.threads_of(deployment.of("rollout")[0])
+        acting = make_rollout_engine(config, policy, threads, memory=memory)
+        collector = make_collector(config, pool, acting, should_stop, keep_frames)
+        rollouts = LocalBackend(pool, acting, collector, Evaluator(config, pool, acting, should_stop=should_stop))
+    else:
+        assert launcher is not None
+        group = launch_rollouts(weights_from, deployment, launcher, channels, keep_frames, log_dir)
+        closing.callback(group.close)
+        where = "driver" if sender is None else "training process of rank 0"
+        sent_from = policy.device if sender is None else resolve_device(config)
+        sender = sender or LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
+        kind = choose_weight_sync(deployment, config.rollout.weight_sync)
+        weights = WeightChannel(
+            kind,
+            sender,
+            list(pipes.values()),
+            list(channels_of(channels, "answers").values()),
+            run_dir.resolve() / "weight_sync",
+            "cuda" if uses_nccl(deployment) and sent_from.type == "cuda" else "cpu",
+        )
+        closing.callback(weights.close)
+        logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
+        rollouts = RemoteBackend(config, group, channels, weights, policy, engine, should_stop)
+    closing.callback(rollouts.close)
+    return Parts(policy, engine, rollouts, RewardWorker(config, tuple(rollouts.tasks)))

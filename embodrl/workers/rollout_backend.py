@@ -1,0 +1,127 @@
+"""Rollout backends: simulators and the policy that acts in them, in the driver or in processes of their own.
+
+The training loop sees no difference between the two.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from embodrl.config.schema import Config
+from embodrl.envs.pool.faults import FaultCounts
+from embodrl.envs.pool.offload import SimulatorMemory
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.hybrid_engines.copies import frozen_copy
+from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.workers.async_collector import AsyncCollector, make_runners
+from embodrl.workers.collector import WHOLE, Collector, Share, SyncCollector
+from embodrl.workers.evaluator import EvalResult, Evaluator
+from embodrl.workers.workflow_runner import WorkflowCollector
+
+
+class RolloutBackend(ABC):
+    """Simulators, and the policy that acts in them; started.
+
+    Attributes:
+        collector: where batches come from, and where new weights go.
+        tasks: names of the tasks, which take turns.
+        faults: what went wrong in the run so far.
+    """
+
+    collector: Collector
+    tasks: Sequence[str]
+    faults: FaultCounts
+
+    @abstractmethod
+    def evaluate(self, video_dir: Path | None) -> EvalResult:
+        """Run the episodes of ``env.eval`` with the newest weights.
+
+        Raises:
+            InterruptedError: the run is to stop.
+        """
+
+    @abstractmethod
+    def offload_policies(self) -> OffloadReport | None:
+        """Offload the weights that only act, with what else acting needs; return what that freed."""
+
+    @abstractmethod
+    def offload_simulators(self, end_processes: bool) -> SimulatorMemory | None:
+        """Take the simulators out of memory; return what that freed. See ``EnvPool.offload``."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Bring back policies and simulators."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is in progress. Simulators and processes are closed by their owner."""
+
+
+class LocalBackend(RolloutBackend):
+    """The driver acts, with the weights that train or a copy of them.
+
+    Args:
+        pool: started.
+        engine: acts.
+        collector: of the pool.
+        evaluator: of the pool and the engine.
+    """
+
+    def __init__(self, pool: EnvPool, engine: RolloutEngine, collector: Collector, evaluator: Evaluator) -> None:
+        self.pool, self.engine, self.collector, self.evaluator = pool, engine, collector, evaluator
+        self.tasks, self.faults = pool.spec.tasks, pool.faults
+
+    def evaluate(self, video_dir: Path | None) -> EvalResult:
+        with self.collector.quiet():
+            return self.evaluator.run(video_dir)
+
+    def offload_policies(self) -> OffloadReport | None:
+        self.engine.offload()
+        return self.engine.offload_report
+
+    def offload_simulators(self, end_processes: bool) -> SimulatorMemory | None:
+        return self.pool.offload(end_processes)
+
+    def onload(self) -> None:
+        self.engine.onload()
+        self.pool.onload()
+
+    def close(self) -> None:
+        self.collector.close()
+
+
+def make_collector(
+    config: Config, pool: EnvPool, engine: RolloutEngine, should_stop: Callable[[], bool], keep_frames: bool
+) -> Collector:
+    """Return the collector of ``runner.max_staleness`` and ``rollout.workflow``, in the driver.
+
+    Args:
+        config: the run.
+        pool: started.
+        engine: acts with the weights that train.
+        should_stop: called regularly; True interrupts a rollout.
+        keep_frames: keep the images of the first camera.
+    """
+    if config.runner.max_staleness == 0:
+        return make_sync_collector(config, pool, engine, should_stop, keep_frames)
+    trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
+    apart = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
+    runners = make_runners(config, pool, apart, keep_frames)
+    return AsyncCollector(config, pool.spec.num_envs, len(pool.spec.tasks), runners, apart, should_stop)
+
+
+def make_sync_collector(
+    config: Config,
+    pool: EnvPool,
+    engine: RolloutEngine,
+    should_stop: Callable[[], bool],
+    keep_frames: bool,
+    share: Share = WHOLE,
+) -> SyncCollector:
+    """Return the collector of a synchronous run; arguments as of SyncCollector."""
+    collector = SyncCollector if config.rollout.workflow is None else WorkflowCollector
+    return collector(config, pool, engine, should_stop, keep_frames, share)
