@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from embodrl import __version__
 from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
-from embodrl.errors import OutputError
+from embodrl.errors import CheckpointError, OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.select import default_name
@@ -44,6 +46,25 @@ def run_directory(config: Config) -> Path:
         algorithm = chosen.replace(":", "-") if ":" in chosen else config.pipeline.name or default_name(config)
         name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
     return Path("outputs") / name
+
+
+def not_a_run(directory: Path) -> CheckpointError:
+    """Return the error for a directory without a run's configuration; names the run that it is part of."""
+    run = next((parent for parent in directory.absolute().parents[:2] if (parent / CONFIG_FILE).is_file()), None)
+    hint = f"{run} is the run: embodrl resume {run}" if run is not None else "look in outputs/"
+    what = f"{directory} is not a run: it has no {CONFIG_FILE}" if directory.exists() else f"{directory} does not exist"
+    return CheckpointError(what, hint, code="not-a-run")
+
+
+@contextmanager
+def removed_if_empty(directory: Path) -> Iterator[None]:
+    """Remove an output directory that holds no file when an error or a signal ends the work in the block."""
+    try:
+        yield
+    except BaseException:
+        if directory.is_dir() and not any(path.is_file() for path in directory.rglob("*")):
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def has_results(run_dir: Path) -> bool:

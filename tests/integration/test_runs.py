@@ -317,7 +317,7 @@ def test_a_finished_run_is_left_alone_and_goes_on_when_asked(whole: tuple[Path, 
     copy(whole[0], run_dir)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "logs"}
     outcome = resume(run_dir)
-    assert "all 4 iterations are done" in outcome.stdout
+    assert "run already complete (4/4 iterations)" in outcome.stdout
     assert before == {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.parent.name != "logs"}
 
     outcome = embodrl("resume", run_dir, "runner.max_iterations=5", "cluster.num_threads=2")
