@@ -485,7 +485,8 @@ def _execute(
                 write_config(run_dir, config_yaml)
                 code = runner.run()
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
-            raise type(error)(error.message, f"{error.hint}; then {how_to_go_on(run_dir)}", code=error.code) from error
+            hint = "; then ".join(filter(None, (error.hint, how_to_go_on(run_dir))))
+            raise type(error)(error.message, hint, code=error.code) from error
         if runner.finished:
             export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
         if not runner.saved:
