@@ -27,7 +27,8 @@ _EXPORTS = {
         "embodrl.api",
     ),
     "Config": "embodrl.config.schema",
-    "ModelConfig": "embodrl.config.schema",
+    **dict.fromkeys(("EnvConfig", "ModelConfig"), "embodrl.config.schema"),
+    **dict.fromkeys(("SimulatorSpec", "ModelSpec"), "embodrl.specs"),
     "LoadedConfig": "embodrl.config.load",
     "EpisodeRecord": "embodrl.workers.evaluator",
     # Errors.
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from embodrl.api import train as train
     from embodrl.config.load import LoadedConfig as LoadedConfig
     from embodrl.config.schema import Config as Config
+    from embodrl.config.schema import EnvConfig as EnvConfig
     from embodrl.config.schema import ModelConfig as ModelConfig
     from embodrl.data.converters import from_areal as from_areal
     from embodrl.data.converters import from_areal_list as from_areal_list
@@ -126,6 +128,8 @@ if TYPE_CHECKING:
     from embodrl.pipelines.context import Context as PipelineContext  # noqa: F401
     from embodrl.pipelines.graph import Pipeline as Pipeline
     from embodrl.registry import ADVANTAGES, LOSSES, PIPELINES
+    from embodrl.specs import ModelSpec as ModelSpec
+    from embodrl.specs import SimulatorSpec as SimulatorSpec
     from embodrl.types import CameraSpec as CameraSpec
     from embodrl.types import EnvSpec as EnvSpec
     from embodrl.types import EnvStep as EnvStep

@@ -294,7 +294,17 @@ class SimulatorVectorEnv(SteppingEnv):
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
         """See SteppingEnv."""
         for row in rows.tolist():
-            images[row] = self._sim(row).images()
+            found = self._sim(row).images()
+            if found.dtype != np.uint8 or found.shape != images[row].shape:
+                raise EnvError(
+                    f"images() of {type(self._sim(row)).__name__} returned {found.dtype}{list(found.shape)}, not"
+                    f" uint8{list(images[row].shape)} ([V,H,W,3])",
+                    "scale to 0..255 and convert: (pictures * 255).astype(np.uint8)"
+                    if found.dtype != np.uint8
+                    else "return one picture of env.cameras' height and width for each camera",
+                    code="simulator-images",
+                )
+            images[row] = found
             if self.spec.state_dim:
                 state[row] = self._sim(row).proprioception()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from embodrl.errors import EmbodrlError
 from embodrl.specs import MODELS, ModelSpec, RegisteredName
 
 if TYPE_CHECKING:
@@ -59,10 +60,27 @@ def build_policy(
     Raises:
         UnknownNameError: no such model family.
         CheckpointError: see the family's builder.
-        EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have.
+        EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have; the builder's module
+            is missing; or the policy lacks methods of ``VLAPolicy``.
     """
-    policy, report = MODELS.get(SupportedModel(config.model_type))(config, device=device, dtype=dtype, seed=seed)
+    from embodrl.models.base import VLAPolicy
     from embodrl.models.common.trainable import apply_trainable
 
+    build = MODELS.get(SupportedModel(config.model_type))
+    try:
+        policy, report = build(config, device=device, dtype=dtype, seed=seed)
+    except TypeError as error:
+        if "abstract" not in str(error):
+            raise
+        raise EmbodrlError(
+            f"model '{config.model_type}': {error}", "implement every method of VLAPolicy", code="policy-incomplete"
+        ) from error
+    missing = sorted(name for name in VLAPolicy.__abstractmethods__ if not callable(getattr(policy, name, None)))
+    if missing:
+        raise EmbodrlError(
+            f"model '{config.model_type}': {type(policy).__name__} lacks {', '.join(missing)}",
+            "derive it from VLAPolicy and implement every method",
+            code="policy-incomplete",
+        )
     apply_trainable(policy, config, seed=seed)
     return policy, report

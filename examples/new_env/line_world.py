@@ -9,12 +9,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from embodrl import EpisodeRules, SimStep, Simulator, SimulatorVectorEnv, register_env
+from embodrl import EnvConfig, EpisodeRules, SimStep, Simulator, SimulatorVectorEnv, register_env
 
 ACTION_DIM = 7
 STEP = 0.2
 GOAL = 0.9
+
+
+class LineWorldConfig(EnvConfig):
+    """The section ``env`` with a setting of this environment, which is validated like all others."""
+
+    friction: float = Field(default=0.0, ge=0.0, lt=1.0, description="fraction of each motion that is lost")
 
 
 class Line(Simulator):
@@ -22,6 +29,7 @@ class Line(Simulator):
 
     Args:
         cameras: ``[{name, height, width, ...}]`` as configured in ``env.cameras``.
+        friction: fraction of each motion that is lost.
     """
 
     action_low = (-1.0,) * ACTION_DIM
@@ -29,7 +37,8 @@ class Line(Simulator):
     state_dim = 1
     instruction = "push the bar to the right"
 
-    def __init__(self, cameras: list[dict[str, Any]]) -> None:
+    def __init__(self, cameras: list[dict[str, Any]], friction: float = 0.0) -> None:
+        self.step_size = np.float32(STEP * (1.0 - friction))
         self.shape = (len(cameras), cameras[0]["height"], cameras[0]["width"], 3)
         self.position = np.float32(0)
 
@@ -39,7 +48,7 @@ class Line(Simulator):
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
         """See Simulator: the dense reward is how far the bar is, and its change is what an action earns."""
-        self.position = np.clip(self.position + np.float32(STEP) * np.clip(action[0], -1, 1), 0, 1)
+        self.position = np.clip(self.position + self.step_size * np.clip(action[0], -1, 1), 0, 1)
         return SimStep(reward=float(self.position), success=bool(self.position >= GOAL))
 
     def first_reward(self) -> float:
@@ -74,15 +83,23 @@ class LineWorld(SimulatorVectorEnv):
         cameras: list[dict[str, Any]],
         max_chunk: int = 8,
         include_state: bool = False,
+        friction: float = 0.0,
         **rules: Any,
     ) -> None:
-        self._cameras = cameras
+        self._cameras, self._friction = cameras, friction
         super().__init__(num_envs, tasks, cameras, EpisodeRules(**rules), include_state, max_chunk)
 
     def make_simulator(self, task: str) -> Simulator:
         """See SimulatorVectorEnv."""
-        return Line(self._cameras)
+        return Line(self._cameras, self._friction)
 
 
 # What the rules want to know without building the environment: its tasks and the size of an action.
-register_env("line_world", LineWorld, "a bar to be pushed to the right", tasks=("push-right",), action_dim=ACTION_DIM)
+register_env(
+    "line_world",
+    LineWorld,
+    "a bar to be pushed to the right",
+    tasks=("push-right",),
+    action_dim=ACTION_DIM,
+    settings=LineWorldConfig,
+)

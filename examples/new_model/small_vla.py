@@ -9,13 +9,13 @@ import zlib
 from pathlib import Path
 
 import torch
+from new_model import SmallVlaConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl import (
     EvalOutput,
     LoadReport,
-    ModelConfig,
     Observation,
     PolicyOutput,
     SamplingParams,
@@ -27,26 +27,26 @@ from embodrl import (
     sampling as sampler,
 )
 
-BINS, WORDS, WIDTH = 21, 64, 128
+BINS, WORDS = 21, 64
 Tensors = dict[str, Tensor]
 
 
 class SmallVLA(VLAPolicy):
     """21 bins of [-1, 1] for each of the C actions' A dimensions, all drawn at once; see VLAPolicy for the methods."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: SmallVlaConfig) -> None:
         super().__init__()
-        self.num_action_chunks, self.action_dim = config.num_action_chunks, config.action_dim
+        self.num_action_chunks, self.action_dim, width = config.num_action_chunks, config.action_dim, config.hidden_size
         layers = [layer for i in (3, 32, 32) for layer in (nn.Conv2d(i, 32, 5, stride=2, padding=2), nn.ReLU())]
-        self.vision = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(32 * 16, WIDTH))
-        self.words = nn.Linear(WORDS, WIDTH)
-        self.body = nn.Sequential(nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH), nn.ReLU())
-        self.head = nn.Linear(WIDTH, self.num_action_chunks * self.action_dim * BINS)
+        self.vision = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(32 * 16, width))
+        self.words = nn.Linear(WORDS, width)
+        self.body = nn.Sequential(nn.ReLU(), nn.Linear(2 * width, width), nn.ReLU())
+        self.head = nn.Linear(width, self.num_action_chunks * self.action_dim * BINS)
         num_values = self.num_action_chunks if config.value_head.output == "action" else 1
-        self.value_head = ValueHead(WIDTH, config.value_head.hidden_sizes, num_values)
+        self.value_head = ValueHead(width, config.value_head.hidden_sizes, num_values)
 
     def _forward(self, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        """Return logits ``[B,C,A,BINS]`` and hidden states ``[B,WIDTH]``, from which values are read."""
+        """Return logits ``[B,C,A,BINS]`` and hidden states ``[B,hidden_size]``, from which values are read."""
         picture = self.vision(inputs["images"].permute(0, 3, 1, 2).float() / 127.5 - 1.0)
         hidden = self.body(torch.cat([picture, self.words(inputs["words"])], dim=1))
         return self.head(hidden).view(len(hidden), self.num_action_chunks, self.action_dim, BINS), hidden
@@ -111,7 +111,7 @@ class SmallVLA(VLAPolicy):
             checkpoint.write_json(staging / "config.json", {"model_type": "small_vla"})
 
 
-def build(config: ModelConfig, *, device, dtype, seed: int) -> tuple[SmallVLA, LoadReport]:
+def build(config: SmallVlaConfig, *, device, dtype, seed: int) -> tuple[SmallVLA, LoadReport]:
     """Build the policy with random weights, or with those of a directory that ``save_pretrained`` wrote."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,13 @@ def _make(env_id: str, max_episode_steps: int) -> Any:
     try:
         env = gymnasium.make(env_id, max_episode_steps=max_episode_steps, render_mode="rgb_array")
     except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
+        missing = env_id.partition(":")[0].partition(".")[0] if ":" in env_id else ""
+        if missing and find_spec(missing) is None:
+            raise MissingDependencyError(
+                f"env.id {env_id}: there is no module '{missing}'",
+                "correct the name, or put the directory of the module on PYTHONPATH",
+                code="gymnasium-module-missing",
+            ) from error
         raise MissingDependencyError(f"{env_id} needs what is not installed: {error}", HINT) from error
     except gymnasium.error.UnregisteredEnv as error:
         hint = "`python -c 'import gymnasium; gymnasium.pprint_registry()'` lists them; another package's are"
