@@ -49,7 +49,7 @@ def put(tree: Node, key: str, value: Node | None) -> str:
         node = node.children[part]
         if node.value is None:
             node.value = {}
-        if not isinstance(node.value, (dict, list)):
+        if type(node.value) not in (dict, list):
             return f"'{'.'.join(parts[: depth + 1])}' is a single value without keys of its own"
     return _put_last(node, key, value)
 
@@ -60,7 +60,7 @@ def _put_last(node: Node, key: str, value: Node | None) -> str:
     if isinstance(node.value, list):
         wrong = _no_item(node, parent, last)
         if not wrong and value is not None:
-            node.value[int(last)] = value
+            node.items[int(last)] = value
         return wrong
     if value is None:
         node.children.pop(last, None)

@@ -485,7 +485,8 @@ def _execute(
                 write_config(run_dir, config_yaml)
                 code = runner.run()
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
-            raise type(error)(error.message, f"{error.hint}; then {how_to_go_on(run_dir)}", code=error.code) from error
+            hint = "; then ".join(filter(None, (error.hint, how_to_go_on(run_dir))))
+            raise type(error)(error.message, hint, code=error.code) from error
         _close(config, run_dir, runner, parts, console)
     return TrainResult(run_dir, code, parts.policy)
 
