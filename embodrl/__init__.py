@@ -156,7 +156,7 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     module, separator, path = _EXPORTS[name].partition(":")
-    found: Any = importlib.import_module(module)
+    found = importlib.import_module(module)
     for part in (path or ("" if separator else name)).split("."):
         found = getattr(found, part) if part else found
     globals()[name] = found

@@ -109,7 +109,7 @@ def _is_part(name: str, module: str) -> bool:
     return module == name or module.startswith(f"{name}.")
 
 
-def parameters_of(function: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
+def parameters_of(function: Callable[..., object]) -> tuple[set[str], set[str], bool]:
     """Return the keyword parameters of a function, those of them without default, and whether it takes any others."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]

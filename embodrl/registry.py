@@ -98,7 +98,7 @@ class FunctionRegistry(Registry):
         function = import_function(name)
         return Entry(function, (function.__doc__ or "").partition("\n")[0], self._facts(name, function))
 
-    def register_function(self, name: str, function: Callable[..., Any], description: str = "") -> None:
+    def register_function(self, name: str, function: Callable[..., object], description: str = "") -> None:
         """Add a function under a name of its own, from a module that ``extensions`` names, or from a script.
 
         Args:
@@ -112,7 +112,7 @@ class FunctionRegistry(Registry):
         text = description or (function.__doc__ or "").partition("\n")[0]
         self.register(name, function, text, **self._facts(name, function))
 
-    def _facts(self, name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    def _facts(self, name: str, function: Callable[..., object]) -> dict[str, object]:
         """Return what validation needs to know about a function, from its parameters."""
         names, needed, takes_rest = parameters_of(function)
         unknown = sorted(needed - set(self.arguments))
@@ -124,7 +124,7 @@ class FunctionRegistry(Registry):
                 + f"Available: {', '.join(self.arguments)}; any other parameter needs a default",
                 code="function-parameter-unknown",
             )
-        facts: dict[str, Any] = {fact: False for fact in self.arguments.values() if fact}
+        facts: dict[str, object] = {fact: False for fact in self.arguments.values() if fact}
         facts |= {fact: True for argument, fact in self.arguments.items() if fact and argument in names}
         facts["parameters"] = tuple(self.arguments if takes_rest else names)
         return facts

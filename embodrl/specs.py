@@ -62,7 +62,7 @@ class Spec:
                     f"fact {name}={value!r} of '{self.name}' is invalid", f"give {wanted}", code="spec-fact-invalid"
                 )
 
-    def _expected(self, name: str, value: Any) -> str:
+    def _expected(self, name: str, value: object) -> str:
         """Return what a fact should be, or "" if it is that."""
         if name in self.FLAGS:
             return "" if isinstance(value, bool) else "True or False"
@@ -140,7 +140,7 @@ class SimulatorSpec(Spec):
     reads: tuple[str, ...] = ("cameras",)
     tasks: tuple[str, ...] | list[str] | Mapping[str, str] | str = ()
     suites: Mapping[str, TaskSuite] = field(default_factory=dict[str, TaskSuite])
-    derive: Callable[[Mapping[str, Any]], tuple[dict[str, Any], str]] | None = None
+    derive: Callable[[Mapping[str, object]], tuple[dict[str, object], str]] | None = None
     action_dim: int | None = None
     batched_by: tuple[str, str] | None = None
     gpu_settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -153,7 +153,7 @@ class SimulatorSpec(Spec):
     extra: str = ""
     isolated: bool = False
     draws_with: str = ""
-    example: Mapping[str, Any] | None = None
+    example: Mapping[str, object] | None = None
     process_bytes: int = 0
     env_bytes: int = 0
     expert_tasks: tuple[str, ...] | None = None
@@ -336,7 +336,7 @@ class SpecRegistry(Generic[S]):
     def _load(self, point: EntryPoint) -> S:
         try:
             found = point.load()
-        except Exception as error:
+        except Exception as error:  # a package of somebody else may raise anything when it is imported
             raise EmbodrlError(
                 f"{self.kind} '{point.name}' of the entry point '{point.value}' can't be imported:"
                 f" {type(error).__name__}: {error}",

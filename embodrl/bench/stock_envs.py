@@ -48,7 +48,7 @@ def maniskill_env(task: str, size: int, device: str, max_episode_steps: int) -> 
 
 def metaworld_env(task: str, size: int, camera: str) -> Any:
     """Return an environment of Meta-World's MT1 that observes pictures."""
-    gymnasium: Any = importlib.import_module("gymnasium")
+    gymnasium = importlib.import_module("gymnasium")
     importlib.import_module("metaworld")
     env = gymnasium.make(
         "Meta-World/MT1",
@@ -64,7 +64,7 @@ def metaworld_env(task: str, size: int, camera: str) -> Any:
 
 def gymnasium_env(env_id: str, size: int, max_episode_steps: int) -> Any:
     """Return an environment of Gymnasium on MuJoCo that observes pictures."""
-    gymnasium: Any = importlib.import_module("gymnasium")
+    gymnasium = importlib.import_module("gymnasium")
     env = gymnasium.make(env_id, render_mode="rgb_array", width=size, height=size, max_episode_steps=max_episode_steps)
     return gymnasium.wrappers.AddRenderObservation(env, render_only=True)
 
@@ -76,7 +76,7 @@ def asynchronous(make: Callable[[], Any], num_envs: int, preload: list[str]) -> 
     """
     import multiprocessing
 
-    gymnasium: Any = importlib.import_module("gymnasium")
+    gymnasium = importlib.import_module("gymnasium")
     multiprocessing.set_forkserver_preload(preload)
     envs = gymnasium.vector.AsyncVectorEnv([make] * num_envs, shared_memory=True, context="forkserver")
     envs.reset(seed=0)
@@ -88,7 +88,7 @@ def libero(options: dict[str, Any]) -> tuple[Step, int]:
     from embodrl.envs.libero.sim import import_libero
 
     package = import_libero(options["assets"])
-    envs_of_libero: Any = importlib.import_module("libero.libero.envs")
+    envs_of_libero = importlib.import_module("libero.libero.envs")
     bddl = str(package / "bddl_files" / options["suite"] / f"{options['task']}.bddl")
     size = options["size"]
 

@@ -8,7 +8,7 @@ import sys
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,7 +49,7 @@ class Outcome:
     def ok(self) -> bool:
         return not self.error and all(comparison.ok for comparison in self.comparisons)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return it for JSON, which has no infinity: an error beyond measure is null."""
         return {
             "directory": str(self.directory),

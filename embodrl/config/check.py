@@ -25,7 +25,7 @@ from embodrl.specs import ENVS, MODELS
 
 TAGS = {"env": "env_type", "model": "model_type"}
 """Sections whose settings depend on one of them, which names a spec."""
-RETIRED: dict[str, Any] = {"env.control_mode": "pd_ee_delta_pose", "model.trust_remote_code": False}
+RETIRED: dict[str, object] = {"env.control_mode": "pd_ee_delta_pose", "model.trust_remote_code": False}
 """Settings that had a single legal value, with that value: it is accepted and ignored, any other is refused."""
 
 
@@ -107,10 +107,10 @@ def _settings_of(section: str) -> dict[str, type[BaseModel]]:
     return {spec.name: model_settings(spec.name) for spec in MODELS.all()}
 
 
-def _is_set(node: Node, default: Any) -> bool:
+def _is_set(node: Node, default: object) -> bool:
     """Tell whether the user asked for a value: on the command line, or in a file and not just the default."""
     if node.children:
-        inner: dict[str, Any] = default if isinstance(default, dict) else {}
+        inner = cast(dict[str, object], default) if isinstance(default, dict) else {}
         return any(_is_set(child, inner.get(name)) for name, child in node.children.items())
     return node.origin.kind == "argument" or (node.origin.by_user and node.plain() != default)
 
@@ -184,7 +184,7 @@ def _key(tree: Node, loc: tuple[int | str, ...], kind: str) -> str:
     return ".".join(parts) or "(file)"
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if isinstance(value, (dict, list)):
         return f"this {'mapping' if isinstance(value, dict) else 'list'}"
     if isinstance(value, str):
@@ -231,7 +231,7 @@ def _reason(item: Any, value: Any) -> str:
     return REASONS.get(item["type"], f"is refused: {item['msg']}")
 
 
-def _hint(kind: str, key: str, value: Any, allowed: str) -> str:
+def _hint(kind: str, key: str, value: object, allowed: str) -> str:
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
         if value.lower() in ("yes", "no", "on", "off"):
             return "write true or false"
@@ -332,7 +332,7 @@ def section_model(key: str, schema: type[BaseModel]) -> type[BaseModel] | None:
     return model
 
 
-def model_of(annotation: Any) -> type[BaseModel] | None:
+def model_of(annotation: object) -> type[BaseModel] | None:
     """Return the section class inside an annotation, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -362,7 +362,7 @@ def allowed_values(key: str, schema: type[BaseModel]) -> tuple[str, list[str]]:
     if model is None or name not in model.model_fields:
         return "", []
     info = model.model_fields[name]
-    annotation: Any = info.annotation
+    annotation: object = info.annotation
     for _ in range(indices):
         inner = [arg for arg in get_args(annotation) if arg is not Ellipsis]
         annotation = inner[0] if inner else annotation
@@ -370,7 +370,7 @@ def allowed_values(key: str, schema: type[BaseModel]) -> tuple[str, list[str]]:
     return words, options_of(annotation)
 
 
-def options_of(annotation: Any) -> list[str]:
+def options_of(annotation: object) -> list[str]:
     """Return the values of the literals in an annotation, as written in YAML."""
     if get_origin(annotation) is Literal:
         return [_yaml(value) for value in get_args(annotation)]
@@ -379,11 +379,17 @@ def options_of(annotation: Any) -> list[str]:
     return []
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-NAMES: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+NAMES: dict[object, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 

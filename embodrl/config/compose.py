@@ -38,7 +38,7 @@ class Argument:
     """One parsed command-line argument: ``key=value``, or ``~key`` to go back to the schema's default."""
 
     key: str
-    value: Any
+    value: object
     text: str
     delete: bool = False
 
@@ -157,7 +157,7 @@ def _syntax_hint(text: str) -> str:
     return ""
 
 
-def check_choice(group: str, name: Any, origin: str) -> ConfigProblem | None:
+def check_choice(group: str, name: object, origin: str) -> ConfigProblem | None:
     """Return what is wrong with the choice of a preset, or None."""
     known = groups()
     if group not in known:
@@ -286,7 +286,9 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
     return {group: (node.plain(), str(node.origin)) for group, node in section.children.items()}, problems
 
 
-def _experiment_overridden(choices: dict[str, str | None], wanted: dict[str, tuple[Any, str]]) -> list[ConfigProblem]:
+def _experiment_overridden(
+    choices: dict[str, str | None], wanted: dict[str, tuple[object, str]]
+) -> list[ConfigProblem]:
     """Return the presets that are chosen beside an experiment that consists of others of these groups."""
     name = choices.get("experiment")
     if name is None:
@@ -335,10 +337,12 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     user = Node({}, Origin("file", "mapping"))
     wanted: dict[str, tuple[Any, str]] = {}
     if config_file is not None:
-        is_file = isinstance(config_file, Path)
-        if is_file and (config_file / "config.yaml").is_file():
-            config_file = config_file / "config.yaml"  # of a run
-        user, wrong = read_yaml(config_file, str(config_file)) if is_file else read_mapping(config_file)
+        if isinstance(config_file, Path):
+            if (config_file / "config.yaml").is_file():
+                config_file = config_file / "config.yaml"  # of a run
+            user, wrong = read_yaml(config_file, str(config_file))
+        else:
+            user, wrong = read_mapping(config_file)
         wanted, wrong_choices = file_choices(user)
         problems += wrong + wrong_choices
     wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}

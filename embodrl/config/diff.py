@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from embodrl.config.load import leaf_keys, load_config, load_run
 from embodrl.config.show import flow
@@ -13,7 +14,7 @@ from embodrl.errors import UsageError
 MISSING = "-"
 
 
-def side(text: str) -> dict[str, Any]:
+def side(text: str) -> dict[str, object]:
     """Return the values of a run, of a YAML file, or of settings separated by blanks ("" is the defaults).
 
     Raises:
@@ -34,21 +35,21 @@ def side(text: str) -> dict[str, Any]:
     return load_config(shlex.split(text)).config.model_dump(mode="json")
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str, str]]:
+def differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[tuple[str, str, str]]:
     """Return ``(key, value of one, value of other)`` of every setting that differs; "-" where one has no such key."""
     keys = dict.fromkeys([*leaf_keys(one), *leaf_keys(other)])
     rows = [(key, _value(one, key), _value(other, key)) for key in keys]
     return [row for row in rows if row[1] != row[2]]
 
 
-def _value(values: Any, key: str) -> str:
-    found: Any = values
+def _value(values: object, key: str) -> str:
+    found: object = values
     for part in key.split("."):
         if isinstance(found, list):
-            items = cast(list[Any], found)
+            items = cast(list[object], found)
             found = items[int(part)] if part.isdigit() and int(part) < len(items) else MISSING
         elif isinstance(found, dict):
-            found = cast(dict[str, Any], found).get(part, MISSING)
+            found = cast(dict[str, object], found).get(part, MISSING)
         else:
             return MISSING
     return MISSING if found is MISSING else flow(found)

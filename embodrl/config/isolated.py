@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 AUTO = "auto"
 MARKER = "embodrl-environment.json"
@@ -43,13 +43,13 @@ def fingerprint(name: str) -> str:
     return hashlib.sha256(requirements(name).read_bytes()).hexdigest()
 
 
-def read_marker(prefix: Path) -> dict[str, Any] | None:
+def read_marker(prefix: Path) -> dict[str, object] | None:
     """Return what `embodrl env install` wrote at its end; None if it did not get that far."""
     try:
-        content: Any = json.loads((prefix / MARKER).read_text())
+        content: object = json.loads((prefix / MARKER).read_text())
     except (OSError, ValueError):
         return None
-    return cast(dict[str, Any], content) if isinstance(content, dict) else None
+    return cast(dict[str, object], content) if isinstance(content, dict) else None
 
 
 def installed_python(name: str) -> Path | None:

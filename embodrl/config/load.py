@@ -174,13 +174,13 @@ def origin_of_value(tree: Node, key: str) -> Origin:
     return Origin("schema")
 
 
-def leaf_keys(value: Any, key: str = "") -> list[str]:
+def leaf_keys(value: object, key: str = "") -> list[str]:
     """Return the dotted keys of all values; lists of mappings are entered, other lists are one value."""
     if isinstance(value, dict) and value:
-        mapping = cast(dict[str, Any], value)
+        mapping = cast(dict[str, object], value)
         return [leaf for name, child in mapping.items() for leaf in leaf_keys(child, f"{key}.{name}" if key else name)]
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
-        items = cast(list[Any], value)
+        items = cast(list[object], value)
         return [leaf for index, item in enumerate(items) for leaf in leaf_keys(item, f"{key}.{index}")]
     return [key]
 
@@ -188,13 +188,15 @@ def leaf_keys(value: Any, key: str = "") -> list[str]:
 def fill_derived(tree: Node) -> None:
     """Add settings of ``env`` that follow from others, where they are not given."""
     env, env_type = lookup(tree, "env"), lookup(tree, "env.env_type")
-    spec = ENVS.entry(env_type.value) if env_type is not None and env_type.value in ENVS else None
+    name = env_type.value if env_type is not None else None
+    spec = ENVS.entry(name) if isinstance(name, str) and name in ENVS else None
     if env is None or spec is None or spec.derive is None:
         return
-    derived, source = spec.derive(env.plain())
+    values = cast(dict[str, object], env.plain())
+    derived, source = spec.derive(values)
     for name, value in derived.items():
         if name not in env.children:
-            origin = Origin("preset", f"follows from env.{source}={env.plain()[source]}")
+            origin = Origin("preset", f"follows from env.{source}={values[source]}")
             env.children[name] = from_plain(value, origin)
 
 
@@ -239,7 +241,7 @@ def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
 def resolve_references(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
     """Replace ``${section.key}`` by the value of that key. Resolvers such as ``${oc.env:HOME}`` are refused."""
     problems: list[ConfigProblem] = []
-    defaults: dict[str, Any] = json.loads(schema().model_dump_json())
+    defaults: dict[str, object] = json.loads(schema().model_dump_json())
     known = leaf_keys(defaults)
     for key, node in walk(tree):
         if isinstance(node.value, str) and "${" in node.value:

@@ -70,7 +70,7 @@ class Node:
         is_list = isinstance(self.value, list)
         return self.value if is_list else []
 
-    def plain(self) -> Any:
+    def plain(self) -> object:
         """Return the value without origins."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.children.items()}
@@ -120,7 +120,7 @@ def origin_of(root: Node, key: str) -> Origin:
     return SCHEMA
 
 
-def parse_scalar(text: str) -> Any:
+def parse_scalar(text: str) -> object:
     """Return the value of a plain YAML scalar: null, true, false, integers, floats; everything else is text.
 
     ``yes``, ``no``, ``on`` and ``off`` are text, as in YAML 1.2; ``1e-3`` is a number.
@@ -237,7 +237,7 @@ class _Reader:
 class _Loader(yaml.SafeLoader):
     """Composes nodes only; plain scalars keep their text."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (yaml's own class attribute)
+    yaml_implicit_resolvers: dict[str, object] = {}  # noqa: RUF012  (yaml's own class attribute)
 
 
 def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[ConfigProblem]]:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -95,7 +96,7 @@ def candidates(
     return tuple(sorted(nearest)) or (stages,)  # where nothing fits, the rules tell why
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, object]:
     """Return what of this machine decides how fast it simulates."""
     return {"host": platform.node(), "processor": _processor(), "cores": len(os.sched_getaffinity(0))}
 
@@ -109,7 +110,7 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def cache_path(settings: dict[str, Any]) -> Path:
+def cache_path(settings: Mapping[str, object]) -> Path:
     """Return where the measurement for those settings is kept, below the user's cache directory."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     root = os.environ.get("XDG_CACHE_HOME")
@@ -126,10 +127,10 @@ def read_choice(path: Path) -> int | None:
     return number if type(number) is int and number > 0 else None
 
 
-def _section(tree: Node, key: str) -> dict[str, Any]:
+def _section(tree: Node, key: str) -> dict[str, object]:
     node = lookup(tree, key)
-    plain: Any = node.plain() if node is not None else {}
-    return cast(dict[str, Any], plain) if isinstance(plain, dict) else {}
+    plain: object = node.plain() if node is not None else {}
+    return cast(dict[str, object], plain) if isinstance(plain, dict) else {}
 
 
 def _value(tree: Node, defaults: dict[str, Any], key: str) -> Any:

@@ -363,7 +363,11 @@ class Config(Section):
         else:
             settings = model_settings(section.get("model_type", DEFAULT_MODEL))
         # in JSON mode lists become tuples, although types are strict
-        return settings.model_validate_json(json.dumps(section)) if info.mode == "json" else settings(**section)
+        return (
+            settings.model_validate_json(json.dumps(section))
+            if info.mode == "json"
+            else settings.model_validate(section)
+        )
 
 
 def env_settings(name: object) -> type[EnvConfig]:
@@ -391,7 +395,7 @@ def _settings(name: str, settings: type[Any] | str, base: type[Any]) -> type[Any
             f"write class MySettings({base.__name__}) with a default for every field",
             code="settings-class-invalid",
         )
-    required = [field for field, info in found.model_fields.items() if info.is_required()]
+    required = [field for field, info in cast(type[Section], found).model_fields.items() if info.is_required()]
     if required:
         raise EmbodrlError(
             f"the setting '{required[0]}' of '{name}' has no default",

@@ -14,7 +14,7 @@ PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*")
 YAML_1_1_BOOLEANS = ("y", "n", "yes", "no", "on", "off")
 
 
-def scalar(value: Any) -> str:
+def scalar(value: object) -> str:
     """Return a scalar as YAML that reads back as the same value."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from embodrl.config.nodes import Node
 
 # Mappings whose keys are the user's own: a later one replaces an earlier one instead of being merged into it.
@@ -79,7 +77,7 @@ def _no_item(node: Node, key: str, part: str) -> str:
     return f"'{key}' is a list with {count} item{'s' if count != 1 else ''}, numbered from 0, and none is '{part}'"
 
 
-def lookup_child(node: Node, name: str) -> Any:
+def lookup_child(node: Node, name: str) -> object:
     """Return the value of a child, or None."""
     child = node.children.get(name)
     return None if child is None else child.value

@@ -285,13 +285,13 @@ def _with_memory(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     """Return the GPUs with name and memory from NVML, where the extra ``gpu`` is installed and a driver runs."""
     if not gpus or importlib.util.find_spec("pynvml") is None:
         return gpus
-    nvml: Any = importlib.import_module("pynvml")  # it has no types
+    nvml = importlib.import_module("pynvml")  # it has no types
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:  # no driver: the GPUs are there but can't be used, which torch tells
         return gpus
     try:
-        known: dict[str, Any] = {}
+        known: dict[str, object] = {}
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             known[_text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower()[-12:]] = handle

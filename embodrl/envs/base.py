@@ -6,6 +6,7 @@ Legend: B environments, C actions in a chunk, A action dimensions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class VectorEnv(ABC):
         """Return what scripted experts would do now, ``float32[B,A]``."""
         raise NotImplementedError(f"{type(self).__name__} has no scripted experts")
 
-    def call(self, method: str, arguments: dict[str, Any]) -> Any:
+    def call(self, method: str, arguments: Mapping[str, object]) -> object:
         """Answer a rare, small request: one of ``REQUESTS``, by name; plain values and arrays in and out.
 
         Raises:

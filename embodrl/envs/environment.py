@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,7 @@ class Tool:
 
     name: str
     description: str
-    parameters: dict[str, Any]
+    parameters: dict[str, object]
 
 
 @dataclass
@@ -56,7 +55,7 @@ class ToolResult:
     episode_return: float = 0.0
     episode_length: int = 0
     lost: bool = False
-    value: Any = None
+    value: object = None
 
     @property
     def done(self) -> bool:
@@ -64,7 +63,7 @@ class ToolResult:
         return bool((self.terminated | self.truncated).any())
 
     @staticmethod
-    def answer(observation: Observation, value: Any) -> ToolResult:
+    def answer(observation: Observation, value: object) -> ToolResult:
         """Return the result of a tool that does not act."""
         nothing = np.zeros(0, np.bool_)
         return ToolResult(observation, np.zeros(0, np.float32), nothing, nothing, nothing, value=value)
@@ -116,7 +115,7 @@ class Environment(ABC):
         """Return what ``execute`` can do."""
 
     @abstractmethod
-    async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def execute(self, tool: str, arguments: Mapping[str, object]) -> ToolResult:
         """Use a tool.
 
         Raises:

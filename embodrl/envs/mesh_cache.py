@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,8 @@ logger = logging.getLogger("embodrl.envs")
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
-Arrays = tuple[NDArray[Any], ...]
+Arrays = tuple[NDArray[np.generic], ...]
+A = TypeVar("A", bound=Arrays)
 _in_process: dict[str, Arrays] = {}
 
 
@@ -32,7 +34,7 @@ def cache_directory() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "embodrl" / "meshes"
 
 
-def simplifier(package: str) -> tuple[Any, str]:
+def simplifier(package: str) -> tuple[ModuleType, str]:
     """Return fast_simplification and its version, which belongs to the key of what it makes.
 
     Args:
@@ -48,7 +50,7 @@ def simplifier(package: str) -> tuple[Any, str]:
         raise MissingDependencyError(f"fast_simplification can't be imported: {error}", hint) from error
 
 
-def cached(algorithm: str, inputs: Sequence[NDArray[Any]], compute: Callable[[], Arrays]) -> Arrays:
+def cached(algorithm: str, inputs: Sequence[NDArray[np.generic]], compute: Callable[[], A]) -> A:
     """Return what ``compute`` returns for these inputs, from memory or disk where it has been computed before.
 
     A file that is torn or altered (its checksum tells) is recomputed and replaced. Where nothing can be kept, the
@@ -67,10 +69,10 @@ def cached(algorithm: str, inputs: Sequence[NDArray[Any]], compute: Callable[[],
             found = compute()
             _write(path, found)
         _in_process[key] = found
-    return _in_process[key]
+    return cast(A, _in_process[key])  # of the same key, so of the same function
 
 
-def _key(algorithm: str, inputs: Sequence[NDArray[Any]]) -> str:
+def _key(algorithm: str, inputs: Sequence[NDArray[np.generic]]) -> str:
     digest = hashlib.sha256(algorithm.encode())
     for array in inputs:
         digest.update(f"|{array.dtype.str}{array.shape}|".encode())

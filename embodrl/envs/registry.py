@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from embodrl.specs import ENVS, RegisteredName, SimulatorSpec
 
@@ -28,13 +28,13 @@ class SupportedEnv(RegisteredName):
     def register(
         cls,
         name: str,
-        vector_env: Any,
+        vector_env: object,
         description: str = "",
         *,
         tasks: Sequence[str] | Mapping[str, str] | str = (),
         action_dim: int | None = None,
-        settings: Any = None,
-        **facts: Any,
+        settings: object = None,
+        **facts: object,
     ) -> SupportedEnv:
         """Add an environment, from a module that ``extensions`` or an entry point names.
 

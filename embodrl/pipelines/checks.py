@@ -36,13 +36,13 @@ class NodeSpec:
     """A node as it was given, not yet checked; see ``graph.Node``."""
 
     name: str
-    fn: Callable[..., Any] | str
+    fn: Callable[..., object] | str
     deps: tuple[str, ...]
     role: str
     retries: int
 
 
-def resolve(fn: Callable[..., Any] | str) -> tuple[Callable[..., Any], str]:
+def resolve(fn: Callable[..., object] | str) -> tuple[Callable[..., object], str]:
     """Return a function and its ``module:name``.
 
     Raises:
@@ -52,7 +52,7 @@ def resolve(fn: Callable[..., Any] | str) -> tuple[Callable[..., Any], str]:
         return import_function(fn), fn
     if not callable(fn):
         raise EmbodrlError(f"fn is a {type(fn).__name__}, not a function", "give a function, or 'module:function'")
-    inner: Any = fn
+    inner: object = fn
     while isinstance(inner, functools.partial):
         inner = cast(Any, inner).func
     named = cast(Any, inner if hasattr(inner, "__qualname__") else type(inner))
@@ -134,7 +134,7 @@ def _check_role(spec: NodeSpec) -> Iterator[PipelineProblem]:
         yield PipelineProblem(spec.name, message, "set its retries to 0", code="pipeline-retries")
 
 
-def _check_signature(spec: NodeSpec, fn: Callable[..., Any], label: str) -> Iterator[PipelineProblem]:
+def _check_signature(spec: NodeSpec, fn: Callable[..., object], label: str) -> Iterator[PipelineProblem]:
     call = type(fn).__call__ if not inspect.isroutine(fn) else fn
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(kind(fn) or kind(call) for kind in kinds):

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem, user_location
 from embodrl.pipelines.checks import NodeSpec, check_nodes, resolve, sorted_names, upstream
@@ -38,7 +38,7 @@ class Node:
     """
 
     name: str
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     label: str
     deps: tuple[str, ...]
     role: str
@@ -71,7 +71,7 @@ class Pipeline:
     def add_node(
         self,
         name: str,
-        fn: Callable[..., Any] | str,
+        fn: Callable[..., object] | str,
         deps: Sequence[str] = (),
         role: str = "compute",
         retries: int = 0,
@@ -153,7 +153,7 @@ class Graph:
                 that are none.
         """
         waiting = Counter(name for node in self.nodes for name in set(node.deps))
-        outputs: dict[str, Any] = {}
+        outputs: dict[str, object] = {}
         metrics: Metrics = {}
         may_stop, retries = True, 0
         for node in self.nodes:
@@ -175,12 +175,12 @@ class Graph:
             del result, value
         return metrics | ({RETRIES: float(retries)} if any(node.retries for node in self.nodes) else {})
 
-    def _attempt(self, node: Node, context: Context, inputs: list[Any], may_stop: bool) -> tuple[Any, int]:
+    def _attempt(self, node: Node, context: Context, inputs: Sequence[object], may_stop: bool) -> tuple[object, int]:
         """Return what a node returned, and how many attempts had failed before."""
         for attempt in range(node.retries + 1):
             try:
                 return node.fn(context, *map(shared, inputs)), attempt
-            except Exception as error:
+            except Exception as error:  # a user's node may raise anything; tried again, or raised as NodeError
                 interrupted = isinstance(error, InterruptedError)
                 if interrupted and may_stop:
                     raise
@@ -190,7 +190,7 @@ class Graph:
                 logger.warning("node '%s' failed (%s): %s: %s", node.name, of, type(error).__name__, error)
         raise AssertionError("a node has at least one attempt")
 
-    def _failure(self, node: Node, inputs: list[Any], error: Exception, attempts: int) -> EmbodrlError:
+    def _failure(self, node: Node, inputs: Sequence[object], error: Exception, attempts: int) -> EmbodrlError:
         """Return the error of a node with its name, its inputs, and the cause."""
         where = f"in node '{node.name}' ({node.label}) of the pipeline '{self.name}'"
         where += f", after {attempts} attempts" if attempts > 1 else ""
@@ -208,7 +208,7 @@ class Graph:
         at = f"\n  at {place}" if place else ""
         return PipelineError(f"{type(error).__name__}: {error}{at}\n  {where}", hint, code="pipeline-node-raised")
 
-    def _outcome(self, node: Node, result: Any) -> tuple[Any, Metrics]:
+    def _outcome(self, node: Node, result: object) -> tuple[object, Metrics]:
         try:
             return outcome_of(result)
         except TypeError as error:

@@ -11,18 +11,18 @@ from typing import Any, cast
 Metrics = dict[str, float | None]
 
 
-def outcome_of(result: Any) -> tuple[Any, Metrics]:
+def outcome_of(result: object) -> tuple[object, Metrics]:
     """Return the value and the metrics of what a node returned: ``value``, ``(value, metrics)`` or None.
 
     Raises:
         TypeError: there are metrics, and they are not numbers by name, or have a name that is taken.
     """
-    pair = cast(tuple[Any, ...], result) if isinstance(result, tuple) else ()
+    pair = cast(tuple[object, ...], result) if isinstance(result, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[1], dict):
         return cast(Any, result), {}
     value, metrics = pair
     found: Metrics = {}
-    for name, number in cast(dict[Any, Any], metrics).items():
+    for name, number in cast(dict[object, object], metrics).items():
         if not isinstance(name, str) or not (number is None or isinstance(number, Real)):
             raise TypeError(f"the metric {name!r}, which is {described(number)}")
         if name == "iteration":
@@ -57,7 +57,7 @@ def described(value: Any) -> str:
     return type(value).__name__
 
 
-def _is_batch(value: Any) -> bool:
+def _is_batch(value: object) -> bool:
     # Whoever has a batch has imported its module.
     module = sys.modules.get("embodrl.data.batch")
     return module is not None and isinstance(value, module.Batch)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
@@ -35,7 +34,7 @@ MIN_SHARED_MEMORY_MIB = 256.0
 MIN_DISK_GIB = 2.0
 
 SIMULATOR_HINT = "pip install 'embodrl[maniskill]' (in a clone: make setup)"
-MANISKILL_EXAMPLE: dict[str, Any] = {"tasks": ["PushCube-v1"], "cameras": [{**CAMERA, "name": "base_camera"}]}
+MANISKILL_EXAMPLE: dict[str, object] = {"tasks": ["PushCube-v1"], "cameras": [{**CAMERA, "name": "base_camera"}]}
 INSTALLER = "in a clone: scripts/install_system_packages.sh"
 MESA = "apt install mesa-vulkan-drivers, on Debian 12 with -t bookworm-backports"
 FRAME_HINT = f"make its packages anew: {SIMULATOR_HINT}; or try another Vulkan driver: {MESA}"
@@ -176,7 +175,7 @@ def check_maniskill(can_draw: bool) -> Finding:
 
 def list_gpus() -> list[tuple[str, int]]:
     """Return name and memory in bytes of the NVIDIA GPUs that the driver reports; empty without a driver."""
-    pynvml: Any = importlib.import_module("pynvml")  # it has no types
+    pynvml = importlib.import_module("pynvml")  # it has no types
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

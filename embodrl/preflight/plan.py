@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
@@ -71,7 +70,7 @@ class Plan:
         """Whether every memory is large enough, as far as is known."""
         return all(memory.fits for memory in self.memory.memories)
 
-    def as_json(self, config: Config) -> dict[str, Any]:
+    def as_json(self, config: Config) -> dict[str, object]:
         """Return plain values."""
         hardware = config.cluster.hardware
         return {
@@ -108,7 +107,7 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     return Plan(deployment, batches(config, deployment), memory, obstacles, warnings(deployment))
 
 
-def _plain(place: ProcessPlace) -> dict[str, Any]:
+def _plain(place: ProcessPlace) -> dict[str, object]:
     """Return a place as plain values, without what only a start message needs."""
     return {name: value for name, value in asdict(place).items() if name != "visible"}
 

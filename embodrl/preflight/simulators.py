@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -26,8 +25,8 @@ from embodrl.specs import ENVS
 
 RENDER_TIMEOUT_S = 120.0
 FRAME_TIMEOUTS = EnvTimeouts(300.0, 300.0, 300.0)
-CAMERA: dict[str, Any] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
-EXAMPLES: dict[str, dict[str, Any]] = {
+CAMERA: dict[str, object] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+EXAMPLES: dict[str, dict[str, object]] = {
     "metaworld": {"tasks": ["reach-v3"], "cameras": [{**CAMERA, "name": "corner2"}]},
     "gymnasium": {"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [CAMERA]},
 }
@@ -109,7 +108,7 @@ def optional(found: Finding) -> Finding:
 def draw_frame(
     name: str,
     env_type: str,
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, object],
     python: str | None = None,
     extensions: Sequence[str] = (),
     hint: str = "",
@@ -125,7 +124,7 @@ def draw_frame(
         hint: where the error has none.
     """
     start = time.monotonic()
-    options: dict[str, Any] = {"python": python, "timeouts": FRAME_TIMEOUTS, "extensions": extensions}
+    options: dict[str, object] = {"python": python, "timeouts": FRAME_TIMEOUTS, "extensions": extensions}
     try:
         with EnvManager(env_type, {**kwargs, "num_envs": 1}, name="doctor", **options) as manager:
             contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
@@ -166,7 +165,7 @@ def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
     if not answers:  # the status does not count: some drivers complain when the interpreter ends
         lines = done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"]
         return Finding(name, "warning", lines[-1], hint)
-    answer: dict[str, Any] = json.loads(answers[-1])
+    answer: dict[str, object] = json.loads(answers[-1])
     if answer["contrast"] == 0:
         return Finding(name, "warning", f"MUJOCO_GL={answer['gl']} draws an empty picture", hint)
     return Finding(name, "ok", f"MUJOCO_GL={answer['gl']}, on the {'CPU' if answer['software'] else 'GPU'}")

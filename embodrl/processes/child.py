@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.codec import PLAIN, Codec
@@ -72,7 +72,7 @@ class ChildProcess:
     def __init__(
         self,
         command: Sequence[str],
-        start: Mapping[str, Any],
+        start: Mapping[str, object],
         codec: Codec = PLAIN,
         environ: Mapping[str, str] | None = None,
         log_path: Path | None = None,

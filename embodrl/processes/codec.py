@@ -51,8 +51,8 @@ class Extension(NamedTuple):
 
     tag: str
     plural: str
-    describe: Callable[[Any, Codec, Blobs, str], Any]
-    restore: Callable[[Any, Codec, Read], Any]
+    describe: Callable[[Any, Codec, Blobs, str], object]  # of values of the extension's own class
+    restore: Callable[[object, Codec, Read], object]
 
 
 class Codec:
@@ -66,7 +66,7 @@ class Codec:
         self._extensions = extensions or {}
         self._by_tag = {extension.tag: extension for extension in self._extensions.values()}
 
-    def pack(self, value: Any) -> tuple[bytes, Blobs]:
+    def pack(self, value: object) -> tuple[bytes, Blobs]:
         """Return the description of a value as JSON, and the memory of its arrays.
 
         Raises:
@@ -98,7 +98,7 @@ class Codec:
                 f"a message can't be read: {error}", "run the same version of embodrl in all processes"
             ) from error
 
-    def encode(self, value: Any) -> bytes:
+    def encode(self, value: object) -> bytes:
         """Return one string of bytes for a value.
 
         Raises:
@@ -127,20 +127,20 @@ class Codec:
         """
         return self.unpack(*self.pack(value))
 
-    def describe(self, value: Any, blobs: Blobs, where: str) -> Any:
+    def describe(self, value: object, blobs: Blobs, where: str) -> object:
         """Return the JSON of a value, and add its memory to ``blobs``; ``where`` names it in the error."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, (list, tuple)):
-            items = enumerate(cast("list[Any]", value))
+            items = enumerate(cast("list[object]", value))
             described = [self.describe(item, blobs, f"{where}[{i}]") for i, item in items]
             return {_TUPLE: described} if isinstance(value, tuple) else described
         if isinstance(value, dict):
-            return self._describe_dict(cast("dict[Any, Any]", value), blobs, where)
+            return self._describe_dict(cast("dict[object, object]", value), blobs, where)
         if isinstance(value, bytes):
             return {_BYTES: [blobs.add(np.frombuffer(value, np.uint8)), len(value)]}
         if isinstance(value, (np.ndarray, np.generic)):
-            return self._describe_array(cast("NDArray[Any]", value), blobs, where)
+            return self._describe_array(cast("NDArray[np.generic]", value), blobs, where)
         for kind in type(value).__mro__:
             if kind in self._extensions:
                 extension = self._extensions[kind]
@@ -159,7 +159,7 @@ class Codec:
         plain = all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith("__"))
         return dict(items) if plain else {_DICT: items}
 
-    def _describe_array(self, value: NDArray[Any], blobs: Blobs, where: str) -> Any:
+    def _describe_array(self, value: NDArray[np.generic], blobs: Blobs, where: str) -> object:
         if value.dtype.kind == "O":
             return {_OBJECTS: [self.describe(value.ravel().tolist(), blobs, where), value.shape]}
         if value.dtype.kind not in _ARRAY_KINDS:
@@ -195,7 +195,7 @@ class Codec:
         return self._by_tag[tag].restore(content, self, read)
 
 
-def _restore_array(read: Read, name: str, shape: list[int], start: int, scalar: bool = False) -> Any:
+def _restore_array(read: Read, name: str, shape: list[int], start: int, scalar: bool = False) -> object:
     dtype = np.dtype(name)
     if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"array of dtype {name} refused")

@@ -7,7 +7,6 @@ import math
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,7 +56,7 @@ def write_grid(tiles: list[Tile], path: Path) -> None:
     captions = [_caption(tile, width + 2 * BORDER_PX) for tile in tiles]
     columns = math.ceil(math.sqrt(len(tiles)))
     with atomic_file(path) as partial:
-        writer: Any = imageio.get_writer(partial, fps=fps, macro_block_size=2, quality=7)
+        writer: object = imageio.get_writer(partial, fps=fps, macro_block_size=2, quality=7)
         with contextlib.closing(writer):
             for at in range(max(len(clip) for clip in clips) + math.ceil(HOLD_S * fps)):
                 drawn = [

@@ -159,10 +159,10 @@ def _histograms(episodes: Sequence[Mapping[str, Any]]) -> str:
     return f'<h2>Distribution</h2>\n<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
 
 
-def _fact(name: str, value: Any) -> object:
+def _fact(name: str, value: object) -> object:
     text = html.escape(_text(value))
     return Html(f"<code>{text}</code>") if name in ("command", "weights", "weights SHA-256") else _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

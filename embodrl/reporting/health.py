@@ -58,7 +58,7 @@ class HealthMonitor:
         rows: metrics of earlier iterations (a resumed run), whose warnings are not repeated.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
         self._given: set[str] = set()
         self._streaks: dict[str, int] = {}
         self._first_entropy: float | None = None
@@ -88,7 +88,7 @@ class HealthMonitor:
             self._streaks[code] = self._streaks.get(code, 0) + 1 if bad else 0
         return bool(bad) and self._streaks[code] >= iterations
 
-    def _first_kl(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    def _first_kl(self, row: Mapping[str, object]) -> tuple[str, str, str]:
         code, kl = "logprobs-disagree", _number(row, "train/first_minibatch_kl")
         if kl is None or kl <= MAX_FIRST_KL:
             return code, "", ""
@@ -96,13 +96,13 @@ class HealthMonitor:
         hint = "make evaluate_actions return the log-probs of predict_action_batch: same temperature, mask and dtype"
         return code, message, hint
 
-    def _kl(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    def _kl(self, row: Mapping[str, object]) -> tuple[str, str, str]:
         code, kl = "kl-too-large", _number(row, "train/approx_kl")
         if kl is None or kl <= MAX_KL:
             return code, "", ""
         return code, f"the update moved the policy by a KL of {kl:.3g} (expected: below {MAX_KL})", _SMALLER_UPDATES
 
-    def _clip_fraction(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    def _clip_fraction(self, row: Mapping[str, object]) -> tuple[str, str, str]:
         code, fraction = "clip-fraction-too-large", _number(row, "train/clip_fraction")
         bad = None if fraction is None else fraction > MAX_CLIP_FRACTION
         if not self._lasts(code, bad, CLIPPED_ITERATIONS):
@@ -110,7 +110,7 @@ class HealthMonitor:
         message = f"{fraction:.0%} of the probability ratios are clipped, in {CLIPPED_ITERATIONS} iterations in a row"
         return code, message, _SMALLER_UPDATES
 
-    def _entropy(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    def _entropy(self, row: Mapping[str, object]) -> tuple[str, str, str]:
         code, entropy = "entropy-collapse", _number(row, "train/entropy")
         if self._first_entropy is None:
             self._first_entropy = entropy
@@ -124,7 +124,7 @@ class HealthMonitor:
         hint = "lower actor.optim.lr, or raise algorithm.entropy_bonus or algorithm.sampling.temperature"
         return code, message, hint
 
-    def _success(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    def _success(self, row: Mapping[str, object]) -> tuple[str, str, str]:
         code, rate = "no-success", _number(row, "rollout/success_rate")
         if not self._lasts(code, None if rate is None else rate == 0, UNSUCCESSFUL_ITERATIONS):
             return code, "", ""
@@ -132,7 +132,7 @@ class HealthMonitor:
         hint = "start from a policy that solves the task sometimes (embodrl collect and sft), or use a dense reward"
         return code, message, hint
 
-    def _critic(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    def _critic(self, row: Mapping[str, object]) -> tuple[str, str, str]:
         code, variance = "critic-worse-than-mean", _number(row, "train/explained_variance")
         if not self._lasts(code, None if variance is None else variance < 0, BAD_CRITIC_ITERATIONS):
             return code, "", ""
@@ -144,12 +144,12 @@ class HealthMonitor:
 _SMALLER_UPDATES = "lower actor.optim.lr or algorithm.update_epoch, or raise actor.global_batch_size"
 
 
-def find_warnings(rows: Iterable[Mapping[str, Any]]) -> list[HealthWarning]:
+def find_warnings(rows: Iterable[Mapping[str, object]]) -> list[HealthWarning]:
     """Return all warnings of a run, in the order of its iterations."""
     monitor = HealthMonitor()
     return [warning for row in rows for warning in monitor.check(row)]
 
 
-def _number(row: Mapping[str, Any], name: str) -> float | None:
+def _number(row: Mapping[str, object], name: str) -> float | None:
     value = row.get(name)
     return float(value) if isinstance(value, int | float) else None

@@ -130,7 +130,7 @@ def _warnings(rows: Rows) -> str:
     return f'<h2>Warnings</h2>\n<ul class="warnings">{items}</ul>'
 
 
-def _success(rows: Rows, config: Mapping[str, Any]) -> str:
+def _success(rows: Rows, config: Mapping[str, object]) -> str:
     evaluated = [row for row in rows if _is_number(row.get("eval/success_rate"))]
     intervals = [eval_interval(row) for row in evaluated]
     minutes = {row["iteration"]: seconds / 60 for row, seconds in zip(rows, _elapsed_s(rows), strict=True)}
@@ -227,7 +227,7 @@ def _origin(records: list[dict[str, Any]], config: Mapping[str, Any], run_dir: P
     return f"<h2>How it was made</h2>\n{table((), rows)}" if rows else ""
 
 
-def _differences(config: Mapping[str, Any], text: str) -> str:
+def _differences(config: Mapping[str, object], text: str) -> str:
     if not config:
         return ""
     defaults = _defaults()
@@ -241,7 +241,7 @@ def _differences(config: Mapping[str, Any], text: str) -> str:
     return f"<h2>What differs from the defaults</h2>\n{changed}\n{whole}"
 
 
-def _defaults() -> dict[str, Any]:
+def _defaults() -> dict[str, object]:
     """Return what `embodrl train` without arguments uses; the schema's values where that can't run here."""
     try:
         return load_config([]).config.model_dump(mode="json")
@@ -282,12 +282,12 @@ def _lookup(config: Mapping[str, Any], key: str) -> Any:
     return node
 
 
-def _text(value: Any) -> str:
-    render: Callable[[Any], str] = str
+def _text(value: object) -> str:
+    render: Callable[[object], str] = str
     if value is None:
         return "null"
     return ", ".join(map(render, value)) if isinstance(value, list) else render(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)

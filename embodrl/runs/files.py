@@ -61,7 +61,7 @@ def removed_if_empty(directory: Path) -> Iterator[None]:
     """Remove an output directory that holds no file when an error or a signal ends the work in the block."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # a signal too must not leave an empty directory; raised again
         if directory.is_dir() and not any(path.is_file() for path in directory.rglob("*")):
             shutil.rmtree(directory, ignore_errors=True)
         raise

@@ -12,7 +12,6 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any
 
 from embodrl.errors import ChannelClosed, ChannelTimeout, EmbodrlError
 from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair, wait_for
@@ -38,7 +37,7 @@ class Channel(ABC):
         self.name, self.capacity = name, capacity
 
     @abstractmethod
-    def put(self, value: Any, timeout_s: float | None = None) -> None:
+    def put(self, value: object, timeout_s: float | None = None) -> None:
         """Add a value, waiting for room.
 
         Raises:
@@ -48,7 +47,7 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def get(self, timeout_s: float | None = None) -> Any:
+    def get(self, timeout_s: float | None = None) -> object:
         """Take the oldest value, waiting for one.
 
         Raises:
@@ -96,7 +95,7 @@ class SharedChannel(Channel):
         """What a process inherits to be part of it."""
         return self._free, self._end, self._inlet.fileno(), self._outlet.fileno()
 
-    def put(self, value: Any, timeout_s: float | None = None) -> None:
+    def put(self, value: object, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             ready = wait_for({self._free: select.POLLIN, self._end: select.POLLIN}, deadline)
@@ -111,11 +110,11 @@ class SharedChannel(Channel):
                 continue  # another was faster
         try:
             self._sender.send(Frame(Kind.ITEM, value=value), deadline)
-        except BaseException:
+        except BaseException:  # a signal too must not lose the free place; raised again
             os.eventfd_write(self._free, 1)
             raise
 
-    def get(self, timeout_s: float | None = None) -> Any:
+    def get(self, timeout_s: float | None = None) -> object:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             frame = receive_now(self._outlet, CODEC)
@@ -150,17 +149,17 @@ class LocalChannel(Channel):
 
     def __init__(self, name: str, capacity: int = 2) -> None:
         super().__init__(name, capacity)
-        self._values: deque[Any] = deque()
+        self._values: deque[object] = deque()
         self._is_closed = False
 
-    def put(self, value: Any, timeout_s: float | None = None) -> None:
+    def put(self, value: object, timeout_s: float | None = None) -> None:
         if self._is_closed:
             raise self._closed()
         if len(self._values) == self.capacity:
             raise self._timeout("full", 0.0)
         self._values.append(CODEC.copied(value))
 
-    def get(self, timeout_s: float | None = None) -> Any:
+    def get(self, timeout_s: float | None = None) -> object:
         if self._values:
             return self._values.popleft()
         raise self._closed() if self._is_closed else self._timeout("empty", 0.0)

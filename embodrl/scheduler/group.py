@@ -111,7 +111,7 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, worker_class: type[Worker], name: str | None = None, independent: bool = False, **kwargs: Any
+        self, worker_class: type[Worker], name: str | None = None, independent: bool = False, **kwargs: object
     ) -> None:
         self.worker_class, self.name, self._kwargs = worker_class, name or worker_class.__name__, kwargs
         self.independent = independent
@@ -165,7 +165,7 @@ class WorkerGroup:
             for job in self._jobs:
                 self._workers.append(self._launcher.start(job, self._on_death))
             self._await_start(range(len(self._workers)), timeout_s)
-        except BaseException:
+        except BaseException:  # a signal too must not leave workers; raised again
             self.kill()
             raise
         return self
@@ -219,7 +219,7 @@ class WorkerGroup:
         """Number of workers; 0 before ``launch`` and after ``close``."""
         return len(self._workers)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Handle:
+    def call(self, method: str, *args: object, **kwargs: object) -> Handle:
         """Begin a call on the ranks that the method's dispatch names.
 
         Raises:
@@ -240,7 +240,7 @@ class WorkerGroup:
             )
         return self._begin(method, shares, marked.collect)
 
-    def call_on(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Handle:
+    def call_on(self, rank: int, method: str, *args: object, **kwargs: object) -> Handle:
         """Begin a call on one rank, whatever the method's dispatch; the result is that of the rank.
 
         Raises:

@@ -24,7 +24,7 @@ _RECORDS: dict[str, type[Any]] = {
 } | {found.__name__: found for found in (Deployment, Gpu, ProcessPlace, Topology)}
 
 
-def _describe_tensor(value: Tensor, _codec: Codec, blobs: Blobs, where: str) -> Any:
+def _describe_tensor(value: Tensor, _codec: Codec, blobs: Blobs, where: str) -> object:
     """Tensors lose their gradient, and those of a GPU come to the CPU."""
     if value.layout != torch.strided or value.is_quantized:
         raise MessageError(f"{where} is a {value.layout} tensor", "send a dense tensor")
@@ -42,7 +42,7 @@ def _restore_tensor(content: Any, _codec: Codec, read: Read) -> Tensor:
     return flat.view(dtype).reshape(shape)
 
 
-def _describe_batch(value: Batch, codec: Codec, blobs: Blobs, where: str) -> Any:
+def _describe_batch(value: Batch, codec: Codec, blobs: Blobs, where: str) -> object:
     name = type(value).__name__
     if _BATCHES.get(name) is not type(value):
         raise MessageError(f"{where} is a batch of the class {name}", f"send one of {', '.join(_BATCHES)}")

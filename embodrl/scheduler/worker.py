@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,12 +25,12 @@ from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
 from embodrl.scheduler.channel import Channel
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Dispatch = Callable[[int, tuple[Any, ...], dict[str, Any]], Sequence[Arguments | None]]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+Dispatch = Callable[[int, tuple[object, ...], dict[str, object]], Sequence[Arguments | None]]
 """From world size and arguments to the arguments of each rank; None for a rank that is not called."""
-Collect = Callable[[list[Any]], Any]
+Collect = Callable[[list[object]], object]
 """From the results of the ranks that were called, in order, to the result of the call."""
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., object])
 _MARK = "_embodrl_dispatch"
 
 
@@ -94,7 +94,7 @@ class Worker:
         """Free what the worker holds; called once, when the group is closed."""
 
 
-def make_worker(worker_class: type[Worker], context: WorkerContext, kwargs: dict[str, Any]) -> Worker:
+def make_worker(worker_class: type[Worker], context: WorkerContext, kwargs: Mapping[str, object]) -> Worker:
     """Return a worker that knows its context while it is initialised."""
     worker = worker_class.__new__(worker_class)
     worker.context = context
@@ -158,15 +158,15 @@ def marked_method(worker_class: type[Worker], name: str) -> Marked:
     )
 
 
-def _one_to_all(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments | None]:
+def _one_to_all(size: int, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Arguments | None]:
     return [(args, kwargs)] * size
 
 
-def _rank_zero(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments | None]:
+def _rank_zero(size: int, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Arguments | None]:
     return [(args, kwargs), *[None] * (size - 1)]
 
 
-def _split(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments | None]:
+def _split(size: int, args: tuple[object, ...], kwargs: dict[str, object]) -> list[Arguments | None]:
     positional = [_parts(value, size, f"argument {index}") for index, value in enumerate(args)]
     named = {name: _parts(value, size, f"argument '{name}'") for name, value in kwargs.items()}
     return [
@@ -175,11 +175,11 @@ def _split(size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arg
     ]
 
 
-def _parts(value: Any, size: int, what: str) -> list[Any]:
+def _parts(value: object, size: int, what: str) -> list[object]:
     """Return one part a rank: rows of what has rows, the same of everything else."""
     if not isinstance(value, Batch | Tensor | np.ndarray | list) or (isinstance(value, Tensor) and not value.ndim):
         return [value] * size
-    rows = cast(Any, value)
+    rows = cast(Batch | Tensor | list[object], value)
     if len(rows) % size:
         raise EmbodrlError(
             f"{what} has {len(rows)} rows for {size} workers: {len(rows)} / {size} leaves {len(rows) % size}",
@@ -189,17 +189,17 @@ def _parts(value: Any, size: int, what: str) -> list[Any]:
     return [rows[rank * count : (rank + 1) * count] for rank in range(size)]
 
 
-def _join(results: list[Any]) -> Any:
+def _join(results: list[object]) -> object:
     """Put the parts together again; results of other kinds stay a list."""
     first = results[0]
     if isinstance(first, Batch):
-        return type(first).concat(results)
+        return type(first).concat(cast(list[Batch], results))
     if isinstance(first, Tensor) and first.ndim:
-        return torch.cat(results)
-    if isinstance(first, np.ndarray) and cast(NDArray[Any], first).ndim:
-        return np.concatenate(results)
+        return torch.cat(cast(list[Tensor], results))
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(cast(list[NDArray[np.generic]], results))
     if isinstance(first, list):
-        return [item for result in results for item in result]
+        return [item for result in cast(list[list[object]], results) for item in result]
     return results
 
 

@@ -45,7 +45,7 @@ def atomic_file(path: Path, elsewhere: str = ELSEWHERE, concurrent: bool = False
             yield partial
             _sync(partial)
             partial.replace(path)
-        except BaseException:
+        except BaseException:  # a signal too must not leave the partial file; raised again
             with contextlib.suppress(OSError):
                 partial.unlink()
             raise
@@ -76,7 +76,7 @@ def atomic_directory(target: Path, elsewhere: str = ELSEWHERE) -> Iterator[Path]
             yield staging
             sync_tree(staging)
             publish_directory(staging, target, replaced)
-        except BaseException:
+        except BaseException:  # a signal too must not leave the partial directory; raised again
             shutil.rmtree(staging, ignore_errors=True)
             raise
 

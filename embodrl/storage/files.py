@@ -47,7 +47,7 @@ def safetensors_bytes(
     """
     # Wide types first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     for name in names:
         tensor = tensors[name]

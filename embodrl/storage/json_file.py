@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from embodrl.errors import OutputError
 from embodrl.storage.atomic import atomic_file, output_errors
@@ -38,7 +37,7 @@ def check_json_file(path: Path, make_directory: bool = False) -> None:
         probe.unlink()
 
 
-def write_json_file(path: Path, content: Any) -> None:
+def write_json_file(path: Path, content: object) -> None:
     """Write results atomically; an earlier file stays until the new one is complete.
 
     Raises:

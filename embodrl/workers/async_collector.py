@@ -191,7 +191,7 @@ class AsyncCollector:
                     if self.should_stop():
                         raise InterruptedError
                     self._changed.wait(_POLL_S)
-            except BaseException:
+            except BaseException:  # a signal too must let the threads continue; raised again
                 self._drained = False
                 self._changed.notify_all()
                 raise

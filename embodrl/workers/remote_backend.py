@@ -315,7 +315,7 @@ class RemoteBackend(RolloutBackend):
                             answers[rank] = None
                         else:
                             handles[rank] = self.group.call_on(rank, method, call, *given[rank])
-        except BaseException:
+        except BaseException:  # a signal too must not leave calls that are waited for; raised again
             self._give_up(call, {rank: handles[rank] for rank in handles if rank not in answers})
             raise
         found = [answer for answer in answers.values() if answer is not None]

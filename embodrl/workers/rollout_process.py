@@ -78,7 +78,7 @@ class RolloutProcess(Worker):
             self.policy = build_policy(config)
             self.pool.wait_started()
             self.pool.call("check_state")
-        except BaseException:
+        except BaseException:  # a signal too must not leave simulators; raised again
             self.pool.close()
             raise
         self.config, self.share = mine, share

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -430,7 +430,7 @@ class WeightChannel:
 
     def _answer(self, channel: Channel) -> dict[str, Any] | None:
         try:
-            answer: dict[str, Any] = channel.get(_POLL_S)
+            answer = cast(dict[str, Any], channel.get(_POLL_S))
         except ChannelTimeout:
             return None
         return answer if answer["generation"] == self.generation else None

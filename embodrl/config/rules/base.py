@@ -109,7 +109,7 @@ class Context:
             return any(self.by_user(f"{key}.{name}") for name in node.children)
         default = self._defaults
         for part in key.split("."):
-            default = cast(dict[str, Any], default).get(part) if isinstance(default, dict) else None
+            default = cast(dict[str, object], default).get(part) if isinstance(default, dict) else None
         return node.origin.kind == "argument" or (node.origin.by_user and node.plain() != default)
 
     def problem(self, finding: Finding, code: str) -> ConfigProblem:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ class Expert(ABC):
     """Plays one episode of one task; sees the simulator's state."""
 
     @abstractmethod
-    def act(self, env: Any) -> NDArray[np.float32]:
+    def act(self, env: object) -> NDArray[np.float32]:
         """Return the next action ``float32[7]`` in [-1, 1] for a single ManiSkill environment."""
 
 

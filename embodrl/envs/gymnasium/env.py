@@ -170,7 +170,7 @@ def resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.u
     """Return the picture ``uint8[H,W,3]`` at that size; every new pixel is the mean of what it covers."""
     if picture.shape[:2] == (height, width):
         return picture
-    image: Any = import_module("PIL.Image")
+    image = import_module("PIL.Image")
     smaller = height <= picture.shape[0] and width <= picture.shape[1]
     how = image.Resampling.BOX if smaller else image.Resampling.BILINEAR
     return np.asarray(image.fromarray(np.ascontiguousarray(picture)).resize((width, height), how))
@@ -184,7 +184,7 @@ def _make(env_id: str, max_episode_steps: int) -> Any:
         EnvError: there is no such environment, it draws no pictures, or takes other actions than a Box.
     """
     try:
-        gymnasium: Any = import_module("gymnasium")
+        gymnasium = import_module("gymnasium")
     except ImportError as error:
         raise MissingDependencyError(f"gymnasium can't be imported: {error}", HINT) from error
     try:

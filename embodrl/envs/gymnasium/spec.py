@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import Field
 
@@ -11,7 +10,7 @@ from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig
 from embodrl.specs import SimulatorSpec
 
-CAMERA: dict[str, Any] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+CAMERA: dict[str, object] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
 
 
 class GymnasiumConfig(EnvConfig):

@@ -8,12 +8,15 @@ controller reads (poses, Jacobian, inertia, bias forces) follows from positions 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from embodrl.envs.mujoco.types import MjData, MjModel
 
 Floats = NDArray[np.float64]
 
@@ -46,10 +49,10 @@ class ArmModel:
 
     def __init__(self, env: Any) -> None:
         robot = env.robots[0]
-        self._mujoco: Any = import_module("mujoco")
-        self.control: Any = import_module("robosuite.utils.control_utils")
-        self.transform: Any = import_module("robosuite.utils.transform_utils")
-        self.model = env.sim.model._model
+        self._mujoco = import_module("mujoco")
+        self.control = import_module("robosuite.utils.control_utils")
+        self.transform = import_module("robosuite.utils.transform_utils")
+        self.model: MjModel = env.sim.model._model
         names = env.sim.model
         self.site = names.site_name2id(robot.controller.eef_name)
         self.hand = names.body_name2id(robot.robot_model.eef_name)
@@ -64,7 +67,7 @@ class ArmModel:
         self._jacobian = np.zeros((6, self.model.nv))
         self._inertia = np.zeros((self.model.nv, self.model.nv))
 
-    def measure(self, data: Any) -> Kinematics:
+    def measure(self, data: MjData) -> Kinematics:
         """Return the kinematics of ``data``, whose positions and velocities have been propagated."""
         self._mujoco.mj_jacSite(self.model, data, self._jacobian[:3], self._jacobian[3:], self.site)
         self._mujoco.mj_fullM(self.model, self._inertia, data.qM)
@@ -102,7 +105,7 @@ class OscController:
         # robosuite's first command of an episode still sees the posture before the initial state was set.
         self.stale = True
 
-    def set_goal(self, action: Floats, data: Any) -> Kinematics:
+    def set_goal(self, action: Floats, data: MjData) -> Kinematics:
         """Take a new action ``float64[7]`` in [-1, 1]: translation, rotation vector, gripper (-1 opens, 1 closes).
 
         Returns:
@@ -118,7 +121,7 @@ class OscController:
         self.goal_position = now.position + delta[:3] * POSITION_STEP_M
         return now
 
-    def apply(self, now: Kinematics, gripper: float, data: Any) -> None:
+    def apply(self, now: Kinematics, gripper: float, data: MjData) -> None:
         """Write the controls of one physics step into ``data``."""
         arm, control = self._arm, self._arm.control
         damping = 2 * math.sqrt(STIFFNESS)
@@ -139,7 +142,7 @@ class OscController:
         data.ctrl[arm.gripper_actuators] = arm.gripper_centre + arm.gripper_half * self.gripper
         self.stale = False
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, object]:
         """Return all that ``set_state`` needs."""
         return {
             "goal_position": self.goal_position,
@@ -148,7 +151,7 @@ class OscController:
             "stale": self.stale,
         }
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, object]) -> None:
         """Continue from there."""
         for name, value in state.items():
             setattr(self, name, value)

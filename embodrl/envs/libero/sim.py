@@ -23,6 +23,7 @@ from embodrl.envs.libero.init_states import read_init_states
 from embodrl.envs.libero.suites import SUITES, TaskFacts, init_state_of
 from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, make_camera
+from embodrl.envs.mujoco.types import MjModel
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, MissingDependencyError
 
@@ -86,7 +87,7 @@ def import_libero(assets: str | None) -> Path:
         (Path(folder) / "config.yaml").write_text("{}")
         try:
             _silence_robosuite()
-            libero: Any = importlib.import_module("libero.libero")
+            libero = importlib.import_module("libero.libero")
             package = Path(libero.__file__).parent
             named = assets or os.environ.get("EMBODRL_LIBERO_ASSETS")
             folder_of_assets = Path(named).expanduser() if named else package / "assets"
@@ -95,7 +96,7 @@ def import_libero(assets: str | None) -> Path:
                     f"LIBERO's assets are not in {folder_of_assets}",
                     "give the folder with scenes/ and textures/ as env.libero_assets or in EMBODRL_LIBERO_ASSETS",
                 )
-            libero._assets_path_cache = str(folder_of_assets)
+            vars(libero)["_assets_path_cache"] = str(folder_of_assets)
             importlib.import_module("libero.libero.envs")
         except ImportError as error:
             raise MissingDependencyError(
@@ -129,11 +130,11 @@ class LiberoScene:
 
     def __init__(self, task: str, options: SceneOptions) -> None:
         package = import_libero(options.assets)
-        self.mujoco: Any = importlib.import_module("mujoco")
-        self._binding: Any = importlib.import_module("robosuite.utils.binding_utils")
-        self._randomization_error: Any = importlib.import_module("robosuite.utils.errors").RandomizationError
-        robosuite: Any = importlib.import_module("robosuite")
-        problems: Any = importlib.import_module("libero.libero.envs")
+        self.mujoco = importlib.import_module("mujoco")
+        self._binding = importlib.import_module("robosuite.utils.binding_utils")
+        self._randomization_error = importlib.import_module("robosuite.utils.errors").RandomizationError
+        robosuite = importlib.import_module("robosuite")
+        problems = importlib.import_module("libero.libero.envs")
         self.task, self.options = task, options
         bddl = package / "bddl_files" / options.suite / f"{task}.bddl"
         with contextlib.redirect_stdout(None):
@@ -150,7 +151,7 @@ class LiberoScene:
                 ignore_done=True,
                 hard_reset=False,
             )
-        self.model: Any = self.env.sim.model._model
+        self.model: MjModel = self.env.sim.model._model
         self.init_states = read_init_states(
             package / "init_files" / options.suite / f"{task}.pruned_init", options.facts(task).sha256
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -32,7 +31,7 @@ class LiberoConfig(EnvConfig):
     )
 
 
-def derive(env: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def derive(env: Mapping[str, object]) -> tuple[dict[str, object], str]:
     """Return the tasks of ``env.suite`` and the step limit of published evaluations."""
     if "suite" not in env:
         return {}, ""

@@ -75,7 +75,7 @@ class PickCube(Expert):
             return self.carry(env, tcp, cube)
         return self.grasp(env, tcp, cube)
 
-    def grasp(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
+    def grasp(self, env: object, tcp: Vector, cube: Vector) -> Vector:
         """Return the action that goes for the cube."""
         if np.linalg.norm(tcp[:2] - cube[:2]) > 0.015:
             self.closing = 0
@@ -106,7 +106,7 @@ class StackCube(PickCube):
             return reach(tcp, _offset(tcp, z=0.02), OPEN)
         return super().act(env)
 
-    def grasp(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
+    def grasp(self, env: object, tcp: Vector, cube: Vector) -> Vector:
         """See PickCube; turn the gripper where it would hold the cube by its edges, which slips on the way."""
         turn_rad = self._misalignment(env)
         if abs(turn_rad) > self.aligned_rad and self.closing == 0:

@@ -42,7 +42,7 @@ class Journal:
         self.seeds = self.seeds[:num_resets]
         self.actions = self.actions[: num_events - num_resets]
 
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
+    def to_arrays(self) -> dict[str, NDArray[np.generic]]:
         """Return ``kinds uint8[n]``, ``seeds int64[n_resets]`` and ``actions float32[n_steps,A]``."""
         actions = np.stack(self.actions) if self.actions else np.zeros((0, 0), np.float32)
         return {"kinds": np.array(self.kinds, np.uint8), "seeds": np.array(self.seeds, np.int64), "actions": actions}

@@ -6,6 +6,7 @@ a Panda has about 135 000 visual ones and the stock ground 20 000, which is near
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ MIN_PART_TRIANGLES = 12
 REDUCTION = 0.95
 """Part of the triangles that fast pictures do without."""
 
-_decimated: dict[tuple[str, int, float], tuple[Any, ...]] = {}
+# Vertices, triangles and normals of the vertices.
+Mesh = tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.float32]]
+_decimated: dict[tuple[str, int, float], Mesh] = {}
 
 
 def render_device_name(render_backend: str) -> str:
@@ -77,16 +80,14 @@ def accept_pci_devices() -> None:
     if getattr(original, "accepts_pci", False):
         return
 
-    def parse_backend_device_id(name: str) -> Any:
+    def parse_backend_device_id(name: str) -> object:
         return (name, None) if name.startswith("pci:") else original(name)
 
     parse_backend_device_id.accepts_pci = True  # type: ignore[attr-defined]
     backend.parse_backend_device_id = parse_backend_device_id
 
 
-def decimate(
-    vertices: NDArray[np.float32], triangles: NDArray[np.uint32], reduction: float
-) -> tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.float32]]:
+def decimate(vertices: NDArray[np.float32], triangles: NDArray[np.uint32], reduction: float) -> Mesh:
     """Simplify a mesh by quadric error (Garland and Heckbert, 1997).
 
     Args:
@@ -98,16 +99,15 @@ def decimate(
         Vertices ``[N',3]``, triangles ``[M',3]`` and area-weighted vertex normals ``[N',3]``.
     """
     fast_simplification, version = simplifier("embodrl[maniskill]")
-    found: Any = cached(
+    return cached(
         f"maniskill 1, {reduction} {MIN_PART_TRIANGLES}, {version}",
         (vertices, triangles),
         lambda: _decimate(vertices, triangles, reduction, fast_simplification),
     )
-    return found
 
 
 def _decimate(
-    vertices: NDArray[np.float32], triangles: NDArray[np.uint32], reduction: float, fast_simplification: Any
+    vertices: NDArray[np.float32], triangles: NDArray[np.uint32], reduction: float, fast_simplification: ModuleType
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.float32]]:
     # Seams split vertices by normal and texture; the simplifier would tear the mesh there.
     unique, inverse = np.unique(np.round(vertices, 6), axis=0, return_inverse=True)

@@ -6,6 +6,7 @@ Legend: A action dimensions, V cameras, H x W image, S state dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -59,7 +60,7 @@ class MetaWorldSimulator(Simulator):
         except ImportError as error:
             raise MissingDependencyError(f"Meta-World can't be imported: {error}", HINT) from error
         self.instruction = INSTRUCTIONS[task]
-        self._mujoco: Any = import_module("mujoco")
+        self._mujoco = import_module("mujoco")
         self._task = task
         env = environments[task]()
         env._set_task_called = True
@@ -133,7 +134,7 @@ class MetaWorldSimulator(Simulator):
         """See Simulator; its renderer belongs to all."""
 
 
-def _is_upside_down(camera: dict[str, Any]) -> bool:
+def _is_upside_down(camera: Mapping[str, object]) -> bool:
     return camera["name"] in UPSIDE_DOWN and camera.get("eye") is None
 
 

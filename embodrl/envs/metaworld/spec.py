@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from embodrl.envs.metaworld.tasks import INSTRUCTIONS
 from embodrl.specs import SimulatorSpec
 
-CAMERA: dict[str, Any] = {"name": "corner2", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+CAMERA: dict[str, object] = {"name": "corner2", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
 
 SPEC = SimulatorSpec(
     name="metaworld",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import cast
+
+from embodrl.envs.mujoco.types import MjData, WarningCount
 
 logger = logging.getLogger("embodrl.envs")
 
@@ -15,10 +17,10 @@ class Divergence:
     """Watches the warnings of a simulation, which is finite again by the time that anybody looks at it."""
 
     def __init__(self) -> None:
-        self._data: Any = None
-        self._counters: dict[str, Any] = {}
+        self._data: object = None
+        self._counters: dict[str, WarningCount] = {}
 
-    def struck(self, data: Any) -> bool:
+    def struck(self, data: object) -> bool:
         """Tell whether positions, velocities or accelerations were beyond all measure since this was last asked.
 
         Args:
@@ -36,8 +38,9 @@ class Divergence:
         return True
 
 
-def _counters(data: Any) -> dict[str, Any]:
-    mujoco: Any = sys.modules.get("mujoco")  # whoever has an MjData has imported it
+def _counters(data: object) -> dict[str, WarningCount]:
+    mujoco = sys.modules.get("mujoco")  # whoever has an MjData has imported it
     if mujoco is None or not isinstance(data, mujoco.MjData):
         return {}
-    return {name: data.warning[getattr(mujoco.mjtWarning, name)] for name in _WARNINGS}
+    counts = cast(MjData, data).warning
+    return {name: counts[getattr(mujoco.mjtWarning, name)] for name in _WARNINGS}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.mesh_cache import cached, simplifier
+from embodrl.envs.mujoco.types import MjModel
 
 REDUCTION = 0.9
 MIN_FACES = 1000  # a mesh with fewer is left alone
@@ -21,7 +22,7 @@ _ALGORITHM = f"mujoco 1, {REDUCTION} {KEPT_FACES} {KEPT_TEXTURED} {CREASE_COSINE
 _Reduced = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]
 
 
-def lighten_meshes(model: Any, hidden_groups: tuple[int, ...] = ()) -> Any:
+def lighten_meshes(model: MjModel, hidden_groups: tuple[int, ...] = ()) -> MjModel:
     """Return a copy of an ``MjModel``, for an OpenGL context only, whose larger visible meshes are lighter.
 
     Args:
@@ -40,12 +41,12 @@ def lighten_meshes(model: Any, hidden_groups: tuple[int, ...] = ()) -> Any:
     return light
 
 
-def _has_texture(model: Any, geom: int) -> bool:
+def _has_texture(model: MjModel, geom: int) -> bool:
     material = int(model.geom_matid[geom])
     return material >= 0 and bool((np.atleast_1d(model.mat_texid[material]) >= 0).any())
 
 
-def _reduce(model: Any, mesh: int, textured: bool) -> None:
+def _reduce(model: MjModel, mesh: int, textured: bool) -> None:
     first, count = int(model.mesh_faceadr[mesh]), int(model.mesh_facenum[mesh])
     vertex, num_vertices = int(model.mesh_vertadr[mesh]), int(model.mesh_vertnum[mesh])
     normal, num_normals = int(model.mesh_normaladr[mesh]), int(model.mesh_normalnum[mesh])
@@ -82,11 +83,10 @@ def lighter(corners: NDArray[np.float32], uv: NDArray[np.float32]) -> _Reduced:
             for none, and then the texture coordinates that are returned are, too.
     """
     simplify, version = simplifier("embodrl[metaworld]")
-    result: Any = cached(f"{_ALGORITHM}, {version}", (corners, uv), lambda: _lighter(corners, uv, simplify))
-    return result
+    return cached(f"{_ALGORITHM}, {version}", (corners, uv), lambda: _lighter(corners, uv, simplify))
 
 
-def _lighter(corners: NDArray[np.float32], uv: NDArray[np.float32], fast_simplification: Any) -> _Reduced:
+def _lighter(corners: NDArray[np.float32], uv: NDArray[np.float32], fast_simplification: ModuleType) -> _Reduced:
     has_uv = len(uv) > 0
     keys = np.concatenate([corners, uv], axis=1) if has_uv else corners
     unique, index = np.unique(keys, axis=0, return_inverse=True)

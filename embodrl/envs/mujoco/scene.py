@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.mujoco.meshes import lighten_meshes
+from embodrl.envs.mujoco.types import GLContext, MjData, MjModel
 from embodrl.errors import EnvError, MissingDependencyError
 
 RENDER_DETAILS = ("auto", "full", "fast")
@@ -55,7 +56,7 @@ def loads(library: str) -> bool:
 
 def draws_in_software() -> bool:
     """Tell whether the OpenGL context that is current draws on the CPU."""
-    gl: Any = import_module("OpenGL.GL")
+    gl = import_module("OpenGL.GL")
 
     name = gl.glGetString(gl.GL_RENDERER)
     return any(part in (name or b"").decode().lower() for part in _SOFTWARE_RENDERERS)
@@ -70,17 +71,17 @@ def is_fast(detail: str) -> bool:
     return draws_in_software()
 
 
-def simplify(model: Any) -> None:
+def simplify(model: MjModel) -> None:
     """Leave out what costs a CPU most of a picture's time: shadow maps and anti-aliasing. Before a context is made."""
     model.vis.quality.shadowsize = 0
     model.vis.quality.offsamples = 0
 
 
 @cache
-def _shared_context() -> Any:
+def _shared_context() -> GLContext:
     """Return this process's OpenGL context, in which all scenes have their own buffers and meshes."""
-    mujoco: Any = import_module("mujoco")
-    context = mujoco.GLContext(64, 64)
+    mujoco = import_module("mujoco")
+    context: GLContext = mujoco.GLContext(64, 64)
     context.make_current()
     return context
 
@@ -94,7 +95,7 @@ class SceneCamera:
         fov_deg: of a free camera, as MuJoCo's model has one for all of them; None is the model's.
     """
 
-    view: Any
+    view: object
     fov_deg: float | None = None
 
 
@@ -110,8 +111,10 @@ class SceneRenderer:
         hidden_groups: groups of geoms that are not drawn.
     """
 
-    def __init__(self, model: Any, height: int, width: int, detail: str, hidden_groups: tuple[int, ...] = ()) -> None:
-        self._mujoco: Any = import_module("mujoco")
+    def __init__(
+        self, model: MjModel, height: int, width: int, detail: str, hidden_groups: tuple[int, ...] = ()
+    ) -> None:
+        self._mujoco = import_module("mujoco")
         self._gl = _shared_context()
         fast = is_fast(detail)
         if fast:
@@ -130,7 +133,7 @@ class SceneRenderer:
             self._scene.flags[self._mujoco.mjtRndFlag.mjRND_SHADOW] = 0
             self._scene.flags[self._mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
 
-    def draw(self, model: Any, data: Any, camera: SceneCamera, height: int, width: int) -> NDArray[np.uint8]:
+    def draw(self, model: MjModel, data: MjData, camera: SceneCamera, height: int, width: int) -> NDArray[np.uint8]:
         """Return ``uint8[H,W,3]``, upright."""
         mujoco = self._mujoco
         self._gl.make_current()
@@ -153,7 +156,7 @@ class SceneRenderer:
         self._context.free()
 
 
-def make_camera(model: Any, settings: dict[str, Any]) -> SceneCamera:
+def make_camera(model: MjModel, settings: dict[str, Any]) -> SceneCamera:
     """Return the camera of ``{name, fov_rad, eye, target}``: one of the model's, or a free one with a place.
 
     The field of view of one of the model's is written into the model.
@@ -161,7 +164,7 @@ def make_camera(model: Any, settings: dict[str, Any]) -> SceneCamera:
     Raises:
         EnvError: the model has no camera of that name, and no place is given.
     """
-    mujoco: Any = import_module("mujoco")
+    mujoco = import_module("mujoco")
 
     camera = mujoco.MjvCamera()
     fov_deg = None if settings.get("fov_rad") is None else math.degrees(settings["fov_rad"])

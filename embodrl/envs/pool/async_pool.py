@@ -34,7 +34,7 @@ class _Request:
     answer: asyncio.Future[Any]
     episode: tuple[int, int] | None = None  # seed, task id
     actions: NDArray[np.float32] | None = None  # [C,A]
-    call: tuple[str, dict[str, Any]] | None = None
+    call: tuple[str, dict[str, object]] | None = None
 
 
 class _Process:
@@ -78,7 +78,7 @@ class _Process:
                 if not batch:
                     continue
                 before = manager.pid
-                answers: list[Any]
+                answers: list[object]
                 clock = time.perf_counter()
                 try:
                     answers = await loop.run_in_executor(self._thread, self._work(batch))
@@ -141,7 +141,7 @@ class _Process:
         self._settle(request, None)
         return True
 
-    def _work(self, batch: list[_Request]) -> Callable[[], list[Any]]:
+    def _work(self, batch: list[_Request]) -> Callable[[], list[object]]:
         """Return what the thread has to do for a batch."""
         if batch[0].call is not None:
             method, arguments = batch[0].call
@@ -152,13 +152,13 @@ class _Process:
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
-    def _reset(self, batch: list[_Request]) -> list[Any]:
+    def _reset(self, batch: list[_Request]) -> list[object]:
         rows = np.array([request.row for request in batch])
         episodes = np.array([request.episode for request in batch])
         observation = self.pool.reset(episodes[:, 0].astype(np.int64), episodes[:, 1].astype(np.int32), rows)
         return [observation.select(rows[index : index + 1]) for index in range(len(batch))]
 
-    def _step(self, batch: list[_Request]) -> list[Any]:
+    def _step(self, batch: list[_Request]) -> list[object]:
         chunks = np.stack([request.actions for request in batch if request.actions is not None])
         rows = [request.row for request in batch]
         actions = np.zeros((self.spec.num_envs, *chunks.shape[1:]), np.float32)
@@ -263,7 +263,7 @@ class PoolEnvironment(Environment):
             self._done = True  # whether the simulator has done it is not known
             raise
 
-    def _checked(self, arguments: Mapping[str, Any]) -> NDArray[np.float32]:
+    def _checked(self, arguments: Mapping[str, object]) -> NDArray[np.float32]:
         if set(arguments) != {"actions"}:
             raise EnvError(f"act got {', '.join(sorted(arguments)) or 'nothing'}", "give it actions and nothing else")
         actions = np.asarray(arguments["actions"], np.float32)

@@ -166,7 +166,7 @@ class EnvManager:
         except OSError as error:
             self._drop()
             raise EnvError(f"{self}: cannot start '{self.python or 'python'}': {error}", "check env.python") from error
-        except BaseException:
+        except BaseException:  # a signal too must not leave the process and its memory
             self._drop()
             raise
         self._pending = (Kind.START, 0)

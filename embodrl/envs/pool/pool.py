@@ -264,10 +264,10 @@ class EnvPool:
     def _answer(
         self,
         rank: int,
-        request: Callable[[EnvManager], Any],
+        request: Callable[[EnvManager], object],
         restart: bool,
-        again: Callable[[EnvManager], Any] | None = None,
-    ) -> Any:
+        again: Callable[[EnvManager], object] | None = None,
+    ) -> object:
         manager = self.managers[rank]
         try:
             self._raise_failed(rank)

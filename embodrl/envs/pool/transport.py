@@ -216,9 +216,9 @@ class ResultSlot:
             if "instruction" not in name:
                 array.fill(np.nan if array.dtype.kind == "f" else POISON_BYTE)
 
-    def _check(self, name: str, source: Any, target: NDArray[Any]) -> None:
+    def _check(self, name: str, source: object, target: NDArray[np.generic]) -> None:
         known = isinstance(source, np.ndarray)
-        array = cast("NDArray[Any]", source)
+        array = cast("NDArray[np.generic]", source)
         if not known or array.shape != target.shape or array.dtype != target.dtype:
             found = f"{array.dtype}{list(array.shape)}" if known else type(source).__name__
             raise EmbodrlError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +72,7 @@ def _encode(frames: list[NDArray[np.uint8]], path: Path, fps: float) -> None:
     import imageio.v2 as imageio
     import imageio_ffmpeg
 
-    writer: Any = imageio.get_writer(path, fps=fps, macro_block_size=2, quality=7)
+    writer: object = imageio.get_writer(path, fps=fps, macro_block_size=2, quality=7)
     try:
         for frame in frames:
             writer.append_data(frame)

@@ -233,7 +233,7 @@ class VllmDecoder:
             raise _failure(f"vLLM can't {task}: it failed before", self._fault) from self._fault
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # vLLM raises what it likes; a signal too leaves requests half done
             self._fault = error
             if isinstance(error, Exception):
                 raise _failure(f"vLLM could not {task}", error) from error
@@ -299,14 +299,14 @@ def _processor_class(step: _Step) -> type:
     class ActionTokens(LogitsProcessor):
         """Draws an action token for each row and makes all others impossible."""
 
-        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        def __init__(self, vllm_config: object, device: torch.device, is_pin_memory: bool) -> None:
             # Place in vLLM's batch -> row of ours, and the list of tokens drawn so far, which vLLM appends to.
             self._requests: dict[int, tuple[int, list[int]]] = {}
 
         def is_argmax_invariant(self) -> bool:
             return False
 
-        def update_state(self, batch_update: Any) -> None:
+        def update_state(self, batch_update: object) -> None:
             process_dict_updates(self._requests, batch_update, lambda p, _, done: (p.extra_args["row"], done))
 
         def apply(self, logits: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class PolicyTrainEngine(TrainEngine):
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         optim = self.config.optim
-        param_groups: list[dict[str, Any]] = []
+        param_groups: list[dict[str, object]] = []
         for role, parameters in (("policy", self.policy_parameters), ("value", self.value_parameters)):
             # Biases, norms and layer scales are vectors; decaying them only shrinks activations.
             for decay, chosen in (

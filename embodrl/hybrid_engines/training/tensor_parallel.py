@@ -106,7 +106,7 @@ def _check_heads(name: str, layer: nn.Module, size: int) -> bool:
 
 
 def _get(module: nn.Module, path: str) -> nn.Module | None:
-    found: Any = module
+    found: object = module
     for part in path.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, nn.Module) else None

@@ -135,7 +135,7 @@ class WeightSender(ABC):
         stream = self._stream(weights, full, moved)
         try:
             self._send(Header(version, self.base), stream, check)
-        except Exception as error:
+        except Exception as error:  # whatever fails here, the other ranks gather to the end
             # The other ranks do not know of the error and gather to the end, which needs this rank.
             try:
                 for _ in stream:

@@ -121,7 +121,7 @@ class DiskSender(WeightSender):
                 f"weights of version {header.version} could not be written to {self.directory}: {error.strerror}",
                 "free disk space, or sync through another directory; readers keep the previous version",
             ) from error
-        except BaseException:
+        except BaseException:  # a signal too must not leave half a version; raised again
             shutil.rmtree(staging, ignore_errors=True)
             raise
         self._prune()

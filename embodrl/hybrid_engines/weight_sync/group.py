@@ -110,7 +110,7 @@ class SyncGroup:
                 f"{world_size} processes of a weight sync did not connect at {init_method}: {error}",
                 "check whether trainer and rollouts are running, and create a new group",
             ) from error
-        except BaseException:
+        except BaseException:  # a signal too must not leave a half connected group; raised again
             self.close()
             raise
 
@@ -120,7 +120,7 @@ class SyncGroup:
         while (number := self._store.add(_HERE, 0)) < self.world_size:
             try:
                 check()
-            except BaseException:
+            except BaseException:  # a signal too must not leave a thread in the rendezvous; raised again
                 cancel_rendezvous(self._store)
                 raise
             if self._store.check([_CANCELLED]):

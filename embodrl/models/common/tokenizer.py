@@ -30,7 +30,7 @@ class PromptTokenizer:
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
+        except Exception as error:  # tokenizers raises plain Exception
             raise CheckpointError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()

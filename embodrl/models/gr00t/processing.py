@@ -108,7 +108,7 @@ def load_chat_tokenizer(directory: Path) -> ChatTokenizer:
             from transformers import Qwen2Tokenizer
 
             tokenizer = Qwen2Tokenizer.from_pretrained(str(directory), local_files_only=True).backend_tokenizer
-    except Exception as error:
+    except Exception as error:  # tokenizers raises plain Exception
         raise CheckpointError(f"{directory} has no readable tokenizer: {error}", "fetch the files again") from error
     return ChatTokenizer(tokenizer, str(directory))
 

@@ -13,10 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerTimeout
 from embodrl.processes.child import ChildProcess
@@ -69,7 +68,7 @@ class _ProcessWorker(Running):
     def started(self) -> Future[Outcome]:
         return self._started
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         with self._lock:
             if self._dead is not None:
@@ -81,7 +80,7 @@ class _ProcessWorker(Running):
             self._child.connection.send(Frame(Kind.CALL, number, value=(method, args, kwargs)))
         except PeerGoneError:
             pass  # the listening thread reports it
-        except BaseException:
+        except BaseException:  # a signal or a value that can't be sent: no answer will come; raised again
             self._pending.pop(number, None)
             raise
         return future

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
@@ -32,7 +33,7 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 Packed = tuple[bytes, list[Any]]
 
 
-def import_ray() -> Any:
+def import_ray() -> ModuleType:
     """Return the module ``ray``.
 
     Raises:
@@ -65,7 +66,9 @@ class RayHost:
         """Return an ``init_method`` for ``torch.distributed`` with its store on this machine, on a free port."""
         return _address()
 
-    def start(self, class_path: str, numa_node: int | None, packed: Packed, channels: dict[str, Any]) -> Packed | None:
+    def start(
+        self, class_path: str, numa_node: int | None, packed: Packed, channels: dict[str, Channel]
+    ) -> Packed | None:
         """Make the worker; returns None, or a packed report of its error."""
         context, kwargs = CODEC.unpack(*packed)
         try:
@@ -90,14 +93,32 @@ class RayHost:
             self._host.worker.close()
 
 
+class RayQueue(Protocol):
+    """What a channel uses of ``ray.util.queue.Queue``."""
+
+    def put(self, item: tuple[bytes, list[Any]], *, timeout: float | None) -> None:
+        """Add an item; raises ``Full``."""
+
+    def get(self, *, timeout: float | None) -> tuple[bytes, list[Any]]:
+        """Take an item; raises ``Empty``."""
+        ...
+
+    def qsize(self) -> int:
+        """Return the number of items."""
+        ...
+
+    def shutdown(self, force: bool) -> None:
+        """End the actor that holds the items."""
+
+
 class RayChannel(Channel):
     """A channel whose values lie in Ray's object store."""
 
-    def __init__(self, name: str, capacity: int, queue: Any) -> None:
+    def __init__(self, name: str, capacity: int, queue: RayQueue) -> None:
         super().__init__(name, capacity)
         self._queue = queue
 
-    def put(self, value: Any, timeout_s: float | None = None) -> None:
+    def put(self, value: object, timeout_s: float | None = None) -> None:
         queue = importlib.import_module("ray.util.queue")
         try:
             self._queue.put(CODEC.pack(value), timeout=timeout_s)
@@ -106,7 +127,7 @@ class RayChannel(Channel):
         except import_ray().exceptions.RayActorError as error:
             raise self._closed() from error
 
-    def get(self, timeout_s: float | None = None) -> Any:
+    def get(self, timeout_s: float | None = None) -> object:
         queue = importlib.import_module("ray.util.queue")
         try:
             description, blobs = self._queue.get(timeout=timeout_s)
@@ -137,10 +158,10 @@ class _RayWorker(Running):
 
     def __init__(
         self,
-        ray: Any,
+        ray: ModuleType,
         actor: Any,
         job: Job,
-        context: dict[str, Any],
+        context: Mapping[str, object],
         on_death: Callable[[WorkerError], None],
         lost: Callable[[], WorkerDied | None],
     ) -> None:
@@ -159,7 +180,7 @@ class _RayWorker(Running):
     def started(self) -> Future[Outcome]:
         return self._started
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         answer = self._actor.call.remote(method, CODEC.pack((args, kwargs)))
         answer.future().add_done_callback(lambda done: self._complete(done, future, starting=False))
@@ -268,7 +289,7 @@ class RayLauncher(Launcher):
         if places is not None:
             try:
                 self.prepare(places)
-            except BaseException:
+            except BaseException:  # a signal too must not leave actors and a reservation; raised again
                 self.close()
                 raise
 
@@ -297,7 +318,7 @@ class RayLauncher(Launcher):
         if job.rank == 0:  # it is started first; the others meet where it is
             try:
                 self._meeting[job.rendezvous] = self._ask_address(running, job, machine)
-            except BaseException:
+            except BaseException:  # a signal too must not leave the actor; raised again
                 self._ray.kill(running)
                 raise
         meeting = self._meeting.get(job.rendezvous, "")

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError
@@ -41,7 +41,7 @@ class Machine:
         return f"machine {self.rank} ({self.address})"
 
 
-def find_machines(ray: Any) -> list[Machine]:
+def find_machines(ray: ModuleType) -> list[Machine]:
     """Return the nodes that are alive: the driver's own is machine 0, the others follow by address, then by id.
 
     Args:
@@ -71,7 +71,9 @@ class Reservation:
         EmbodrlError: Ray has not got the machines, or what is needed of them, in time.
     """
 
-    def __init__(self, ray: Any, places: Sequence[ProcessPlace], children: Mapping[int, int], timeout_s: float) -> None:
+    def __init__(
+        self, ray: ModuleType, places: Sequence[ProcessPlace], children: Mapping[int, int], timeout_s: float
+    ) -> None:
         self._ray, self._group = ray, None
         needs = _needs(places)
         found = self._await_machines(max(needs) + 1, timeout_s)
@@ -101,7 +103,7 @@ class Reservation:
         """Return whether Ray knows that the node has gone; what is reserved there never comes back."""
         return not any(node["NodeID"] == machine.node_id and node["Alive"] for node in self._ray.nodes())
 
-    def strategy(self, machine: Machine) -> Any:
+    def strategy(self, machine: Machine) -> object:
         """Return the ``scheduling_strategy`` of an actor on a machine."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         bundle = self._bundles[machine.rank]

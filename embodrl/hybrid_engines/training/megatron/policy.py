@@ -62,7 +62,7 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
             found.log_probs().view(tokens.shape), entropy, self.values_from(features) if compute_values else None
         )
 
-    def predict_action_batch(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def predict_action_batch(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse: a process holds a part of the weights.
 
         Raises:
