@@ -175,7 +175,7 @@ class TokenPolicy(VLAPolicy):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""
-        recompute_layers(self.model.language_model.model)
+        recompute_layers(self.model.language_model.model, self.model.language_model.model.layers)
         for tower in (self.model.vision_backbone.featurizer, self.model.vision_backbone.fused_featurizer):
             tower.gradient_checkpointing = True
 
