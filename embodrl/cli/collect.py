@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load_measured
 
 
@@ -17,7 +19,9 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug
     def action() -> int | None:
         loaded = load_measured(overrides, config, collecting=True)
         from embodrl.runs import collect as worker
+        from embodrl.runs.files import removed_if_empty
 
-        return worker.collect(loaded.config).exit_code
+        with removed_if_empty(Path(loaded.config.collect.output_dir)):
+            return worker.collect(loaded.config).exit_code
 
     execute(action, debug)

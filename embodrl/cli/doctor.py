@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -27,6 +28,8 @@ def doctor(
     """
 
     def action() -> int | None:
+        if not json_output:
+            print("checking packages, drivers and simulators: up to a minute ...", file=sys.stderr, flush=True)
         from embodrl.preflight.doctor import run_doctor
 
         if not overrides:

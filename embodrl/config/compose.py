@@ -54,6 +54,7 @@ class Composition:
     tree: Node
     choices: dict[str, str] = field(default_factory=dict[str, str])
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
 
 
 def groups() -> list[str]:
@@ -285,6 +286,33 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
     return {group: (node.plain(), str(node.origin)) for group, node in section.children.items()}, problems
 
 
+def _experiment_overridden(choices: dict[str, str | None], wanted: dict[str, tuple[Any, str]]) -> list[ConfigProblem]:
+    """Return the presets that are chosen beside an experiment that consists of others of these groups."""
+    name = choices.get("experiment")
+    if name is None:
+        return []
+    path = CONFIGS / "experiment" / f"{name}.yaml"
+    tree, _ = read_yaml(path, f"configs/experiment/{name}.yaml", "preset")
+    defaults = tree.children.get("defaults")
+    own = {
+        key.removeprefix("override /"): node.plain()
+        for item in (defaults.items if defaults is not None else [])
+        for key, node in item.children.items()
+        if key.startswith("override /")
+    }
+    return [
+        ConfigProblem(
+            group,
+            f"is {choices[group]} on request, and the experiment '{name}' is made of {group}={own[group]}",
+            wanted[group][1],
+            hint=f"leave out experiment={name} unless its other settings are wanted",
+            code="experiment-overridden",
+        )
+        for group in own
+        if group in choices and choices[group] != own[group]
+    ]
+
+
 def is_choice(argument: Argument) -> bool:
     """Tell whether an argument chooses a preset rather than a value."""
     value = not argument.delete and not isinstance(argument.value, dict)
@@ -325,7 +353,8 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     problems += wrong
     merge(tree, user)
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
-    return Composition(tree, {group: name for group, name in choices.items() if name}, problems)
+    chosen = {group: name for group, name in choices.items() if name}
+    return Composition(tree, chosen, problems, _experiment_overridden(choices, wanted))
 
 
 def compose_resolved(path: Path, overrides: list[str]) -> Composition:

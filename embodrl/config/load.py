@@ -159,7 +159,8 @@ def finish(
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
     origins = {key: origin_of_value(tree, key) for key in keys}
-    return LoadedConfig(config, origins, solution, composition.choices, report.notes, processes, report.obstacles)
+    notes = composition.notes + report.notes
+    return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles)
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -134,6 +135,7 @@ def draw_frame(
         lines = [line.strip() for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
         # What a simulator raises ends with its hint.
         what = next((line for line in reversed(lines) if not line.startswith("hint:")), lines[-1])
+        what = re.sub(r"^(\w+\.)+\w+: ", "", what)  # the class of an error says nothing to a user
         return Finding(name, "error", what, error.hint or hint)
     if contrast == 0:
         other = "try another Vulkan driver" if env_type == "maniskill" else "try MUJOCO_GL=osmesa, or another driver"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, user_frames
 from embodrl.processes.codec import PLAIN, Codec
 from embodrl.processes.frames import Connection
 
@@ -112,4 +112,5 @@ def describe_error(error: BaseException, method: str = "") -> dict[str, Any]:
         "hint": ours.hint if ours else "",
         "code": ours.code if ours else None,
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "user_traceback": "".join(traceback.format_list(user_frames(error))),
     }

@@ -13,6 +13,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.reporting.intervals import wilson_interval
 from embodrl.reporting.progress import Progress
 from embodrl.runs.eval_output import HTML_FILE, EvalOutput
+from embodrl.runs.files import removed_if_empty
 from embodrl.storage.json_file import check_json_file, write_json_file
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator
@@ -92,16 +93,17 @@ def evaluate(
     if json_path is not None:
         check_json_file(json_path)
     output = EvalOutput(config, output_dir, weights)
-    configure_torch(config, loaded.deployment.of("rollout")[0])
-    check_simulator(config)
-    pool = make_pool(config, config.env.eval.total_num_envs)
-    with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
-        policy = make_policy(config)
-        output.identify(policy)
-        engine = make_rollout_engine(config, policy, num_threads(config))
-        result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
-        for line in output.write(result):
-            progress.message(line)
+    with removed_if_empty(output.directory):
+        configure_torch(config, loaded.deployment.of("rollout")[0])
+        check_simulator(config)
+        pool = make_pool(config, config.env.eval.total_num_envs)
+        with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
+            policy = make_policy(config)
+            output.identify(policy)
+            engine = make_rollout_engine(config, policy, num_threads(config))
+            result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
+            for line in output.write(result):
+                progress.message(line)
     if json_path is not None:
         write_json_file(json_path, output.content(result))
     return evaluation_of(result, output.directory)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from embodrl.errors import CheckpointError, OutputError
-from embodrl.runs.files import CONFIG_FILE, export_policy
+from embodrl.errors import OutputError
+from embodrl.runs.files import CONFIG_FILE, export_policy, not_a_run
 from embodrl.runs.load import load_run
 from embodrl.runs.policies import STEP, PolicySource
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
@@ -31,11 +31,7 @@ def export_checkpoint(source: Path, directory: Path, overrides: list[str]) -> Ch
     is_step = STEP.fullmatch(source.name) is not None and source.parent.name == "checkpoints"
     run_dir = source.parent.parent if is_step else source
     if not (run_dir / CONFIG_FILE).is_file():
-        raise CheckpointError(
-            f"{source} is not a run: it has no {CONFIG_FILE}",
-            "give the directory of a run, or RUN/checkpoints/step_N of one",
-            code="not-a-run",
-        )
+        raise not_a_run(source)
     if directory.exists():
         raise OutputError(f"{directory} exists", "give a new directory", code="output-exists")
     checkpoint = open_checkpoint(source) if is_step else newest_checkpoint(run_dir)

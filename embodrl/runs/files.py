@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import shlex
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from embodrl import __version__
 from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
-from embodrl.errors import OutputError
+from embodrl.errors import CheckpointError, OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.select import default_name
@@ -44,6 +46,25 @@ def run_directory(config: Config) -> Path:
         algorithm = chosen.replace(":", "-") if ":" in chosen else config.pipeline.name or default_name(config)
         name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
     return Path("outputs") / name
+
+
+def not_a_run(directory: Path) -> CheckpointError:
+    """Return the error for a directory without a run's configuration; names the run that it is part of."""
+    run = next((parent for parent in directory.absolute().parents[:2] if (parent / CONFIG_FILE).is_file()), None)
+    hint = f"{run} is the run: embodrl resume {run}" if run is not None else "look in outputs/"
+    what = f"{directory} is not a run: it has no {CONFIG_FILE}" if directory.exists() else f"{directory} does not exist"
+    return CheckpointError(what, hint, code="not-a-run")
+
+
+@contextmanager
+def removed_if_empty(directory: Path) -> Iterator[None]:
+    """Remove an output directory that holds no file when an error or a signal ends the work in the block."""
+    try:
+        yield
+    except BaseException:
+        if directory.is_dir() and not any(path.is_file() for path in directory.rglob("*")):
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def has_results(run_dir: Path) -> bool:
@@ -93,17 +114,17 @@ def how_to_go_on(run_dir: Path) -> str:
     """Say what the user can do with a run that an error has ended."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
     if checkpoint is None:
-        return "start it again: there is no checkpoint"
-    return f"`embodrl resume {run_dir}` goes on from {checkpoint.path}"
+        return "rerun the command (no checkpoint was saved yet)"
+    return f"`embodrl resume {run_dir}` continues from {checkpoint.path}"
 
 
 def what_is_left(run_dir: Path, iteration: int) -> str:
     """Say where a run goes on whose last save, after ``iteration``, failed."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
-    where = "start over: there is no checkpoint" if checkpoint is None else f"go on from {checkpoint.path}"
+    where = "start over (no checkpoint was saved yet)" if checkpoint is None else f"continue from {checkpoint.path}"
     return (
-        f"iteration {iteration}, the last, could not be saved;"
-        f" once there is room, `embodrl resume {run_dir}` would {where}"
+        f"could not save iteration {iteration}, the last; after freeing disk space, `embodrl resume {run_dir}` will"
+        f" {where}"
     )
 
 

@@ -47,6 +47,7 @@ from embodrl.runs.files import (
     export_policy,
     has_results,
     how_to_go_on,
+    not_a_run,
     num_bytes_on_disk,
     run_directory,
     summary_lines,
@@ -399,16 +400,16 @@ def resume(directory: Path, overrides: list[str]) -> int:
     """
     path = directory / CONFIG_FILE
     if not path.is_file():
-        raise CheckpointError(f"{directory} is not the directory of a run: it has no {CONFIG_FILE}", "look in outputs/")
+        raise not_a_run(directory)
     loaded = load_run(path, overrides, resuming=True).with_absolute_paths()
     _check_machine(loaded.config, loaded.deployment)
     with run_lock(directory):
         preflight(directory, LEAST_FREE_BYTES)
         with RunLog(directory / LOG_FILE):
-            return _resume(loaded, directory).exit_code
+            return _resume(loaded, directory, overrides).exit_code
 
 
-def _resume(loaded: LoadedConfig, directory: Path) -> TrainResult:
+def _resume(loaded: LoadedConfig, directory: Path, overrides: list[str]) -> TrainResult:
     config = loaded.config
     checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
     if checkpoint is None:
@@ -428,7 +429,12 @@ def _resume(loaded: LoadedConfig, directory: Path) -> TrainResult:
     if done == config.runner.max_iterations and pending is None and has_results(directory):
         with Console(config.runner.logger.console, done, directory.name) as console:
             console.restore(read_metrics(directory / METRICS_FILE))
-            console.message(f"all {done} iterations are done; runner.max_iterations=N with a larger N goes on")
+            console.message(
+                f"run already complete ({done}/{done} iterations);"
+                f" to train further, pass runner.max_iterations={2 * done}"
+            )
+            if overrides:
+                console.message(f"nothing was trained, so these settings had no effect: {' '.join(overrides)}")
         return TrainResult(directory, 0, None)
     logged_until = done if pending is None else done - 1
     return _execute(loaded, directory, checkpoint, logged_until)
@@ -479,7 +485,8 @@ def _execute(
                 write_config(run_dir, config_yaml)
                 code = runner.run()
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
-            raise type(error)(error.message, f"{error.hint}; then {how_to_go_on(run_dir)}", code=error.code) from error
+            hint = "; then ".join(filter(None, (error.hint, how_to_go_on(run_dir))))
+            raise type(error)(error.message, hint, code=error.code) from error
         if runner.finished:
             export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
         if not runner.saved:

@@ -62,6 +62,7 @@ def test_a_run_leaves_what_others_rely_on(whole: tuple[Path, Outcome]) -> None:
         for name in ("time/env_s", "time/policy_s", "time/train_s", "time/total_s"):
             assert row[name] > 0, name
         assert isinstance(row["train/policy_loss"], float)
+        assert abs(row["train/first_minibatch_kl"]) < 1e-3  # no step yet: training agrees with the rollout
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["best", "step_2", "step_4"]
     best = max(rows[2::2], key=lambda row: row["eval/success_rate"])["iteration"]
     assert (run_dir / "checkpoints" / "best").resolve().name == f"step_{best}"
@@ -162,7 +163,7 @@ def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) ->
     (tmp_path / "checkpoints").write_text("in the way")
     outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", stop_at="act:6:SIGINT")
     assert outcome.code == 1
-    assert "iteration 1, the last, could not be saved" in outcome.stderr and "would start over" in outcome.stderr
+    assert "could not save iteration 1, the last" in outcome.stderr and "will start over" in outcome.stderr
     assert "continues" not in outcome.stdout
 
 
@@ -207,7 +208,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
         "actor.optim.critic_warmup_iterations=0",
     )
     assert outcome.code == 1
-    assert "iteration 1, the last, could not be saved" in outcome.stderr
+    assert "could not save iteration 1, the last" in outcome.stderr
     assert (tmp_path / "policy" / "config.json").is_file()
 
 
@@ -316,7 +317,7 @@ def test_a_finished_run_is_left_alone_and_goes_on_when_asked(whole: tuple[Path, 
     copy(whole[0], run_dir)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "logs"}
     outcome = resume(run_dir)
-    assert "all 4 iterations are done" in outcome.stdout
+    assert "run already complete (4/4 iterations)" in outcome.stdout
     assert before == {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.parent.name != "logs"}
 
     outcome = embodrl("resume", run_dir, "runner.max_iterations=5", "cluster.num_threads=2")

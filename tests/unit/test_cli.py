@@ -121,3 +121,36 @@ def test_a_policy_that_is_not_there_is_refused(tmp_path: Path) -> None:
         result = run("eval", str(path))
         assert result.exit_code == 2 and "code: policy-not-found" in result.stderr
         assert "RUN/checkpoints/step_N" in result.stderr
+
+
+def test_the_policy_of_a_run_is_offered_for_a_warm_start(tmp_path: Path) -> None:
+    (tmp_path / "run" / "policy").mkdir(parents=True)
+    (tmp_path / "run" / "policy" / "config.json").write_text("{}")
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    result = run("config", "validate", f"model.warm_start={tmp_path}/run")
+    assert result.exit_code == 2 and f"write model.warm_start={tmp_path}/run/policy" in result.stderr
+    (tmp_path / "run" / "checkpoints" / "step_2").mkdir(parents=True)
+    result = run("config", "validate", f"model.warm_start={tmp_path}/run/checkpoints/step_2")
+    assert result.exit_code == 2 and f"embodrl export {tmp_path}/run/checkpoints/step_2" in result.stderr
+
+
+def test_resume_names_the_run_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_2").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    for verb in (["resume"], ["export"]):
+        place = tmp_path / "run" / "policy" if verb == ["export"] else tmp_path / "run" / "checkpoints" / "step_2"
+        result = run(*verb, str(place), *([str(tmp_path / "out")] if verb == ["export"] else []))
+        assert result.exit_code == 1 and "code: not-a-run" in result.stderr
+        assert f"embodrl resume {tmp_path}/run" in result.stderr
+
+
+def test_an_output_directory_without_a_file_is_removed_when_the_work_fails(tmp_path: Path) -> None:
+    from embodrl.runs.files import removed_if_empty
+
+    for name, files in (("empty", 0), ("full", 1)):
+        (tmp_path / name / "videos").mkdir(parents=True)
+        for number in range(files):
+            (tmp_path / name / f"{number}.txt").write_text("mine")
+        with pytest.raises(KeyboardInterrupt), removed_if_empty(tmp_path / name):
+            raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]

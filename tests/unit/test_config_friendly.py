@@ -52,6 +52,11 @@ def test_a_function_that_is_hardly_a_reward_is_noted() -> None:
     assert notes("reward.fn='json:loads'")["reward-function-takes-an-episode"] == "reward.fn"
 
 
+def test_an_experiment_with_another_environment_is_noted() -> None:
+    assert notes("experiment=push_and_pull", "env=maniskill_pick")["experiment-overridden"] == "env"
+    assert "experiment-overridden" not in notes("experiment=push_and_pull", "env=maniskill_mix")
+
+
 def test_a_smoke_test_of_fine_tuning_needs_one_key() -> None:
     assert notes("sft.max_steps=30")["sft-is-shorter-than-its-warm-up"] == "sft.max_steps"
 

@@ -20,6 +20,7 @@ def rows(name: str, *values: float | None) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("code", "name", "bad", "healthy"),
     [
+        ("logprobs-disagree", "train/first_minibatch_kl", [0.018], [0.0, 0.0004]),
         ("kl-too-large", "train/approx_kl", [0.01, 0.3], [0.01, 0.19]),
         ("clip-fraction-too-large", "train/clip_fraction", [0.4, 0.4, 0.4], [0.4, 0.4, 0.1, 0.4, 0.4]),
         ("entropy-collapse", "train/entropy", [2.0, 0.1, 0.1], [2.0, 0.1, 1.0, 0.1]),

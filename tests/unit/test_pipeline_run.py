@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -186,7 +187,12 @@ def test_an_error_of_the_users_tells_node_inputs_and_cause() -> None:
     assert caught.value.__cause__ is node.error
     assert caught.value.message.splitlines() == [
         "ValueError: bad shape",
-        f"  in node 'shape' ({__name__}:Unsteady) of the pipeline 'test', after 2 attempts, which got",
+        caught.value.message.splitlines()[1],
+        f"  in node 'shape' ({__name__}:Unsteady) of the pipeline 'test', after 2 attempts",
+    ]
+    assert re.fullmatch(rf"  at {__file__}:\d+ in __call__", caught.value.message.splitlines()[1])
+    assert caught.value.hint.splitlines() == [
+        "fix the function; rerun with --debug for the traceback; its inputs were",
         "    rollout: Batch [2] with rewards float32[2], inputs/seen float32[2, 3]",
     ]
     assert "hint: " in str(caught.value)

@@ -134,6 +134,10 @@ def not_a_number(episode: Episode) -> float:
     return math.nan
 
 
+def a_word(episode: Episode) -> str:
+    return "high"
+
+
 def too_few(episode: Episode) -> list[float]:
     return [1.0]
 
@@ -199,7 +203,8 @@ def test_a_call_that_fails_once_is_made_again() -> None:
         ("not_a_number", (), "not finite"),  # all of them fail
         ("too_few", (), "one for each of"),
         ("times_out_itself", (), "failed: TimeoutError: the socket timed out"),
-        ("times_out_itself_async", (), "failed: TimeoutError: the socket timed out"),
+        ("times_out_itself_async", (), r"test_rewards.py:\d+ in times_out_itself_async: TimeoutError: the socket"),
+        ("a_word", (), r"all 6 episodes are without a reward.*returned 'high' \(str\); return one number"),
     ],
 )
 def test_a_broken_function_stops_the_run(function: str, overrides: tuple[str, ...], says: str) -> None:

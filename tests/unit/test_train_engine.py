@@ -57,6 +57,21 @@ def test_an_update_raises_the_probability_of_good_actions() -> None:
     assert engine.version == 5
 
 
+def test_log_probs_that_disagree_with_the_rollout_show_before_the_first_step() -> None:
+    metrics = train(make_engine(), replace_epochs(2))
+    assert abs(metrics["train/first_minibatch_kl"]) < 1e-6 < metrics["train/approx_kl"]
+    engine = make_engine()
+    batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
+    batch.logprobs = batch.logprobs - 0.5  # every ratio is exp(0.5), so that the k3 estimate is exp(0.5) - 1 - 0.5
+    advantages = compute_advantages(batch, ALGORITHM)
+    metrics = engine.update(batch, advantages, ALGORITHM, torch.Generator().manual_seed(0))
+    assert metrics["train/first_minibatch_kl"] == pytest.approx(0.148721, abs=1e-4)
+
+
+def replace_epochs(epochs: int) -> AlgorithmConfig:
+    return ALGORITHM.model_copy(update={"update_epoch": epochs})
+
+
 @pytest.mark.parametrize("level", ["token_level", "action_level", "chunk_level"])
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 7])
 def test_micro_batches_do_not_change_the_update(level: str, micro_batch_size: int) -> None:

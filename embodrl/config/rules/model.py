@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from embodrl.config.policy_card import BUILTIN, card_differences, policy_directory, read_card
 from embodrl.config.rules.base import Context, Finding, note, rule, what_is
@@ -61,6 +62,12 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
         near = nearest(str(model.warm_start), [BUILTIN])
         hint = "give a directory made by `embodrl sft`, builtin for the shipped weights, or null for random ones"
         found = what_is(str(model.warm_start)) == "directory"
+        if what_is(f"{model.warm_start}/policy/config.json") == "file":
+            hint = f"write model.warm_start={model.warm_start}/policy"
+        elif found and (
+            Path(model.warm_start).parent.name == "checkpoints" or what_is(f"{model.warm_start}/config.yaml")
+        ):
+            hint = f"write it to a directory first: embodrl export {model.warm_start} outputs/my-policy"
         message = f"'{model.warm_start}' holds no policy" if found else f"there is no directory '{model.warm_start}'"
         yield Finding("model.warm_start", message, hint, "builtin, an existing directory, null", near)
 

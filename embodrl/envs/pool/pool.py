@@ -401,6 +401,8 @@ class EnvPool:
     def _recover(self, rank: int, error: EnvError) -> Observation:
         """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up."""
         manager = self.managers[rank]
+        if isinstance(error, EnvRaised) and not manager.has_stepped:
+            raise error  # wrong code, not a rare fault: a new process would raise again
         while True:
             if not self.faults.count("restarts", limit=self.max_restarts):
                 raise type(error)(
