@@ -95,9 +95,7 @@ class SiglipTower(nn.Module):
             patch_size=spec.patch_size,
             layer_norm_eps=LAYER_NORM_EPS,
             hidden_act="gelu_pytorch_tanh",
-            vision_use_head=False,
-            is_causal=False,
-            attn_implementation=IMPLEMENTATION,
+            **{"vision_use_head": False, "is_causal": False, "attn_implementation": IMPLEMENTATION},
         )
         self.vision_model = SiglipVisionModel(config)
         self.vision_model.embeddings = PatchEmbeddings(config)
@@ -136,4 +134,4 @@ class SiglipTower(nn.Module):
             attention.k_proj.weight.data *= QUERY_KEY_GAIN
 
     def _attentions(self) -> list[SiglipAttention]:
-        return [layer.self_attn for layer in self.vision_model.encoder.layers]
+        return [part for part in self.vision_model.encoder.modules() if isinstance(part, SiglipAttention)]

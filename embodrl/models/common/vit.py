@@ -1,7 +1,7 @@
 """DINOv2 (registers) and SigLIP vision transformers with the parameter names of timm checkpoints.
 
-Not transformers' Dinov2WithRegistersModel: OpenVLA's public checkpoints have one matrix for queries, keys and values, and
-their last block is never needed; forward and backward at width 96 take 22 ms here, 37 ms there (one core).
+Not transformers' Dinov2WithRegistersModel: public OpenVLA checkpoints have one matrix for queries, keys and values, and
+the last block is never needed; forward and backward at width 96 take 22 ms here, 37 ms there (one core).
 
 Oquab et al., "DINOv2", 2023; Darcet et al., "Vision Transformers Need Registers", 2023; Zhai et al., "Sigmoid Loss for
 Language Image Pre-Training", 2023. Shapes: B images, N patches, D width.
