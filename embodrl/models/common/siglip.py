@@ -18,7 +18,7 @@ from transformers.models.siglip.modeling_siglip import (
     SiglipVisionEmbeddings,
 )
 
-from embodrl.models.common.attention import IMPLEMENTATION
+from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
 from embodrl.models.common.recompute import recompute_layers
 
@@ -95,7 +95,7 @@ class SiglipTower(nn.Module):
             patch_size=spec.patch_size,
             layer_norm_eps=LAYER_NORM_EPS,
             hidden_act="gelu_pytorch_tanh",
-            **{"vision_use_head": False, "is_causal": False, "attn_implementation": IMPLEMENTATION},
+            **with_attention(vision_use_head=False, is_causal=False),
         )
         self.vision_model = SiglipVisionModel(config)
         self.vision_model.embeddings = PatchEmbeddings(config)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from embodrl.models.common.attention import IMPLEMENTATION
+from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import init_linears
 from embodrl.models.common.recompute import recompute_layers
 from embodrl.models.common.siglip import SiglipTower
@@ -129,5 +129,5 @@ def qwen_config(spec: QwenSpec) -> Qwen3Config:
         max_position_embeddings=spec.max_position_embeddings,
         rms_norm_eps=spec.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-        attn_implementation=IMPLEMENTATION,
+        **with_attention(),
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.model_schema import FlowModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.dit import KeyValue
@@ -68,7 +68,7 @@ class Gr00tPolicy(FlowPolicy):
         model: Gr00tModel,
         processor: Gr00tProcessor,
         robot: RobotStats,
-        config: ModelConfig,
+        config: FlowModelConfig,
         value_head: ValueHead | None = None,
         noise_head: NoiseHead | None = None,
     ) -> None:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.model_schema import FlowModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import NoiseHead, Velocity
@@ -51,7 +51,7 @@ class PiPolicy(FlowPolicy):
         model: PiModel,
         processor: PiProcessor,
         stats: PiStats,
-        config: ModelConfig,
+        config: FlowModelConfig,
         value_head: ValueHead | None,
         noise_head: NoiseHead | None,
     ) -> None:
