@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import same
 from test_rollout import KnownPolicy, LocalPool, config_of, worker_of
 
 from embodrl.errors import CheckpointError, EnvError
@@ -221,7 +222,7 @@ def test_an_update_that_asks_twice_gets_the_same_rollouts(started: Any) -> None:
     for version in range(2):
         first, _ = parts.worker.gather(version)
         again, _ = parts.worker.gather(version)
-        assert first.equals(again)
+        assert same(first, again)
         parts.worker.update_weights([], version + 1)
     assert parts.worker.gate.rejected == 0 and len(parts.began()) == 2
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from embodrl.data.columns import is_same
 from embodrl.data.trajectory import TrajectoryBatch
 
 # The first batch of a process is slow.
@@ -76,3 +77,13 @@ def rows_of(batch: TrajectoryBatch) -> list[int]:
     first = number if number.ndim == 1 else number[0]
     assert torch.equal(first.expand_as(number), number)
     return first.tolist()
+
+
+def same(left: TrajectoryBatch, right: TrajectoryBatch) -> bool:
+    """Tell whether size, columns, dtypes, values, objects and meta are the same; NaN equals NaN."""
+    return (
+        left.batch_size == right.batch_size
+        and is_same(left.tensors.to_dict(), right.tensors.to_dict())
+        and is_same(left.objects, right.objects)
+        and is_same(left.meta, right.meta)
+    )

@@ -69,7 +69,7 @@ NOT_CHECKED = {"maniskill", "metaworld", "gymnasium", "dev", "docs", "plots", "g
 def extras_of_the_package() -> set[str]:
     import tomllib
 
-    content = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    content = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     return set(content["project"]["optional-dependencies"])
 
 
