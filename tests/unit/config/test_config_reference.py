@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embodrl.config.check import schema_keys, shipped_schemas
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_reference_is_up_to_date() -> None:

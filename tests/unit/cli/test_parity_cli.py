@@ -20,7 +20,7 @@ from embodrl.errors import UsageError
 from embodrl.models.common.parity import Comparison, compare, read_tensors
 from embodrl.specs import MODELS
 
-SHARED = Path(__file__).parents[3] / "shared" / "parity"
+SHARED = Path(__file__).parents[4] / "shared" / "parity"
 RECORDED = ("openvla", "openvla_oft", "pi0", "pi05", "gr00t_n1_5_action_head")
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no recorded reference outputs in {SHARED}")
 

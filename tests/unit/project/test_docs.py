@@ -11,7 +11,7 @@ import pytest
 
 from embodrl.config import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "RELEASING.md", "CHANGELOG.md")
 PAGES = [ROOT / name for name in ROOT_PAGES] + sorted(DOCS.glob("*.md"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "system_packages.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "system_packages.py"
 
 DEB822 = """\
 # a mirror

@@ -10,7 +10,7 @@ import pytest
 
 from embodrl.reporting.health import HealthMonitor, find_warnings
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
 def rows(name: str, *values: float | None) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ("bash", "sed", "cat", "sha256sum", "cut", "grep", "dirname")
 
 
@@ -127,9 +127,14 @@ def test_make_targets() -> None:
     train = dry_run("train", "ARGS=runner.seed=1")
     assert "scripts/setup.sh" in train
     assert ".venv/bin/embodrl train env=maniskill model=openvla runner.seed=1" in train
-    command = '-m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long" -k registry'
-    assert command in dry_run("test", "ARGS=-k registry")
-    assert "-m pytest -n 3 -m long" in dry_run("test-long")
+    spread = "-m pytest -n 5 --dist loadfile --no-loadscope-reorder"
+    assert f'{spread} -m "not long" -k registry' in dry_run("test", "ARGS=-k registry", "CORES=4")
+    assert '-m "not long" tests/unit tests/parity' in dry_run("test-fast")
+    everything = dry_run("test-all", "CORES=4")
+    assert spread in everything and "-m " not in everything.partition(spread)[2]
+    assert "EMBODRL_TESTS_COLD=1" in everything, "as users start them"
+    assert "-m pytest -n 5 -m long" in dry_run("test-long", "CORES=4")
+    assert "-m pytest -n 0 -m gpu" in dry_run("test-gpu")
     assert "scripts/setup.sh" in dry_run("test")
     assert "scripts/make_warm_start.sh" in dry_run("warm-start")
     clean = dry_run("clean")

@@ -63,13 +63,13 @@ def test_all_extras_of_the_package_are_known() -> None:
 
 
 # Simulators have checks of their own; the others are for developers, for a GPU that has its check, or only speed.
-NOT_CHECKED = {"maniskill", "metaworld", "gymnasium", "dev", "gpu", "fast", "vllm-cpu"}
+NOT_CHECKED = {"maniskill", "metaworld", "gymnasium", "dev", "docs", "plots", "gpu", "fast", "vllm-cpu"}
 
 
 def extras_of_the_package() -> set[str]:
     import tomllib
 
-    content = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    content = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     return set(content["project"]["optional-dependencies"])
 
 

@@ -20,7 +20,7 @@ from embodrl.scheduler.messages import CODEC
 from embodrl.workers import actor, rollout_process
 from embodrl.workers.remote_backend import launch_rollouts, rollout_channels
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PLACES = "cluster.component_placement="
 PROCESSES = ("actor.own_process=true", "rollout.own_process=true", "actor.micro_batch_size=10")
 FSDP = (
