@@ -1,6 +1,6 @@
 """What every flow-matching policy shares: sampling, log-probs, values and the imitation loss.
 
-Legend: B batch, C actions run, H actions predicted, A action dimensions, D padded action dimensions, F features.
+Shapes: B batch, C actions run, H actions predicted, A action dimensions, D padded action dimensions, F features.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The GR00T N1.5 network with the parameter names of its public checkpoints (NVIDIA, "GR00T N1.5", 2025).
 
-Legend: B batch, V cameras, N image patches, S tokens of images and prompt, E hidden size of the language model.
+Shapes: B batch, V cameras, N image patches, S tokens of images and prompt, E hidden size of the language model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GR00T N1.5 as a reinforcement-learning policy.
 
-Legend: B batch, V cameras, H predicted actions, D padded action dimensions, S tokens of images and prompt, E hidden
+Shapes: B batch, V cameras, H predicted actions, D padded action dimensions, S tokens of images and prompt, E hidden
 size of the language model, W width of the diffusion transformer.
 """
 

@@ -2,7 +2,7 @@
 
 The images and the prompt go through the model once; each further token runs on static key-value buffers, and only the
 rows of lm_head that belong to action tokens are computed. Results equal the transformers forward pass (tested).
-Legend: B batch, P prefix (image and prompt tokens), N action tokens, D hidden size.
+Shapes: B batch, P prefix (image and prompt tokens), N action tokens, D hidden size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The OpenVLA network with the parameter names of its public checkpoints (Kim et al., "OpenVLA", 2024).
 
-Legend: B batch, V cameras, N image patches of a camera, L prompt tokens, D hidden size.
+Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -154,19 +154,7 @@ def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
     vary smoothly with the bin.
     """
     for vit in (model.vision_backbone.featurizer, model.vision_backbone.fused_featurizer):
-        init_linears(vit, generator, residual=("attn.proj", "mlp.fc2"), blocks=vit.spec.depth)
-        init_matrix(vit.patch_embed.proj.weight, generator)
-        assert vit.patch_embed.proj.bias is not None
-        nn.init.zeros_(vit.patch_embed.proj.bias)
-        vit.pos_embed.data.copy_(sincos_2d(vit.spec.grid, vit.spec.width))
-        for module in vit.modules():
-            if isinstance(module, Attention):
-                module.qkv.weight.data[: 2 * vit.spec.width] *= QUERY_KEY_GAIN
-        for name in ("cls_token", "reg_token"):
-            if hasattr(vit, name):
-                getattr(vit, name).data.normal_(0.0, 0.02, generator=generator)
-        if vit.spec.attention_pool:
-            vit.attn_pool.latent.data.normal_(0.0, 0.02, generator=generator)
+        _init_vit(vit, generator)
     init_linears(model.projector, generator)
     _init_llama(model, generator)
     for module in model.modules():
@@ -177,6 +165,22 @@ def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
             nn.init.zeros_(module.bias)
         elif isinstance(module, LlamaRMSNorm):
             nn.init.ones_(module.weight)
+
+
+def _init_vit(vit: VisionTransformer, generator: torch.Generator) -> None:
+    init_linears(vit, generator, residual=("attn.proj", "mlp.fc2"), blocks=vit.spec.depth)
+    init_matrix(vit.patch_embed.proj.weight, generator)
+    assert vit.patch_embed.proj.bias is not None
+    nn.init.zeros_(vit.patch_embed.proj.bias)
+    vit.pos_embed.data.copy_(sincos_2d(vit.spec.grid, vit.spec.width))
+    for module in vit.modules():
+        if isinstance(module, Attention):
+            module.qkv.weight.data[: 2 * vit.spec.width] *= QUERY_KEY_GAIN
+    for name in ("cls_token", "reg_token"):
+        if hasattr(vit, name):
+            getattr(vit, name).data.normal_(0.0, 0.02, generator=generator)
+    if vit.spec.attention_pool:
+        vit.attn_pool.latent.data.normal_(0.0, 0.02, generator=generator)
 
 
 def _init_llama(model: OpenVLAModel, generator: torch.Generator) -> None:

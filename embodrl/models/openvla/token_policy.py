@@ -1,6 +1,6 @@
 """What OpenVLA and OpenVLA-OFT share: action tokens, their log-probs, values, the imitation loss, and files.
 
-Legend: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size,
+Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size,
 P image and prompt tokens.
 """
 

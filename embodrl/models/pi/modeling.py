@@ -6,7 +6,7 @@ prompt but no action, and mixes the noise level into each action's embedding. pi
 
 Nothing before the actions depends on them or on the noise level, so keys and values of images, prompt and state are
 computed once for a chunk (``PiContext``).
-Legend: B batch, V cameras, N image patches of a camera, L prompt tokens, P all tokens before the actions, W PaliGemma's
+Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, P all tokens before the actions, W PaliGemma's
 width, E the expert's, H actions, D padded action dimensions.
 """
 

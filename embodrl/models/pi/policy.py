@@ -1,6 +1,6 @@
 """pi0 and pi0.5 as reinforcement-learning policies.
 
-Legend: B batch, V cameras, C actions run, H actions predicted, A action dimensions, D padded action dimensions.
+Shapes: B batch, V cameras, C actions run, H actions predicted, A action dimensions, D padded action dimensions.
 """
 
 from __future__ import annotations
