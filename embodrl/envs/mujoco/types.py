@@ -99,7 +99,7 @@ class MjData(Protocol):
 
     qpos: Floats
     qvel: Floats
-    qM: Floats  # noqa: N815  (MuJoCo's name)
+    qM: Floats
     qfrc_bias: Floats
     ctrl: Floats
     site_xpos: Floats

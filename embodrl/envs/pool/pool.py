@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ logger = logging.getLogger("embodrl.envs")
 _FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
 # A request that raises is as likely to be wrong as the simulator: a new process would raise again.
 _LOSSES = (EnvWorkerDied, EnvTimeout)
+R = TypeVar("R")
 # Requests that change how an environment goes on: a process that is started anew is asked again.
 _LASTING = ("set_auto_reset",)
 
@@ -264,10 +265,10 @@ class EnvPool:
     def _answer(
         self,
         rank: int,
-        request: Callable[[EnvManager], object],
+        request: Callable[[EnvManager], R],
         restart: bool,
-        again: Callable[[EnvManager], object] | None = None,
-    ) -> object:
+        again: Callable[[EnvManager], R] | None = None,
+    ) -> R:
         manager = self.managers[rank]
         try:
             self._raise_failed(rank)

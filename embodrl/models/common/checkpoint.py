@@ -109,7 +109,7 @@ def load_strict(
         try:
             with safe_open(path, framework="pt", device="cpu" if on_meta else str(device)) as reader:
                 for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
-                    name = aliases[stored] if stored in aliases else stored
+                    name = aliases.get(stored) or stored
                     if stored in ignore:
                         report.ignored[stored] = ignore[stored]
                         continue
