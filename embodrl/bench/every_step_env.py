@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +20,7 @@ class EveryStepVectorEnv(ManiSkillVectorEnv):
         return result
 
 
-def make(**kwargs: Any) -> EveryStepVectorEnv:
+def make(**kwargs: object) -> EveryStepVectorEnv:
     """Return the environment with undecimated meshes."""
     return EveryStepVectorEnv(**{**kwargs, "mesh_decimation": 0.0})
 

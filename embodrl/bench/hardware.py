@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 
-def describe_hardware() -> dict[str, Any]:
+def describe_hardware() -> dict[str, object]:
     """Return the processor's name, the number of usable cores and the kernel's release."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")

@@ -20,7 +20,7 @@ Step = Callable[[NDArray[np.float32]], object]
 WARM_UP = 3
 
 
-def maniskill_env(task: str, size: int, device: str, max_episode_steps: int) -> Any:
+def maniskill_env(task: str, size: int, device: str, max_episode_steps: int) -> object:
     """Return an environment as ManiSkill's CPU wrapper has it; the one thing added lets it draw on a CPU at all."""
     import gymnasium
     import torch
@@ -46,7 +46,7 @@ def maniskill_env(task: str, size: int, device: str, max_episode_steps: int) -> 
     return CPUGymWrapper(env, ignore_terminations=True)
 
 
-def metaworld_env(task: str, size: int, camera: str) -> Any:
+def metaworld_env(task: str, size: int, camera: str) -> object:
     """Return an environment of Meta-World's MT1 that observes pictures."""
     gymnasium = importlib.import_module("gymnasium")
     importlib.import_module("metaworld")
@@ -62,14 +62,14 @@ def metaworld_env(task: str, size: int, camera: str) -> Any:
     return gymnasium.wrappers.AddRenderObservation(env, render_only=True)
 
 
-def gymnasium_env(env_id: str, size: int, max_episode_steps: int) -> Any:
+def gymnasium_env(env_id: str, size: int, max_episode_steps: int) -> object:
     """Return an environment of Gymnasium on MuJoCo that observes pictures."""
     gymnasium = importlib.import_module("gymnasium")
     env = gymnasium.make(env_id, render_mode="rgb_array", width=size, height=size, max_episode_steps=max_episode_steps)
     return gymnasium.wrappers.AddRenderObservation(env, render_only=True)
 
 
-def asynchronous(make: Callable[[], Any], num_envs: int, preload: list[str]) -> tuple[Step, int]:
+def asynchronous(make: Callable[[], object], num_envs: int, preload: list[str]) -> tuple[Step, int]:
     """Return what steps an AsyncVectorEnv with shared memory, and the action dimensions A.
 
     Its processes come from a fork server, as an OpenGL or Vulkan driver does not survive a fork.
@@ -92,7 +92,7 @@ def libero(options: dict[str, Any]) -> tuple[Step, int]:
     bddl = str(package / "bddl_files" / options["suite"] / f"{options['task']}.bddl")
     size = options["size"]
 
-    def make() -> Any:
+    def make() -> object:
         return envs_of_libero.OffScreenRenderEnv(
             bddl_file_name=bddl,
             camera_names=["agentview"],

@@ -397,7 +397,7 @@ def _bound(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:g}"
 
 
-def in_words(annotation: Any, metadata: list[Any]) -> str:
+def in_words(annotation: object, metadata: list[Any]) -> str:
     """Say what a type and its bounds allow."""
     origin = get_origin(annotation)
     if origin is typing.Annotated:

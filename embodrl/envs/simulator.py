@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
+from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, StepResult, make_spec
 from embodrl.errors import EnvError
 from embodrl.types import EnvSpec
 
@@ -222,7 +223,7 @@ class SimulatorVectorEnv(SteppingEnv):
         self,
         num_envs: int,
         tasks: list[str] | tuple[str, ...],
-        cameras: list[dict[str, Any]],
+        cameras: Sequence[CameraSettings],
         rules: EpisodeRules,
         include_state: bool = False,
         max_chunk: int = 8,

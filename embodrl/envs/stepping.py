@@ -9,8 +9,9 @@ Legend: B environments, C actions in a chunk, A action dimensions, V cameras, H 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,32 @@ _BOOKS = ("task_id", "_elapsed", "_returned", "_solved", "episode_seed", "_poten
 def next_seed(seed: int) -> int:
     """Return the seed of the episode after the one of ``seed``; environments of a group thus stay alike."""
     return int(np.random.SeedSequence([seed, 0x5EED]).generate_state(1)[0] >> 1)
+
+
+class CameraSettings(TypedDict):
+    """A camera of the section ``env.cameras``: size in pixels, field of view, and place (None: the simulator's own)."""
+
+    name: str
+    height: int
+    width: int
+    fov_rad: float | None
+    eye: Sequence[float] | None
+    target: Sequence[float] | None
+
+
+class RewardOptions(TypedDict, total=False):
+    """The fields of ``EpisodeRules`` but the number of steps, as keyword arguments."""
+
+    reward_mode: str
+    success_bonus: float
+    auto_reset: bool
+    ignore_terminations: bool
+
+
+class RuleOptions(RewardOptions, total=False):
+    """The fields of ``EpisodeRules``, as keyword arguments."""
+
+    max_episode_steps: int
 
 
 @dataclass(frozen=True)
@@ -290,7 +317,7 @@ class SteppingEnv(VectorEnv):
 def make_spec(
     num_envs: int,
     tasks: list[str] | tuple[str, ...],
-    cameras: list[dict[str, Any]],
+    cameras: Sequence[CameraSettings],
     bounds: tuple[tuple[float, ...], tuple[float, ...]],
     state_dim: int,
     max_chunk: int,

@@ -124,9 +124,15 @@ def draw_frame(
         hint: where the error has none.
     """
     start = time.monotonic()
-    options: dict[str, object] = {"python": python, "timeouts": FRAME_TIMEOUTS, "extensions": extensions}
     try:
-        with EnvManager(env_type, {**kwargs, "num_envs": 1}, name="doctor", **options) as manager:
+        with EnvManager(
+            env_type,
+            {**kwargs, "num_envs": 1},
+            name="doctor",
+            python=python,
+            timeouts=FRAME_TIMEOUTS,
+            extensions=extensions,
+        ) as manager:
             contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
     except (EnvWorkerDied, EnvTimeout) as error:  # what follows is the tail of a log, and the limits are doctor's own
         return Finding(name, "error", error.message.partition("\n")[0], hint or error.hint)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,7 +160,7 @@ class Collector:
 
     def close(self) -> None:
         """Write the index of what was kept, with the success rate of the expert in all that was played."""
-        meta: dict[str, Any] = {"collect": self.settings.model_dump(), "expert_success_rate": self.success_rate()}
+        meta: dict[str, object] = {"collect": self.settings.model_dump(), "expert_success_rate": self.success_rate()}
         self.writer.close(meta | {"stopped_early": not self.finished})
 
     def success_rate(self) -> dict[str, float | None]:

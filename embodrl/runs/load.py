@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from embodrl.config import load as config_load
 from embodrl.config.load import LoadedConfig
@@ -13,7 +12,7 @@ from embodrl.pipelines.select import PIPELINE_RULE
 
 def load_config(
     overrides: list[str],
-    config_file: Path | Mapping[str, Any] | None = None,
+    config_file: Path | Mapping[str, object] | None = None,
     planning: bool = False,
     collecting: bool = False,
     evaluating: bool = False,

@@ -7,7 +7,6 @@ import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -273,7 +272,7 @@ class Trainer:
         """Write a checkpoint; a full disk costs a logged error, not the run."""
         saved = EngineState({}, self.engine.counters()) if self.sharded else self.engine.state_dict()
         data_rng, order = self.batches.state()
-        state: dict[str, Any] = {
+        state: dict[str, object] = {
             "kind": "sft",
             "step": self.step,
             "engine": saved.state,

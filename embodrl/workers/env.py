@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config, EnvConfig
@@ -40,9 +40,10 @@ def _refuse_missing(config: Config) -> None:
 
         preflight_rendering(interpreter_of(config))
     elif config.env.env_type == "libero":
+        from embodrl.envs.libero.spec import LiberoConfig
         from embodrl.preflight.libero import preflight_libero
 
-        preflight_libero(interpreter_of(config), config.env.libero_assets)
+        preflight_libero(interpreter_of(config), cast(LiberoConfig, config.env).libero_assets)
     else:
         from embodrl.preflight.simulators import preflight
 
@@ -89,14 +90,14 @@ def interpreter_of(config: Config) -> str | None:
     return None if found is None else str(found)
 
 
-def env_kwargs(config: Config) -> dict[str, Any]:
+def env_kwargs(config: Config) -> dict[str, object]:
     """Return the keyword arguments of the VectorEnv, without ``num_envs``, as plain values.
 
     They are the settings that all environments read, those of ``SimulatorSpec.reads``, and all that the simulator's
     settings class adds to ``EnvConfig``.
     """
     env, spec = config.env, ENVS.entry(config.env.env_type)
-    readable: dict[str, dict[str, Any]] = {
+    readable: dict[str, dict[str, object]] = {
         "cameras": {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]},
         "image_size": {"image_size": env.cameras[0].height},
         "reward_mode": {"reward_mode": env.reward_mode},
@@ -105,7 +106,7 @@ def env_kwargs(config: Config) -> dict[str, Any]:
         "action_dim": {"action_dim": config.model.action_dim},
         "video": {"video_size": [env.video.height, env.video.width], "video_fps": env.video.fps},
     }
-    kwargs: dict[str, Any] = {
+    kwargs: dict[str, object] = {
         "tasks": list(env.tasks),
         "max_episode_steps": env.max_episode_steps,
         "max_chunk": config.model.num_action_chunks,
@@ -125,7 +126,7 @@ def make_pool(
     log_dir: Path | None = None,
     env_type: str | None = None,
     places: Sequence[ProcessPlace] | None = None,
-    **overrides: Any,
+    **overrides: object,
 ) -> EnvPool:
     """Return a pool of simulator processes, not yet started.
 

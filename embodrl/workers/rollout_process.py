@@ -102,7 +102,7 @@ class RolloutProcess(Worker):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     @dispatch()
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, object]:
         """Return process id, the names of the tasks, and how many random generators there are."""
         return {"pid": os.getpid(), "tasks": list(self.pool.spec.tasks), "num_envs": self.pool.spec.num_envs}
 
@@ -142,12 +142,12 @@ class RolloutProcess(Worker):
         return self._runner
 
     @dispatch()
-    def gather(self, call: int, iteration: int) -> dict[str, Any] | None:
+    def gather(self, call: int, iteration: int) -> dict[str, object] | None:
         """Return a batch and what is told of it; None if it was interrupted. See Collector."""
         return self._played(call, lambda: self.collector.gather(iteration)[0])
 
     @dispatch()
-    def gather_more(self, call: int, iteration: int, epoch: int) -> dict[str, Any] | None:
+    def gather_more(self, call: int, iteration: int, epoch: int) -> dict[str, object] | None:
         """As ``gather``, of a further rollout."""
         return self._played(call, lambda: self.collector.gather_more(iteration, epoch)[0])
 
@@ -166,7 +166,7 @@ class RolloutProcess(Worker):
         return {"batch": batch, "metas": carried.get("metas", []), "carried": carried, **self._faults()}
 
     @dispatch()
-    def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, Any] | None:
+    def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, object] | None:
         """Return outcomes and instructions of episodes ``int64[n]``; None if it was interrupted. See Evaluator."""
         self._call, self._stopped = call, False
         try:
@@ -175,7 +175,7 @@ class RolloutProcess(Worker):
             return None
         return {**vars(played), **self._faults()}
 
-    def _faults(self) -> dict[str, Any]:
+    def _faults(self) -> dict[str, object]:
         return {"faults": dict(vars(self.pool.faults))}
 
     def _should_stop(self) -> bool:
@@ -233,7 +233,7 @@ class RolloutProcess(Worker):
             self.collector.restore(carried)
 
     @dispatch()
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """See Collector."""
         return dict(vars(self.collector.state()))
 

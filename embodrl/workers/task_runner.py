@@ -45,7 +45,7 @@ class TaskResult(NamedTuple):
 
     id: str
     status: Literal["ok", "error", "cancelled"]
-    value: Any
+    value: object
     exception: BaseException | None
     queued_s: float
     ran_s: float
@@ -75,13 +75,13 @@ class TaskRunnerHealth:
 class _Entry:
     __slots__ = ("args", "function", "id", "started", "submitted", "task")
 
-    def __init__(self, task_id: str, function: CoroutineFunction, args: tuple[Any, ...]) -> None:
+    def __init__(self, task_id: str, function: CoroutineFunction, args: tuple[object, ...]) -> None:
         self.id = task_id
         self.function = function
         self.args = args
         self.submitted = time.perf_counter()
         self.started = 0.0
-        self.task: asyncio.Task[Any] | None = None
+        self.task: asyncio.Task[object] | None = None
 
 
 def _or_fail(
@@ -144,7 +144,7 @@ class AsyncTaskRunner:
     # -- for users ----------------------------------------------------------------------------------------------------
 
     def submit(
-        self, function: CoroutineFunction, *args: Any, task_id: str | None = None, timeout: float | None = None
+        self, function: CoroutineFunction, *args: object, task_id: str | None = None, timeout: float | None = None
     ) -> str:
         """Queue ``function(*args)``, a coroutine; return its id.
 
@@ -386,7 +386,7 @@ class AsyncTaskRunner:
             result = _result(entry, "error", None, error.with_traceback(own and own.tb_next))
         self._end(result)
 
-    def _never_began(self, entry: _Entry, _: asyncio.Task[Any]) -> None:
+    def _never_began(self, entry: _Entry, _: asyncio.Task[object]) -> None:
         """Make the result of a task that was cancelled before its first step: nothing of its coroutine has run."""
         if not entry.started:
             self._end(_result(entry, "cancelled", None, None))
@@ -416,7 +416,7 @@ class AsyncTaskRunner:
 
 
 def _result(
-    entry: _Entry, status: Literal["ok", "error", "cancelled"], value: Any, exception: BaseException | None
+    entry: _Entry, status: Literal["ok", "error", "cancelled"], value: object, exception: BaseException | None
 ) -> TaskResult:
     now = time.perf_counter()
     started = entry.started or now

@@ -148,7 +148,7 @@ class Sender(ABC):
         """
 
     @abstractmethod
-    def open(self, options: Mapping[str, Any], check: Check = no_check) -> None:
+    def open(self, options: Mapping[str, object], check: Check = no_check) -> None:
         """Begin a generation; for a collective sync the receivers must be connecting meanwhile.
 
         Raises:
@@ -253,7 +253,7 @@ class SendingWorker(Worker):
         return self.sending.rendezvous(world_size)
 
     @dispatch("one_to_all")
-    def open_sender(self, options: dict[str, Any]) -> Problem | None:
+    def open_sender(self, options: Mapping[str, object]) -> Problem | None:
         """See Sender.open."""
         return self._attempt(lambda sending: sending.open(options))
 
@@ -323,7 +323,7 @@ class RemoteSender(Sender):
         for problem in filter(None, problems):
             raise WeightSyncError(*problem)
 
-    def _call(self, method: str, *args: Any, check: Check = no_check) -> Any:
+    def _call(self, method: str, *args: object, check: Check = no_check) -> object:
         """Return the answer of the processes. An error of ``check`` is raised when they are free again."""
         failure: WorkerError | None = None
         handle: Handle | None = None
@@ -389,11 +389,11 @@ class WeightChannel:
         self.directory, self.device, self.timeout_s = directory, device, timeout_s
         self.generation = 0
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Begin a new generation: return what the receivers need to connect. ``open`` follows."""
         self.close()
         self.generation += 1
-        options: dict[str, Any] = {"kind": self.kind, "generation": self.generation}
+        options: dict[str, object] = {"kind": self.kind, "generation": self.generation}
         if self.kind == "disk":
             return options | {"directory": str(self.directory)}
         if self.kind == "collective":
@@ -404,7 +404,7 @@ class WeightChannel:
             drain(pipe)
         return options
 
-    def open(self, options: Mapping[str, Any], check: Check = no_check) -> None:
+    def open(self, options: Mapping[str, object], check: Check = no_check) -> None:
         """See Sender.open."""
         self.sender.open(options, check)
 
@@ -428,9 +428,9 @@ class WeightChannel:
                 message = f"refused weights of version {version}: {answer['problem']}"
                 raise WeightSyncError(f"rollout process {rank} {message}", hint)
 
-    def _answer(self, channel: Channel) -> dict[str, Any] | None:
+    def _answer(self, channel: Channel) -> dict[str, object] | None:
         try:
-            answer = cast(dict[str, Any], channel.get(_POLL_S))
+            answer = cast(dict[str, object], channel.get(_POLL_S))
         except ChannelTimeout:
             return None
         return answer if answer["generation"] == self.generation else None

@@ -6,9 +6,10 @@ Legend: A action dimensions, V cameras, H x W image, S state dimensions.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,11 @@ from numpy.typing import NDArray
 from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import choose_gl, is_fast, simplify
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
-from embodrl.envs.stepping import EpisodeRules
+from embodrl.envs.stepping import CameraSettings, EpisodeRules, RewardOptions
 from embodrl.errors import EnvError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10, which simulators may run in
 
 SUCCESS_KEYS = ("success", "is_success")
 RETURN = "return"
@@ -244,7 +248,7 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         num_envs: int,
         tasks: list[str],
         id: str,
-        cameras: list[dict[str, Any]],
+        cameras: Sequence[CameraSettings],
         instruction: str,
         action_dim: int | None = None,
         success_key: str | None = None,
@@ -255,7 +259,7 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
-        **rules: Any,
+        **rules: Unpack[RewardOptions],
     ) -> None:
         self._options: dict[str, Any] = {
             "env_id": id,
@@ -267,7 +271,8 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
             "max_episode_steps": max_episode_steps,
             "render_detail": render_detail,
         }
-        episode_rules = EpisodeRules(max_episode_steps, **{"reward_mode": "dense", **rules})
+        rules.setdefault("reward_mode", "dense")
+        episode_rules = EpisodeRules(max_episode_steps, **rules)
         super().__init__(num_envs, tasks, cameras, episode_rules, include_state, max_chunk, video_fps)
         if action_dim is not None and action_dim != self.spec.action_dim:
             raise EnvError(

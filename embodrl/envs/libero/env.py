@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from embodrl.envs.libero.sim import LiberoScene, LiberoSim, SceneOptions
 from embodrl.envs.simulator import Simulator, SimulatorVectorEnv
-from embodrl.envs.stepping import EpisodeRules
+from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
+
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10, which simulators may run in
 
 
 class LiberoVectorEnv(SimulatorVectorEnv):
@@ -32,7 +36,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         num_envs: int,
         suite: str,
         tasks: list[str],
-        cameras: list[dict[str, Any]],
+        cameras: Sequence[CameraSettings],
         include_state: bool = False,
         max_chunk: int = 8,
         libero_assets: str | None = None,
@@ -40,7 +44,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
-        **rules: Any,
+        **rules: Unpack[RuleOptions],
     ) -> None:
         self._options = SceneOptions(
             suite=suite,

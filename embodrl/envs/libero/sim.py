@@ -22,7 +22,7 @@ from embodrl.envs.libero.controller import ArmModel, OscController
 from embodrl.envs.libero.init_states import read_init_states
 from embodrl.envs.libero.suites import SUITES, TaskFacts, init_state_of
 from embodrl.envs.mujoco.faults import Divergence
-from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, make_camera
+from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, named_camera
 from embodrl.envs.mujoco.types import MjModel
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, MissingDependencyError
@@ -88,7 +88,7 @@ def import_libero(assets: str | None) -> Path:
         try:
             _silence_robosuite()
             libero = importlib.import_module("libero.libero")
-            package = Path(libero.__file__).parent
+            package = Path(libero.__file__ or "").parent
             named = assets or os.environ.get("EMBODRL_LIBERO_ASSETS")
             folder_of_assets = Path(named).expanduser() if named else package / "assets"
             if not (folder_of_assets / "scenes").is_dir():
@@ -163,8 +163,8 @@ class LiberoScene:
         self.rest = self.arm.measure(self.env.sim.data._data)
         height, width = max(options.height, options.video_size[0]), max(options.width, options.video_size[1])
         self.renderer = SceneRenderer(self.model, height, width, options.render_detail, (COLLISION_GROUP,))
-        self.cameras = [make_camera(self.model, {"name": CAMERAS[name]}) for name in options.cameras]
-        self.film_camera = make_camera(self.model, {"name": CAMERAS["agentview"]})
+        self.cameras = [named_camera(self.model, CAMERAS[name]) for name in options.cameras]
+        self.film_camera = named_camera(self.model, CAMERAS["agentview"])
         self._active: LiberoSim | None = None
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves a lot behind

@@ -6,6 +6,7 @@ Legend: B environments, A action dimensions, V cameras, H x W image, S state dim
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.maniskill.fleet import Fleet
 from embodrl.envs.maniskill.tasks import TASKS
-from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
+from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, StepResult, make_spec
 
 
 class ManiSkillVectorEnv(SteppingEnv):
@@ -42,7 +43,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         self,
         num_envs: int,
         tasks: list[str],
-        cameras: list[dict[str, Any]],
+        cameras: Sequence[CameraSettings],
         max_episode_steps: int = 50,
         reward_mode: str = "dense_delta",
         success_bonus: float = 1.0,
@@ -61,7 +62,7 @@ class ManiSkillVectorEnv(SteppingEnv):
             num_envs,
             tuple(tasks),
             {
-                "cameras": {c["name"]: {k: v for k, v in c.items() if k != "name"} for c in cameras},
+                "cameras": {camera["name"]: camera for camera in cameras},
                 "sim_backend": "physx_cuda" if sim_backend == "physx_cuda" else "physx_cpu",
                 "render_backend": render_backend,
                 "render_detail": render_detail,

@@ -5,17 +5,59 @@ They work on the present state only (a phase may advance, never the clock), so t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.experts.base import CLOSED, OPEN, ROTATION_STEP_RAD, Expert, reach
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Vector = NDArray[np.float32]
 
 
-def _position(thing: Any) -> Vector:
+class Pose(Protocol):
+    """Poses of N environments."""
+
+    p: Tensor  # position, [N,3], m
+
+    def to_transformation_matrix(self) -> Tensor:
+        """Return ``[N,4,4]``."""
+        ...
+
+
+class Actor(Protocol):
+    """A body of ManiSkill's, in N environments."""
+
+    pose: Pose
+    angular_velocity: Tensor  # [N,3], rad/s
+
+
+class Agent(Protocol):
+    """The robot."""
+
+    tcp: Actor
+
+    def is_grasping(self, object: Actor) -> Tensor:
+        """Return ``bool[N]``."""
+        ...
+
+
+class Task(Protocol):
+    """A ManiSkill environment with what the experts look at; a task has those that its expert needs."""
+
+    agent: Agent
+    obj: Actor
+    goal_region: Actor
+    goal_site: Actor
+    cubeA: Actor
+    cubeB: Actor
+    peg: Actor
+
+
+def _position(thing: Actor) -> Vector:
     result: Vector = thing.pose.p[0].cpu().numpy().astype(np.float32)
     return result
 
@@ -38,7 +80,7 @@ class SlideCube(Expert):
     def __init__(self, direction: float) -> None:
         self.direction = direction
 
-    def act(self, env: Any) -> Vector:
+    def act(self, env: Task) -> Vector:
         """See Expert."""
         tcp, cube, goal = _position(env.agent.tcp), _position(env.obj), _position(env.goal_region)
         start = _offset(cube, x=-self.direction * self.behind_m)
@@ -68,14 +110,14 @@ class PickCube(Expert):
         self.cube = cube
         self.closing = 0
 
-    def act(self, env: Any) -> Vector:
+    def act(self, env: Task) -> Vector:
         """See Expert."""
         tcp, cube = _position(env.agent.tcp), _position(getattr(env, self.cube))
         if bool(env.agent.is_grasping(getattr(env, self.cube))[0]):
             return self.carry(env, tcp, cube)
         return self.grasp(env, tcp, cube)
 
-    def grasp(self, env: object, tcp: Vector, cube: Vector) -> Vector:
+    def grasp(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
         """Return the action that goes for the cube."""
         if np.linalg.norm(tcp[:2] - cube[:2]) > 0.015:
             self.closing = 0
@@ -86,7 +128,7 @@ class PickCube(Expert):
         self.closing = (self.closing + 1) % 6
         return reach(tcp, cube, CLOSED)
 
-    def carry(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
+    def carry(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
         """Return the action with the cube in hand."""
         return reach(tcp, tcp + _position(env.goal_site) - cube, CLOSED)
 
@@ -99,14 +141,14 @@ class StackCube(PickCube):
     def __init__(self) -> None:
         super().__init__("cubeA")
 
-    def act(self, env: Any) -> Vector:
+    def act(self, env: Task) -> Vector:
         """See Expert."""
         tcp, top, base = _position(env.agent.tcp), _position(env.cubeA), _position(env.cubeB)
         if np.linalg.norm(top[:2] - base[:2]) < 0.02 and abs(top[2] - base[2] - 0.04) < 0.006:
             return reach(tcp, _offset(tcp, z=0.02), OPEN)
         return super().act(env)
 
-    def grasp(self, env: object, tcp: Vector, cube: Vector) -> Vector:
+    def grasp(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
         """See PickCube; turn the gripper where it would hold the cube by its edges, which slips on the way."""
         turn_rad = self._misalignment(env)
         if abs(turn_rad) > self.aligned_rad and self.closing == 0:
@@ -119,14 +161,14 @@ class StackCube(PickCube):
         action[5] = np.clip(-2 * excess_rad / ROTATION_STEP_RAD, -1, 1)
         return action
 
-    def _misalignment(self, env: Any) -> float:
+    def _misalignment(self, env: Task) -> float:
         """Return by how much the gripper must turn about the vertical to close on two faces: +-45 degrees at most."""
         cube = env.cubeA.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy()
         fingers = env.agent.tcp.pose.to_transformation_matrix()[0, :3, 1].cpu().numpy()
         angle = float(np.arctan2(cube[1], cube[0]) - np.arctan2(fingers[1], fingers[0]))
         return (angle + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
-    def carry(self, env: Any, tcp: Vector, cube: Vector) -> Vector:
+    def carry(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
         """See PickCube."""
         base = _position(env.cubeB)
         apart = float(np.linalg.norm(cube[:2] - base[:2]))
@@ -156,7 +198,7 @@ class LiftPegUpright(Expert):
         self.closing = 0
         self.side = 0.0
 
-    def act(self, env: Any) -> Vector:
+    def act(self, env: Task) -> Vector:
         """See Expert."""
         tcp, peg = _position(env.agent.tcp), _position(env.peg)
         axis = env.peg.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy().astype(np.float32)

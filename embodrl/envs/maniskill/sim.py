@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +19,7 @@ from embodrl.envs.maniskill.rendering import (
     simplify_ground,
 )
 from embodrl.envs.maniskill.tasks import TASKS
+from embodrl.envs.stepping import CameraSettings
 from embodrl.errors import EnvError
 
 
@@ -46,7 +48,7 @@ class ManiSkillSim:
         self,
         task: str,
         num_envs: int,
-        cameras: dict[str, dict[str, Any]],
+        cameras: Mapping[str, CameraSettings],
         sim_backend: str,
         render_backend: str,
         render_detail: str,
@@ -102,7 +104,7 @@ class ManiSkillSim:
         self.state_dim = 2 * int(self.env.agent.robot.max_dof)
         self.control_hz = float(self.env.control_freq)
 
-    def _place_cameras(self, cameras: dict[str, dict[str, Any]]) -> None:
+    def _place_cameras(self, cameras: Mapping[str, CameraSettings]) -> None:
         """Put the configured cameras in place of the task's own, whose place and view are the default."""
         from mani_skill.sensors.camera import Camera, CameraConfig
         from mani_skill.utils.sapien_utils import look_at

@@ -6,9 +6,9 @@ Legend: A action dimensions, V cameras, H x W image, S state dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,11 @@ from embodrl.envs.metaworld.tasks import INSTRUCTIONS
 from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
-from embodrl.envs.stepping import EpisodeRules
+from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
 from embodrl.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10, which simulators may run in
 
 MAX_REWARD = 10.0
 """Meta-World's dense rewards lie between 0 and this, which they reach at success."""
@@ -49,7 +52,7 @@ class MetaWorldSimulator(Simulator):
     def __init__(
         self,
         task: str,
-        cameras: list[dict[str, Any]],
+        cameras: Sequence[CameraSettings],
         film_size: tuple[int, int],
         renderers: dict[str, SceneRenderer],
         render_detail: str,
@@ -73,7 +76,7 @@ class MetaWorldSimulator(Simulator):
         self.control_hz = 1 / env.dt
         self._divergence = Divergence()
         self._obs: NDArray[np.float64] = np.zeros(0)
-        self._expert: Any = None
+        self._expert: object = None
         self._size = (cameras[0]["height"], cameras[0]["width"])
         self._film_size = film_size
         self._cameras = [(make_camera(env.model, each), _is_upside_down(each)) for each in cameras]
@@ -134,7 +137,7 @@ class MetaWorldSimulator(Simulator):
         """See Simulator; its renderer belongs to all."""
 
 
-def _is_upside_down(camera: Mapping[str, object]) -> bool:
+def _is_upside_down(camera: CameraSettings) -> bool:
     return camera["name"] in UPSIDE_DOWN and camera.get("eye") is None
 
 
@@ -158,13 +161,13 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         self,
         num_envs: int,
         tasks: list[str],
-        cameras: list[dict[str, Any]],
+        cameras: Sequence[CameraSettings],
         include_state: bool = False,
         max_chunk: int = 8,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
-        **rules: Any,
+        **rules: Unpack[RuleOptions],
     ) -> None:
         choose_gl()
         self._cameras, self._detail = cameras, render_detail

@@ -11,13 +11,13 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.mujoco.meshes import lighten_meshes
 from embodrl.envs.mujoco.types import GLContext, MjData, MjModel
+from embodrl.envs.stepping import CameraSettings
 from embodrl.errors import EnvError, MissingDependencyError
 
 RENDER_DETAILS = ("auto", "full", "fast")
@@ -156,34 +156,43 @@ class SceneRenderer:
         self._context.free()
 
 
-def make_camera(model: MjModel, settings: dict[str, Any]) -> SceneCamera:
+def make_camera(model: MjModel, settings: CameraSettings) -> SceneCamera:
     """Return the camera of ``{name, fov_rad, eye, target}``: one of the model's, or a free one with a place.
-
-    The field of view of one of the model's is written into the model.
 
     Raises:
         EnvError: the model has no camera of that name, and no place is given.
     """
+    fov_rad, eye, target = settings.get("fov_rad"), settings.get("eye"), settings.get("target")
+    fov_deg = None if fov_rad is None else math.degrees(fov_rad)
+    if eye is None or target is None:
+        return named_camera(model, settings["name"], fov_deg)
     mujoco = import_module("mujoco")
-
     camera = mujoco.MjvCamera()
-    fov_deg = None if settings.get("fov_rad") is None else math.degrees(settings["fov_rad"])
-    if settings.get("eye") is not None:
-        look = np.subtract(settings["target"], settings["eye"])
-        camera.type = mujoco.mjtCamera.mjCAMERA_FREE
-        camera.lookat[:] = settings["target"]
-        camera.distance = float(np.linalg.norm(look))
-        camera.azimuth = math.degrees(math.atan2(look[1], look[0]))
-        camera.elevation = math.degrees(math.asin(look[2] / camera.distance))
-        return SceneCamera(camera, fov_deg)
+    look = np.subtract(target, eye)
+    camera.type = mujoco.mjtCamera.mjCAMERA_FREE
+    camera.lookat[:] = target
+    camera.distance = float(np.linalg.norm(look))
+    camera.azimuth = math.degrees(math.atan2(look[1], look[0]))
+    camera.elevation = math.degrees(math.asin(look[2] / camera.distance))
+    return SceneCamera(camera, fov_deg)
+
+
+def named_camera(model: MjModel, name: str, fov_deg: float | None = None) -> SceneCamera:
+    """Return one of the model's cameras; a field of view is written into the model.
+
+    Raises:
+        EnvError: the model has no camera of that name.
+    """
+    mujoco = import_module("mujoco")
     known = [model.camera(index).name for index in range(model.ncam)]
-    if settings["name"] not in known:
+    if name not in known:
         raise EnvError(
-            f"the scene has no camera '{settings['name']}'",
+            f"the scene has no camera '{name}'",
             f"name one of {', '.join(known)}, or give env.cameras eye and target",
         )
+    camera = mujoco.MjvCamera()
     camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
-    camera.fixedcamid = known.index(settings["name"])
+    camera.fixedcamid = known.index(name)
     if fov_deg is not None:
         model.cam_fovy[camera.fixedcamid] = fov_deg
     return SceneCamera(camera)
