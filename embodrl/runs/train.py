@@ -484,19 +484,24 @@ def _execute(
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
             hint = "; then ".join(filter(None, (error.hint, how_to_go_on(run_dir))))
             raise type(error)(error.message, hint, code=error.code) from error
-        if runner.finished:
-            export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
-        if not runner.saved:
-            logger.error("%s", what_is_left(run_dir, runner.iteration))
-        if rows := read_metrics(run_dir / METRICS_FILE):
-            console.message(f"report: {write_report(run_dir)}")
-            if runner.finished:
-                console.phase("finished")
-                for line in summary_lines(run_dir, rows):
-                    console.message(line)
-        if not runner.finished and runner.saved:
-            console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
+        _close(config, run_dir, runner, parts, console)
     return TrainResult(run_dir, code, parts.policy)
+
+
+def _close(config: Config, run_dir: Path, runner: Runner, parts: Parts, console: Console) -> None:
+    """Export the policy, write the report, and print what a user needs next."""
+    if runner.finished:
+        export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
+    if not runner.saved:
+        logger.error("%s", what_is_left(run_dir, runner.iteration))
+    if rows := read_metrics(run_dir / METRICS_FILE):
+        console.message(f"report: {write_report(run_dir)}")
+        if runner.finished:
+            console.phase("finished")
+            for line in summary_lines(run_dir, rows):
+                console.message(line)
+    if not runner.finished and runner.saved:
+        console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
 
 
 def _check_machine(config: Config, deployment: Deployment) -> None:

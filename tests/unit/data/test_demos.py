@@ -134,7 +134,7 @@ def test_damaged_demonstrations_are_named(tmp_path, kind, name):
     damage(tmp_path, kind)
     with pytest.raises(EmbodrlError, match=f"{name}.* is damaged") as refused:
         load_demos(tmp_path)
-    assert "collect the demonstrations anew" in refused.value.hint
+    assert "re-collect the demonstrations" in refused.value.hint
 
 
 def test_what_a_killed_collection_left_is_refused_and_not_mixed_in(tmp_path):

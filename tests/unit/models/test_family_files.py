@@ -20,6 +20,7 @@ from embodrl.models.registry import build_policy
 from embodrl.workers import policy as policy_worker
 
 WEIGHTS = "model.safetensors"
+LAYERS = ("LlamaDecoderLayer", "Qwen3DecoderLayer", "GemmaLayer", "Block", "SiglipEncoderLayer")
 
 
 def build(family: str, method: str | None = None, **changes: object) -> tuple[object, LoadReport]:
@@ -141,7 +142,13 @@ def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
         return hook
 
     for name, module in policy.named_modules():
-        if type(module).__name__ in ("LlamaDecoderLayer", "Qwen3DecoderLayer", "GemmaLayer", "Block", "SiglipLayer"):
+        if type(module).__name__ in (
+            "LlamaDecoderLayer",
+            "Qwen3DecoderLayer",
+            "GemmaLayer",
+            "Block",
+            "SiglipEncoderLayer",
+        ):
             module.register_forward_pre_hook(count(name))
     from test_model_contracts import observation
 

@@ -17,7 +17,7 @@ from transformers import SiglipVisionModel as ReferenceSiglip
 from embodrl.models.common.attention import attention
 from embodrl.models.common.gemma import AdaptiveRMSNorm, GemmaModel, GemmaSpec, RMSNorm, rotary, rotate
 from embodrl.models.common.images import resize_with_pad
-from embodrl.models.common.siglip import SiglipSpec, SiglipVisionModel
+from embodrl.models.common.siglip import SiglipSpec, SiglipTower
 from embodrl.models.pi.config import PI0_FULL, PI05_FULL, PiConfig
 from embodrl.models.pi.modeling import PiModel, init_weights, time_embedding
 
@@ -39,7 +39,7 @@ def randomize(module: nn.Module, scale: float = 0.3) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu"])
 def test_siglip_is_the_one_of_transformers(activation: str):
-    ours = SiglipVisionModel(SIGLIP)
+    ours = SiglipTower(SIGLIP)
     randomize(ours)
     settings = {"image_size": 28, "patch_size": 14, "hidden_size": 32, "intermediate_size": 48}
     config = SiglipVisionConfig(
