@@ -13,6 +13,7 @@ from embodrl.config.check import allowed_values, prune, schema_of, validate
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
+from embodrl.config.renamed import replace_former_values
 from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
@@ -143,6 +144,7 @@ def finish(
     tree = composition.tree
     not_imported = import_extensions(tree)  # first: they bring settings
     removed = remove_special(tree, schema_of(tree))
+    renamed = replace_former_values(tree)
     fill_derived(tree)
     removed += resolve_references(tree, schema_of(tree))
     problems = composition.problems + removed + not_imported
@@ -159,7 +161,7 @@ def finish(
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
     origins = {key: origin_of_value(tree, key) for key in keys}
-    notes = composition.notes + report.notes
+    notes = composition.notes + renamed + report.notes
     return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles)
 
 
