@@ -86,11 +86,16 @@ class Ours:
 
     def __init__(self, size: int, device: str) -> None:
         from embodrl.envs.maniskill.sim import ManiSkillSim
+        from embodrl.envs.stepping import CameraSettings
 
         self.sim = ManiSkillSim(
             TASK,
             1,
-            cameras={"base_camera": {"width": size, "height": size}},
+            cameras={
+                "base_camera": CameraSettings(
+                    name="base_camera", height=size, width=size, fov_rad=None, eye=None, target=None
+                )
+            },
             sim_backend="physx_cpu",
             render_backend="cpu" if device.startswith("pci") else "gpu",
             render_detail="auto",

@@ -422,6 +422,7 @@ def in_words(annotation: object, metadata: list[Any]) -> str:
         return f"a list of {number} item{'s' if number != 'at least 1' else ''}, each {in_words(args[0], [])}"
     if origin is dict:
         return "a mapping of text to text"
+    name = NAMES.get(annotation, "")
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a mapping with the keys {', '.join(annotation.model_fields)}"
-    return " ".join([NAMES.get(annotation, ""), " and ".join(limits)]).strip()
+    return " ".join([name, " and ".join(limits)]).strip()

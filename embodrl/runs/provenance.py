@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def add_provenance(run_dir: Path, config_yaml: str, old_yaml: str | None, iterat
     return lines
 
 
-def describe_process() -> dict[str, object]:
+def describe_process() -> dict[str, Any]:
     """Return command, start time, host and versions of this process."""
     return {
         "command": shlex.join(["embodrl", *sys.argv[1:]]) if _is_cli() else shlex.join(sys.argv),
@@ -82,7 +81,7 @@ def describe_process() -> dict[str, object]:
     }
 
 
-def git_state(directory: Path) -> dict[str, object]:
+def git_state(directory: Path) -> dict[str, Any]:
     """Return ``commit`` and ``dirty`` of a checkout; None of both where the directory is none, or git is missing."""
     if not (directory / ".git").exists():
         return {"commit": None, "dirty": None}
@@ -94,7 +93,7 @@ def git_state(directory: Path) -> dict[str, object]:
     return {"commit": commit, "dirty": dirty}
 
 
-def changed_keys(old: Mapping[str, object], new: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return dotted key -> (old, new) of the values that differ; keys that only one of both has are new or removed
     settings of another version, not changes of the user.
     """

@@ -181,7 +181,7 @@ def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor])
 
 
 def call_all(
-    function: Callable[[Episode], object], episodes: list[Episode], settings: RewardConfig
+    function: Callable[[Episode], Any], episodes: list[Episode], settings: RewardConfig
 ) -> tuple[list[Tensor | RewardError], int]:
     """Call a reward function, sync or async, for every episode, some of them at the same time.
 
@@ -200,7 +200,7 @@ def call_all(
 
 
 async def _call_all(
-    function: Callable[[Episode], object], episodes: list[Episode], settings: RewardConfig
+    function: Callable[[Episode], Any], episodes: list[Episode], settings: RewardConfig
 ) -> tuple[list[Tensor | RewardError], int]:
     room = asyncio.Semaphore(settings.max_concurrency)
     failed = 0
@@ -250,7 +250,7 @@ async def _invoke(function: Callable[[Episode], Any], episode: Episode) -> Any:
     return await asyncio.wrap_future(future)
 
 
-def _settle(setter: Callable[[object], None], value: object) -> None:
+def _settle(setter: Callable[[Any], None], value: Any) -> None:
     """Hand over a result, unless nobody waits for it any more."""
     try:
         setter(value)

@@ -323,7 +323,7 @@ class RemoteSender(Sender):
         for problem in filter(None, problems):
             raise WeightSyncError(*problem)
 
-    def _call(self, method: str, *args: object, check: Check = no_check) -> object:
+    def _call(self, method: str, *args: object, check: Check = no_check) -> Any:
         """Return the answer of the processes. An error of ``check`` is raised when they are free again."""
         failure: WorkerError | None = None
         handle: Handle | None = None

@@ -95,7 +95,7 @@ class Trajectory:
                 "add the result of `act`, as it is, to its output",
             )
 
-        def padded(column: object) -> Tensor:
+        def padded(column: Any) -> Tensor:
             tensor = torch.as_tensor(column)
             return torch.cat([tensor, tensor.new_zeros(chunk - played)])
 
@@ -231,7 +231,7 @@ def stack_trajectories(
 
 def _column(
     trajectory: Trajectory | None, template: Trajectory, num_steps: int, bootstrap: bool, keep_frames: bool
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return the columns ``[T,...]`` of one episode, with ``values [T+1,K]``."""
     played = trajectory or Trajectory(template.task, template.chunks[:1])
     chunks = played.chunks

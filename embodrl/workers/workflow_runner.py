@@ -254,7 +254,7 @@ class WorkflowCollector(SyncCollector):
     ) -> None:
         super().__init__(config, pool, engine, should_stop, keep_frames, share)
         self.player = WorkflowRunner(config, pool, engine, keep_frames, workflow)
-        self._metas: list[dict[str, object]] = []
+        self._metas: list[dict[str, Any]] = []
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See Collector.
@@ -268,7 +268,7 @@ class WorkflowCollector(SyncCollector):
         self._metas = []
         return super().gather(iteration)
 
-    def metas(self) -> list[dict[str, object]]:
+    def metas(self) -> list[dict[str, Any]]:
         """See SyncCollector."""
         return self._metas
 

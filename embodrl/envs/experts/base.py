@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ class Expert(ABC):
     """Plays one episode of one task; sees the simulator's state."""
 
     @abstractmethod
-    def act(self, env: object) -> NDArray[np.float32]:
+    def act(self, env: Any) -> NDArray[np.float32]:
         """Return the next action ``float32[7]`` in [-1, 1] for a single ManiSkill environment."""
 
 
@@ -38,7 +39,7 @@ def is_reachable(point_m: NDArray[np.floating]) -> bool:
 
 
 def reach(
-    tcp_m: NDArray[np.float32], target_m: NDArray[np.float32], gripper: float, gain: float = 2.0
+    tcp_m: NDArray[np.float32], target_m: NDArray[np.floating], gripper: float, gain: float = 2.0
 ) -> NDArray[np.float32]:
     """Return the action that moves the tool centre point ``tcp_m[3]`` towards ``target_m[3]``.
 

@@ -219,7 +219,7 @@ class LiftPegUpright(Expert):
         self.closing = (self.closing + 1) % 8
         return reach(tcp, grip, self.grip_force)
 
-    def _raise(self, tcp: Vector, peg: Vector, axis: Vector, lean: Vector) -> Vector:
+    def _raise(self, tcp: Vector, peg: Vector, axis: NDArray[np.floating], lean: NDArray[np.floating]) -> Vector:
         """Return the action with the peg in hand; ``axis`` points to its head, ``lean`` is where it will soon."""
         above_m = float(tcp[2] - peg[2])
         target = tcp.copy()

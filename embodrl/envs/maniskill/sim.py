@@ -113,13 +113,13 @@ class ManiSkillSim:
         stock = env._sensor_configs
         for name, camera in cameras.items():
             default = stock[name] if name in stock else next(iter(stock.values()))
-            has_place = camera.get("eye") is not None
+            has_place, fov_rad = camera.get("eye") is not None, camera.get("fov_rad")
             config = CameraConfig(
                 uid=name,
                 pose=look_at(eye=camera["eye"], target=camera["target"]) if has_place else default.pose,
                 width=camera["width"],
                 height=camera["height"],
-                fov=camera["fov_rad"] if camera.get("fov_rad") is not None else default.fov,
+                fov=default.fov if fov_rad is None else fov_rad,
                 near=default.near,
                 far=default.far,
             )

@@ -76,7 +76,7 @@ class MetaWorldSimulator(Simulator):
         self.control_hz = 1 / env.dt
         self._divergence = Divergence()
         self._obs: NDArray[np.float64] = np.zeros(0)
-        self._expert: object = None
+        self._expert: Any = None
         self._size = (cameras[0]["height"], cameras[0]["width"])
         self._film_size = film_size
         self._cameras = [(make_camera(env.model, each), _is_upside_down(each)) for each in cameras]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.stepping import EpisodeRules, SteppingEnv, StepResult, make_spec
+from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, StepResult, make_spec
 from embodrl.envs.toy.tasks import INSTRUCTIONS
 
 _COLOURS = {"reach-red": (255, 0, 0), "reach-green": (0, 255, 0)}
@@ -43,7 +43,9 @@ class ToyVectorEnv(SteppingEnv):
         auto_reset: bool = True,
         ignore_terminations: bool = False,
     ) -> None:
-        camera = {"name": "base_camera", "height": image_size, "width": image_size}
+        camera = CameraSettings(
+            name="base_camera", height=image_size, width=image_size, fov_rad=None, eye=None, target=None
+        )
         bounds = ((-1.0,) * action_dim, (1.0,) * action_dim)
         spec = make_spec(num_envs, tasks, [camera], bounds, 2 if include_state else 0, max_chunk)
         rules = EpisodeRules(max_episode_steps, auto_reset=auto_reset, ignore_terminations=ignore_terminations)
