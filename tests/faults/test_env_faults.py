@@ -35,6 +35,16 @@ def faulty_pool(fault, marker, **kwargs):
     return EnvPool.create("faulty", kwargs, total_num_envs=4, num_processes=2, shard_kwargs=shards, **options)
 
 
+def test_an_exception_in_the_first_chunk_ends_the_pool_without_a_restart():
+    options = {"extensions": ["faulty_envs"], "max_restarts": 10}
+    with EnvPool.create("faulty", {"fault": "raise"}, total_num_envs=2, num_processes=1, **options) as pool:
+        pool.reset(SEEDS, TASKS)
+        with pytest.raises(EnvRaised, match="contact solver diverged") as raised:
+            pool.step(ACTIONS)
+        assert pool.faults.restarts == 0
+        assert "worker_main.py" not in str(raised.value)  # the traceback begins in the user's file
+
+
 def is_gone(pid):
     """Whether the process has ended; one that only waits to be reaped (by whatever is process 1 here) has."""
     try:
@@ -297,12 +307,23 @@ def test_a_request_that_raises_is_not_repeated(tmp_path):
         assert pool.faults.restarts == 0
 
 
-def test_faults_that_go_on_stop_with_the_cause():
+def test_faults_that_persist_stop_with_the_cause():
+    managers = [EnvManager("faulty", {"fault": "raise", "at_step": 2}, extensions=["faulty_envs"])]
+    with EnvPool(managers, max_restarts=2) as pool:
+        pool.reset(SEEDS, TASKS)
+        for _ in range(5):  # the second chunk of every process raises
+            pool.step(ACTIONS)
+        with pytest.raises(EnvRaised, match=r"given up after 2 restarts(.|\n)*contact solver diverged"):
+            pool.step(ACTIONS)
+        assert pool.faults.restarts == 2
+
+
+def test_an_exception_in_the_first_reset_ends_the_pool_without_a_restart():
     managers = [EnvManager("faulty", {"fault": "reset"}, extensions=["faulty_envs"])]
     with EnvPool(managers, max_restarts=2) as pool:
-        with pytest.raises(EnvRaised, match=r"given up after 2 restarts(.|\n)*the scene is broken"):
+        with pytest.raises(EnvRaised, match="the scene is broken"):
             pool.reset(SEEDS, TASKS)
-        assert pool.faults.restarts == 2
+        assert pool.faults.restarts == 0
 
 
 @pytest.mark.parametrize("fault", ["nan_reward", "nan_state"])

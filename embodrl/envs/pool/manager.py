@@ -104,6 +104,7 @@ class EnvManager:
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
         self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
         self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
+        self.succeeded: set[Kind] = set()  # RESET, STEP: kinds of requests that have been answered at least once
         self.lasting: dict[str, Mapping[str, Any] | None] = {}  # what a simulator built anew is asked again, by EnvPool
         self._config = {
             "env_type": target if isinstance(target, str) else env_type,
@@ -319,6 +320,7 @@ class EnvManager:
         """
         frame = self._receive(Kind.RESET, self.timeouts.reset_s if timeout is None else timeout)
         observation = self._running_ring().slots[frame.number].observation()
+        self.succeeded.add(Kind.RESET)
         return copy_observation(observation) if copy else observation
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
@@ -355,6 +357,7 @@ class EnvManager:
         ended = np.flatnonzero(seeded & step.done & self._auto_reset)
         self.seeds[ended] = [next_seed(seed) for seed in self.seeds[ended].tolist()]
         self.task_ids[:] = step.observation.task_id
+        self.succeeded.add(Kind.STEP)
         return copy_step(step) if copy else step
 
     def step(
