@@ -6,7 +6,7 @@ SHELL := bash
 
 BIN := .venv/bin
 ARGS ?=
-CORES := $(shell nproc 2>/dev/null || echo 2)
+CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 

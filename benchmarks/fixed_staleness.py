@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     """Train; return the exit code."""
     LaggedRollout.lag = int(arguments[0])
     build.make_collector = make_source  # type: ignore[assignment]
-    return runner.train(load_config(["env=maniskill", "model=openvla", *arguments[1:]]))
+    return runner.train(load_config(["env=maniskill", "model=openvla", *arguments[1:]])).exit_code
 
 
 if __name__ == "__main__":

@@ -94,10 +94,10 @@ def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResu
         EmbodrlError: the configuration is invalid, something is missing, or the run failed.
     """
     loaded = _measured(_load(config, overrides))
-    from embodrl.runs.train import run_training
+    from embodrl.runs.train import train as run
 
     with _torch_settings():
-        return run_training(loaded)
+        return run(loaded)
 
 
 def evaluate(

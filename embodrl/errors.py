@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent)
+MAX_FRAMES = 6
 
 
 class EmbodrlError(Exception):
@@ -288,3 +293,20 @@ class WeightVersionError(WeightSyncError):
 
 class WeightLayoutError(WeightSyncError):
     """Names or shapes are not those of the policy that should take them."""
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of a traceback that are in the user's own files, the innermost last: not in embodrl, installed
+    packages or the standard library. At most ``MAX_FRAMES``.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    standard = str(Path(traceback.__file__).parent)
+    foreign = (_PACKAGE, standard, "<")
+    found = [f for f in frames if not f.filename.startswith(foreign) and "site-packages" not in f.filename]
+    return found[-MAX_FRAMES:]
+
+
+def user_location(error: BaseException) -> str:
+    """Return ``"FILE:LINE in FUNCTION"`` of the innermost frame in the user's files; "" without one."""
+    frames = user_frames(error)
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""

@@ -81,7 +81,7 @@ PLACEMENT = """\
 `cluster.component_placement` maps components to devices: `actor,rollout: 0`. A place is `all`, or pieces
 `devices[:processes]` separated by commas, each a rank or a range: `0`, `0-3`, `0-1:0-3` (two devices, four processes);
 `LABEL/0-3` counts the devices of a node group. Every component (`actor`, `rollout`, `env`) is placed exactly once.
-A machine without a GPU has one device, the CPU. The backends `native` and `huggingface` are one process on one device,
+A machine without a GPU has one device, the CPU. The backend `native` is one process on one device,
 so actor and rollout are placed on `all` or on one device, the same for both. [placement.md](placement.md) has more, and
 `embodrl plan train` shows what follows.
 """

@@ -1,6 +1,8 @@
 """Draws docs/images from recorded runs: learning curves of several seeds, and frames of an evaluation video.
 
-python scripts/make_readme_figures.py curves docs/images/push_cube.png "PushCube-v1" RUN.jsonl [RUN.jsonl ...]
+A RUN is a run directory or a metrics.jsonl. matplotlib is in the extra `plots`.
+
+python scripts/make_readme_figures.py curves docs/images/push_cube.png "PushCube-v1" RUN [RUN ...]
 python scripts/make_readme_figures.py modes docs/images/staleness.png "PushCube-v1" "synchronous=A.jsonl,B.jsonl" ...
 python scripts/make_readme_figures.py tasks docs/images/push_and_pull.png "Push and Pull" RUN.jsonl [RUN.jsonl ...]
 python scripts/make_readme_figures.py table RUN.jsonl [RUN.jsonl ...]
@@ -18,6 +20,16 @@ import numpy as np
 from embodrl.reporting.intervals import wilson_interval
 
 FRAMES_A_ROW = 5
+
+
+def run_label(path: Path) -> str:
+    """Return the name of a run: that of RUN/metrics.jsonl is RUN's, that of another file its own."""
+    return path.absolute().parent.name if path.name == "metrics.jsonl" else path.stem
+
+
+def run_file(name: str) -> Path:
+    """Return the metrics of a run, given as its directory or as a file."""
+    return Path(name) / "metrics.jsonl" if Path(name).is_dir() else Path(name)
 
 
 def read(path: Path) -> list[dict[str, float]]:
@@ -40,7 +52,7 @@ def curves(target: Path, title: str, runs: list[Path]) -> None:
         minutes = [row["time/elapsed_s"] / 60 for row in rows]
         steps = [row["env_steps"] / 1000 for row in rows]
         for axis, x in ((by_time, minutes), (by_steps, steps)):
-            axis.errorbar(x, 100 * rates, 100 * errors, marker="o", markersize=3, capsize=2, label=run.stem)
+            axis.errorbar(x, 100 * rates, 100 * errors, marker="o", markersize=3, capsize=2, label=run_label(run))
     by_time.set(xlabel="wall time, evaluation included (minutes)", ylabel="success (%)", ylim=(0, 102), title=title)
     by_steps.set(xlabel="environment steps (thousands)", title="fixed seeds, most probable action")
     for axis in (by_time, by_steps):
@@ -72,7 +84,7 @@ def table(runs: list[Path]) -> str:
                 low, high = wilson_interval(round(rate * episodes), episodes)
                 ends.append(f"{100 * rate:.1f} % ({100 * low:.0f} to {100 * high:.0f})")
             numbers = f"{rows[-1]['iteration']} | {rows[-1]['env_steps']} | {rows[-1]['time/elapsed_s'] / 60:.1f} min"
-            name = f"{run.stem} {task}".strip()
+            name = f"{run_label(run)} {task}".strip()
             lines.append(f"| {name} | {ends[0]} | {ends[1]} | {100 * (rates[-1] - rates[0]):+.1f} | {numbers} |")
     return "\n".join(lines)
 
@@ -90,7 +102,7 @@ def by_task(target: Path, title: str, runs: list[Path]) -> None:
             intervals = [wilson_interval(round(rate * episodes), episodes) for rate in rates]
             errors = 100 * np.abs(np.array(intervals).T - np.array(rates))
             steps = [row["env_steps"] / 1000 for row in rows]
-            label = f"{task or run.stem}, {episodes} episodes"
+            label = f"{task or run_label(run)}, {episodes} episodes"
             axis.errorbar(steps, 100 * np.array(rates), errors, marker="o", markersize=3, capsize=2, label=label)
     axis.set(xlabel="environment steps (thousands)", ylabel="success (%)", ylim=(0, 102), title=title)
     axis.grid(alpha=0.3)
@@ -144,13 +156,13 @@ def film(target: Path, videos: list[Path]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "table":
-        sys.exit(print(table([Path(name) for name in sys.argv[2:]])))
+        sys.exit(print(table([run_file(name) for name in sys.argv[2:]])))
     command, target = sys.argv[1], Path(sys.argv[2])
     target.parent.mkdir(parents=True, exist_ok=True)
     if command == "curves":
-        curves(target, sys.argv[3], [Path(name) for name in sys.argv[4:]])
+        curves(target, sys.argv[3], [run_file(name) for name in sys.argv[4:]])
     elif command == "tasks":
-        by_task(target, sys.argv[3], [Path(name) for name in sys.argv[4:]])
+        by_task(target, sys.argv[3], [run_file(name) for name in sys.argv[4:]])
     elif command == "modes":
         modes(target, sys.argv[3], sys.argv[4:])
     else:

@@ -37,7 +37,7 @@ install_vllm() {
 
 main() {
     local python key
-    [[ $(uname -s) == Linux ]] || die "vLLM runs on Linux" "use rollout.backend=huggingface"
+    [[ $(uname -s) == Linux ]] || die "vLLM runs on Linux" "use rollout.backend=native"
     python=$(find_python)
     key=$({ "$python" -c 'import sys; print(sys.version, sys.base_prefix)'; printf '%s\n' "$PWD"
             cat pyproject.toml constraints.txt constraints-vllm.txt scripts/setup_vllm.sh; } | sha256sum | cut -d' ' -f1)

@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -111,40 +113,55 @@ def show_notes(notes: list[ConfigProblem]) -> None:
         print(f"note: {note.paragraph()}", file=sys.stderr)
 
 
-def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
-    """Run a verb and leave with its exit code.
+@dataclass
+class Outcome:
+    """The exit code of a verb."""
+
+    code: int = EXIT_OK
+
+
+@contextmanager
+def leaving(debug: bool = False) -> Iterator[Outcome]:
+    """Run the body of a verb, report its errors on stderr, and leave with its exit code.
 
     Args:
-        action: the verb's work; returns an exit code, None for 0.
         debug: show tracebacks.
 
     Raises:
         typer.Exit: always; 0 ok, 2 configuration or usage, 1 any other error, 130 SIGINT, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
+    outcome = Outcome()
     try:
-        code = action() or EXIT_OK
+        yield outcome
     except ConfigError as error:
         print(error.report(), file=sys.stderr)
-        code = EXIT_CONFIG
+        outcome.code = EXIT_CONFIG
     except EmbodrlError as error:
         if debug:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
-        code = EXIT_CONFIG if isinstance(error, UsageError) else EXIT_ERROR
+        outcome.code = EXIT_CONFIG if isinstance(error, UsageError) else EXIT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = EXIT_SIGINT
+        outcome.code = EXIT_SIGINT
     except BrokenPipeError:
         # the reader of our output has gone, e.g. `embodrl config show | head`; nothing is left to print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_OK
+        outcome.code = EXIT_OK
     except OSError as error:
         if debug:
             traceback.print_exc()
         print(f"error: {describe_os_error(error)}", file=sys.stderr)
-        code = EXIT_ERROR
-    raise typer.Exit(code)
+        outcome.code = EXIT_ERROR
+    raise typer.Exit(outcome.code)
+
+
+def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
+    """Run a verb that returns its exit code (None for 0), as ``leaving`` does."""
+    with leaving(debug) as outcome:
+        outcome.code = action() or EXIT_OK
+    raise AssertionError("leaving always raises")
 
 
 def describe_os_error(error: OSError) -> EmbodrlError:

@@ -11,11 +11,14 @@ from embodrl.cli.app import add, make_app
 from embodrl.cli.common import EXIT_ERROR, ConfigFile, Debug, Overrides, execute, show_notes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from embodrl.config.schema import Config
     from embodrl.deployment import ProcessPlace
     from embodrl.preflight.plan import Plan
+    from embodrl.preflight.plan_memory import MemoryOf
 
 app = make_app()
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object", show_default=False)]
@@ -155,18 +158,22 @@ def _show_batches(plan: Plan, console: Console) -> None:
     )
 
 
+def _without_repeats(memories: Sequence[MemoryOf]) -> list[tuple[MemoryOf, int]]:
+    """Return each kind of memory once, with the number of memories that look the same."""
+    unlike: dict[tuple[object, ...], list[MemoryOf]] = {}
+    for memory in memories:
+        key = (memory.device < 0, tuple(memory.needed.items()), memory.available)
+        unlike.setdefault(key, []).append(memory)
+    return [(alike[0], len(alike)) for alike in unlike.values()]
+
+
 def _show_memory(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
     from embodrl.preflight.plan import gib
     from embodrl.preflight.plan_memory import ESTIMATED_BY, PHASES
 
-    memories = plan.memory.memories
-    unlike: dict[tuple[object, ...], list[int]] = {}
-    for index, memory in enumerate(memories):
-        key = (memory.device < 0, tuple(memory.needed.items()), memory.available)
-        unlike.setdefault(key, []).append(index)
-    columns = [(memories[indices[0]], len(indices)) for indices in unlike.values()]
+    columns = _without_repeats(plan.memory.memories)
     parts = [part for part in ESTIMATED_BY if any(memory.needed.get(part) for memory, _ in columns)]
     table = Table(title="memory in GiB")
     table.add_column("")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load_measured
+from embodrl.cli.common import ConfigFile, Debug, Overrides, leaving, load_measured
 
 
 def train(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
@@ -16,10 +16,8 @@ def train(overrides: Overrides = None, config: ConfigFile = None, debug: Debug =
       embodrl train --config my.yaml algorithm.gamma=0.99
     """
 
-    def action() -> int | None:
+    with leaving(debug) as outcome:  # not ``execute``: few frames lie between this verb and the loss
         loaded = load_measured(overrides, config)
-        from embodrl.runs import train as runner
+        from embodrl.runs import train as verb
 
-        return runner.train(loaded)
-
-    execute(action, debug)
+        outcome.code = verb.train(loaded).exit_code

@@ -15,6 +15,7 @@ from typing import Any
 
 from embodrl.config.check import schema_keys, schema_of, unknown_key
 from embodrl.config.nodes import Node, Origin, from_plain, lookup, read_yaml
+from embodrl.config.renamed import present_preset
 from embodrl.config.tree import merge, put
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
@@ -343,6 +344,8 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
         problems += wrong + wrong_choices
     wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}
     choices: dict[str, str | None] = {}
+    renamed: list[ConfigProblem] = []
+    wanted = {group: (present_preset(group, name, at, renamed), at) for group, (name, at) in wanted.items()}
     for group, (name, origin) in wanted.items():
         problem = check_choice(group, name, origin)
         if problem is None:
@@ -354,7 +357,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     merge(tree, user)
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
     chosen = {group: name for group, name in choices.items() if name}
-    return Composition(tree, chosen, problems, _experiment_overridden(choices, wanted))
+    return Composition(tree, chosen, problems, renamed + _experiment_overridden(choices, wanted))
 
 
 def compose_resolved(path: Path, overrides: list[str]) -> Composition:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from embodrl.config.load import leaf_keys, load_config, load_run
 from embodrl.config.show import flow
 from embodrl.errors import UsageError
+
+MISSING = "-"
 
 
 def side(text: str) -> dict[str, Any]:
@@ -40,11 +42,13 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, s
 
 
 def _value(values: Any, key: str) -> str:
+    found: Any = values
     for part in key.split("."):
-        if isinstance(values, dict) and part in values:
-            values = values[part]
-        elif isinstance(values, list) and part.isdigit() and int(part) < len(values):
-            values = values[int(part)]
+        if isinstance(found, list):
+            items = cast(list[Any], found)
+            found = items[int(part)] if part.isdigit() and int(part) < len(items) else MISSING
+        elif isinstance(found, dict):
+            found = cast(dict[str, Any], found).get(part, MISSING)
         else:
-            return "-"
-    return flow(values)
+            return MISSING
+    return MISSING if found is MISSING else flow(found)

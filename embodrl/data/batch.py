@@ -1,62 +1,63 @@
-"""The record that workers hand to each other: tensors, data of other kinds for each row, and meta.
+"""Batch: the record that workers exchange; tensors, objects per row, and metadata of the whole.
 
 A batch is flat, ``[N]``, or has time, ``[T,N]``. Rows are the last of these axes: environments of a rollout, or chunks
-once time has been folded away. What works on rows works on both. Unless it says otherwise, a method leaves its batch as
-it is and returns another; slices, chunks and folds share memory with it.
+once the time axis has been folded. Row operations work on both. Unless documented otherwise, a method leaves its batch
+unchanged and returns a new one; slices and folds share memory with the original.
 
-Legend: T steps, N rows.
+Shapes: T steps, N rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast, overload
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
-from embodrl.data.balance import balanced_order
 from embodrl.data.columns import (
+    Array,
+    Columns,
     Rows,
     as_group,
     as_objects,
-    check_layout,
+    brief,
     check_same,
     leaves,
     listed,
-    merge,
     num_rows_of,
     row_index,
 )
-from embodrl.data.compare import is_same
-from embodrl.errors import BatchError, BatchIndexError, BatchKeyError, BatchShapeError
+from embodrl.errors import BatchError, BatchKeyError, BatchShapeError
 
-Key = str | tuple[str, ...]
+Key: TypeAlias = str | tuple[str, ...]
+Column: TypeAlias = "Tensor | Columns | list[Any] | Array"
+"""What can be assigned: a tensor, a group of columns, or (a list or an array) objects."""
 
 
 class Batch:
-    """Rows of tensors, which may be nested, of other data, and meta that belongs to all of them.
+    """Rows of tensors, which may be nested, of other data, and metadata that belongs to all of them.
 
     Args:
         columns: tensors by name, each ``[N,...]`` or ``[T,N,...]``; a dictionary makes a group of columns.
-        objects: what is no tensor, by name: a list of N things (the same at all steps) or an array ``[N,...]`` or
+        objects: non-tensor data by name: a list of N objects (the same at all steps) or an array ``[N,...]`` or
             ``[T,N,...]``.
         meta: about the whole batch.
-        batch_size: ``[N]`` or ``[T,N]``; without it ``[N]``, the length of the first column.
+        batch_size: ``[N]`` or ``[T,N]``; by default ``[N]``, the length of the first column.
 
     Raises:
         BatchShapeError: a column does not fit the batch size.
+        BatchKeyError: a name is used for a column and for objects.
     """
 
     __slots__ = ("meta", "objects", "tensors")
 
     def __init__(
         self,
-        columns: Mapping[str, Any] | TensorDict,
-        objects: Mapping[str, Any] | None = None,
+        columns: Columns,
+        objects: Mapping[str, list[Any] | Array] | None = None,
         meta: Mapping[str, Any] | None = None,
         batch_size: Sequence[int] | None = None,
     ) -> None:
@@ -65,19 +66,19 @@ class Batch:
                 columns.batch_size if isinstance(columns, TensorDict) else [num_rows_of(columns, objects or {})]
             )
         if len(batch_size) not in (1, 2) or (len(batch_size) == 2 and not batch_size[0]):
-            raise BatchShapeError(f"batch size {list(batch_size)}", "give [N], or [T, N] with at least one step")
+            raise BatchShapeError(f"batch size {list(batch_size)}", "use [N], or [T, N] with at least one step")
         self.tensors = TensorDict({}, batch_size=list(batch_size))
-        self.objects: dict[str, NDArray[Any]] = {}
+        self.objects: dict[str, Array] = {}
         self.meta: dict[str, Any] = dict(meta or {})
         both = set(map(str, columns.keys())) & set(objects or {})
         if both:
             raise BatchKeyError(f"{listed(both)}: among the columns and among the objects", "rename one of them")
         for name, column in columns.items():
-            self[name] = cast(Any, column)
+            self[str(name)] = cast(Column, column)
         for name, values in (objects or {}).items():
             self.objects[name] = as_objects(name, values, self.batch_size)
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- size and names -----------------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> tuple[int, ...]:
@@ -102,24 +103,15 @@ class Batch:
         return f"{type(self).__name__}({list(self.batch_size)}, {columns}, objects={list(self.objects)})"
 
     def names(self) -> list[str]:
-        """Return the names of columns, of groups of them, and of objects."""
+        """Return the names of columns, of groups of columns, and of objects."""
         return [*map(str, self.tensors.keys()), *self.objects]
 
     def leaves(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Yield every tensor with its path, that of a column in a group last."""
+        """Yield every tensor with its path; in a group the tensor's own name is the last part."""
         yield from leaves(self.tensors, ())
 
     def __contains__(self, key: object) -> bool:
         return key in self.objects or (isinstance(key, str | tuple) and self.tensors.get(key) is not None)
-
-    def equals(self, other: Batch) -> bool:
-        """Tell whether size, columns, dtypes, values, objects and meta are the same; NaN equals NaN."""
-        return (
-            self.batch_size == other.batch_size
-            and is_same(self.tensors.to_dict(), other.tensors.to_dict())
-            and is_same(self.objects, other.objects)
-            and is_same(self.meta, other.meta)
-        )
 
     # -- columns ------------------------------------------------------------------------------------------------------
 
@@ -130,6 +122,10 @@ class Batch:
         found = self.tensors.get(key)
         return found.to_dict() if isinstance(found, TensorDict) else found
 
+    @overload
+    def __getitem__(self, key: Key) -> Any: ...
+    @overload
+    def __getitem__(self, key: Rows) -> Self: ...
     def __getitem__(self, key: Key | Rows) -> Any:
         """Return a column by name or, as a batch, rows by a number, slice, list or mask.
 
@@ -151,10 +147,8 @@ class Batch:
         """Yield the rows, each as a batch of one."""
         yield from self.split(1) if len(self) else ()
 
-    def __setitem__(
-        self, name: str, column: Tensor | Mapping[str, Any] | TensorDict | list[Any] | NDArray[Any]
-    ) -> None:
-        """Add or replace a column, a group of them, or (a list or an array) objects.
+    def __setitem__(self, name: str, column: Column) -> None:
+        """Add or replace a column, a group of columns, or (a list or an array) objects.
 
         Raises:
             BatchShapeError: it does not fit the batch size.
@@ -172,7 +166,7 @@ class Batch:
         self.objects.pop(name, None)
         self.tensors.set(name, column if isinstance(column, Tensor) else as_group(column, self.batch_size))
 
-    def replace(self, **columns: Any) -> Self:
+    def replace(self, **columns: Column | None) -> Self:
         """Return the batch with some columns added or replaced, or removed if None; the others are shared."""
         result = self._with(self.tensors.copy(), dict(self.objects))
         for name, column in columns.items():
@@ -186,7 +180,7 @@ class Batch:
         """Return the batch with these columns only; a tuple names a column of a group.
 
         Raises:
-            BatchKeyError: one is not there.
+            BatchKeyError: one does not exist.
         """
         for key in keys:
             if key not in self:
@@ -195,10 +189,10 @@ class Batch:
         return self._with(tensors.copy(), {key: self.objects[cast(str, key)] for key in keys if key in self.objects})
 
     def pop(self, *keys: Key) -> Self:
-        """Take columns out of this batch, and return them as a batch; ``union`` puts them back.
+        """Remove columns from this batch, and return them as a batch.
 
         Raises:
-            BatchKeyError: one is not there; nothing is taken.
+            BatchKeyError: one does not exist; nothing is removed.
         """
         taken = self.select(*keys)
         for key in keys:
@@ -208,65 +202,22 @@ class Batch:
                 self.tensors.del_(key)
         return taken
 
-    def rename(self, names: Mapping[str, str]) -> Self:
-        """Return the batch with columns, groups or objects renamed, old to new; two may swap.
-
-        Raises:
-            BatchKeyError: one is not there, or two would have the same name.
-        """
-        for old in names:
-            if old not in self:
-                raise self._no_column(old)
-        renamed = [names.get(key, key) for key in self.names()]
-        twice = sorted({name for name in renamed if renamed.count(name) > 1})
-        if twice:
-            raise BatchKeyError(f"after renaming, two columns would be called {listed(twice)}", "choose another name")
-        result = self._with(TensorDict({}, batch_size=list(self.batch_size)), {})
-        for key, column in self.tensors.items():
-            result.tensors.set(names.get(str(key), str(key)), column)
-        result.objects = {names.get(key, key): values for key, values in self.objects.items()}
-        return result
-
-    def union(self, other: Batch) -> Self:
-        """Return the columns, objects and meta of both; what both have must be the same.
-
-        Raises:
-            BatchShapeError: the batches differ in size.
-            BatchError: they differ in something that both have.
-        """
-        if self.batch_size != other.batch_size:
-            raise BatchShapeError(
-                f"a batch of {list(self.batch_size)} and one of {list(other.batch_size)} have no union",
-                "take the same rows of both first",
-            )
-        result = self._with(self.tensors.copy(), dict(self.objects))
-        merge(result.tensors, other.tensors, ())
-        for name in other.names():
-            if name in self and (name in self.objects or name in other.objects):
-                check_same(f"column '{name}'", self.get(name), other.get(name))
-        for name, value in other.meta.items():
-            if name in self.meta:
-                check_same(f"meta '{name}'", self.meta[name], value)
-        result.objects |= other.objects
-        result.meta |= other.meta
-        return result
-
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """Return the rows of all parts, in order; of a single part, itself.
+        """Return the rows of all parts, in order; a single part is returned itself.
 
         Raises:
-            BatchKeyError: they have not the same columns.
+            BatchKeyError: their columns differ.
             BatchShapeError: a column differs in shape or dtype, or the parts in their number of steps.
             BatchError: there is no part, or meta differs.
         """
         if not parts:
-            raise BatchError("no batches to concatenate", "give at least one")
+            raise BatchError("no batches to concatenate", "pass at least one")
         first = parts[0]
         for number, part in enumerate(parts[1:], start=1):
-            check_layout(first, part, number)
+            _check_layout(first, part, number)
         if len(parts) == 1:
             return first
         tensors = cast(TensorDict, torch.cat([part.tensors for part in parts], dim=first.row_dim))
@@ -275,131 +226,49 @@ class Batch:
         }
         return first._with(tensors, objects)
 
-    def chunk(self, num_parts: int) -> list[Self]:
-        """Return that many parts of the same number of rows; ``concat`` joins them.
-
-        Raises:
-            BatchShapeError: the rows can't be divided so.
-        """
-        if num_parts < 1 or len(self) % num_parts:
-            raise BatchShapeError(
-                f"{len(self)} rows can't be divided by {num_parts}", f"pad({num_parts}) first, or split by size"
-            )
-        size = len(self) // num_parts
-        return [self[i * size : (i + 1) * size] for i in range(num_parts)]
-
     def split(self, size: int) -> list[Self]:
-        """Return parts of that many rows, the last perhaps of fewer; of an empty batch, itself."""
+        """Return parts of that many rows, the last perhaps of fewer; an empty batch as one empty part."""
         if size < 1:
-            raise BatchError(f"parts of {size} rows", "give a size of at least 1")
+            raise BatchError(f"parts of {size} rows", "use a size of at least 1")
         return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
 
-    def repeat(self, times: int, interleave: bool = True) -> Self:
-        """Return every row that many times: a a b b if interleaved, else a b a b."""
-        if times < 1:
-            raise BatchError(f"rows repeated {times} times", "give at least 1")
-        rows = torch.arange(len(self))
-        return self._take(rows.repeat_interleave(times) if interleave else rows.repeat(times))
-
-    def reorder(self, order: Tensor | Sequence[int]) -> Self:
-        """Return the rows in another order; that of ``order.argsort()`` undoes it.
-
-        Raises:
-            BatchIndexError: a row is missing or named twice.
-        """
-        index = torch.as_tensor(order, dtype=torch.int64, device="cpu")
-        if index.shape != (len(self),) or not torch.equal(index.sort().values, torch.arange(len(self))):
-            raise BatchIndexError(
-                f"an order of shape {list(index.shape)} for {len(self)} rows", "name every row exactly once"
-            )
-        return self._take(index)
-
-    def pad(self, divisor: int) -> tuple[Self, int]:
-        """Return the batch with rows repeated from its start until the divisor divides them, and how many; see unpad.
-
-        An empty batch stays empty.
-        """
-        if divisor < 1:
-            raise BatchError(f"rows padded to a multiple of {divisor}", "give a divisor of at least 1")
-        missing = -len(self) % divisor
-        return (self._take(torch.arange(len(self) + missing) % len(self)) if missing else self), missing
-
-    def unpad(self, num_padded: int) -> Self:
-        """Return the batch without that many rows at its end."""
-        if not 0 <= num_padded <= len(self):
-            raise BatchIndexError(f"{num_padded} of {len(self)} rows can't be removed", "give what pad returned")
-        return self[: len(self) - num_padded]
-
     def minibatches(self, size: int, epochs: int, generator: torch.Generator | int) -> Iterator[Self]:
-        """Yield the rows in random order, in batches of at most ``size`` that are as even as can be.
+        """Yield the rows in random order, in batches of at most ``size`` whose sizes differ by at most one.
 
         Args:
-            size: rows of a minibatch.
+            size: rows per minibatch.
             epochs: how often every row is drawn.
             generator: on the CPU, or a seed.
         """
         if size < 1:
-            raise BatchError(f"minibatches of {size} rows", "give a size of at least 1")
+            raise BatchError(f"minibatches of {size} rows", "use a size of at least 1")
         source = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
         for _ in range(epochs if len(self) else 0):
             for rows in torch.randperm(len(self), generator=source).tensor_split(-(-len(self) // size)):
                 yield self._take(rows)
 
-    def balance(self, num_parts: int, lengths: Tensor | Sequence[int]) -> tuple[Self, Tensor]:
-        """Return the rows in an order whose ``chunk(num_parts)`` have sums of lengths as equal as can be found.
-
-        Args:
-            num_parts: must divide the rows.
-            lengths: ``[N]``, what each row costs.
-
-        Returns:
-            the batch, and the order ``int64[N]``; ``reorder(order.argsort())`` undoes it.
-
-        Raises:
-            BatchShapeError: there are not N lengths, or the rows can't be divided so.
-        """
-        order = balanced_order(lengths, num_parts)
-        if len(order) != len(self):
-            raise BatchShapeError(f"{len(order)} lengths for {len(self)} rows", "give one a row")
-        return self._take(order), order
-
-    # -- time and place -----------------------------------------------------------------------------------------------
+    # -- time and device ----------------------------------------------------------------------------------------------
 
     def fold(self) -> Self:
         """Return ``[T,N]`` as ``[T*N]``: first all rows of the first step.
 
         Raises:
-            BatchShapeError: the batch has no time.
+            BatchShapeError: the batch has no time axis.
         """
         if self.num_steps is None:
-            raise BatchShapeError(f"a batch of {list(self.batch_size)} has no time to fold", "it is flat already")
+            raise BatchShapeError(f"a batch of {list(self.batch_size)} has no time axis to fold", "it is flat already")
         rows = self.num_steps * len(self)
         tensors = self._apply(lambda x: x.flatten(0, 1), [rows])
         return self._with(tensors, {k: x.reshape(rows, *x.shape[2:]) for k, x in self.objects.items()})
-
-    def unfold(self, num_steps: int) -> Self:
-        """Return ``[T*N]`` as ``[T,N]``, undoing ``fold``.
-
-        Raises:
-            BatchShapeError: the batch has time already, or T does not divide its rows.
-        """
-        if self.num_steps is not None or num_steps < 1 or len(self) % num_steps:
-            raise BatchShapeError(
-                f"a batch of {list(self.batch_size)} can't be unfolded into {num_steps} steps",
-                "the number of steps must divide the rows of a flat batch",
-            )
-        size = [num_steps, len(self) // num_steps]
-        tensors = self._apply(lambda x: x.unflatten(0, size), size)
-        return self._with(tensors, {k: x.reshape(*size, *x.shape[1:]) for k, x in self.objects.items()})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch with every tensor on the device."""
         moved = self._apply(lambda x: x.to(device, non_blocking=non_blocking), self.batch_size)
         return self._with(moved, dict(self.objects))
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
-    def _with(self, tensors: TensorDict, objects: dict[str, NDArray[Any]]) -> Self:
+    def _with(self, tensors: TensorDict, objects: dict[str, Array]) -> Self:
         """Return a batch of parts that are known to fit, with a copy of the meta."""
         result = type(self).__new__(type(self))
         result.tensors, result.objects, result.meta = tensors, objects, dict(self.meta)
@@ -411,7 +280,8 @@ class Batch:
     def _slice(self, rows: slice) -> Self:
         """Return the rows of a slice, sharing memory."""
         start, stop, step = rows.indices(len(self))
-        where = (slice(None),) * self.row_dim + (slice(start, stop, min(step, len(self) + 1)),)  # torch: int64
+        # A step beyond the end is the same slice, and torch accepts only steps that fit int64.
+        where = (slice(None),) * self.row_dim + (slice(start, stop, min(step, len(self) + 1)),)
         size = [*self.batch_size[:-1], len(range(start, stop, step))]
         return self._with(self._apply(lambda x: x[where], size), {name: x[where] for name, x in self.objects.items()})
 
@@ -424,3 +294,31 @@ class Batch:
     def _no_column(self, key: Key) -> BatchKeyError:
         name = key if isinstance(key, str) else "/".join(key)
         return BatchKeyError(f"the batch has no column '{name}'; it has {listed(self.names())}", "name one of these")
+
+
+def _check_layout(first: Batch, other: Batch, number: int) -> None:
+    """Raise unless part ``number`` can be joined to the first."""
+    if first.batch_size[:-1] != other.batch_size[:-1]:
+        raise BatchShapeError(
+            f"batch 0 is {list(first.batch_size)} and batch {number} {list(other.batch_size)}",
+            "only the number of rows, the last axis, may differ",
+        )
+    left_columns, right_columns = (
+        {"/".join(path): tensor for path, tensor in batch.leaves()} | batch.objects for batch in (first, other)
+    )
+    left_names, right_names = {*left_columns, *first.names()}, {*right_columns, *other.names()}
+    if left_names != right_names:
+        raise BatchKeyError(
+            f"batch 0 has the columns {listed(left_names)}, and batch {number} {listed(right_names)}",
+            "select the columns that both have",
+        )
+    start = first.row_dim + 1
+    for name, left in left_columns.items():
+        right = right_columns[name]
+        texts = all(isinstance(x, np.ndarray) and x.dtype.kind == "U" for x in (left, right))
+        if left.shape[start:] != right.shape[start:] or (left.dtype != right.dtype and not texts):
+            raise BatchShapeError(
+                f"column '{name}' is {brief(left)} in batch 0 and {brief(right)} in batch {number}",
+                "only the number of rows may differ",
+            )
+    check_same("meta", first.meta, other.meta)

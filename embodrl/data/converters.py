@@ -1,22 +1,23 @@
-"""To and from the dictionaries of other libraries; none of them is needed.
+"""Batches as dictionaries: of checkpoint files, of verl and of AReaL; neither library is required.
 
-Both keep rows in the first axis. A batch with time becomes ``[N,T,...]``, and a column of a group gets a dotted name;
-what that hides is noted under one key of ours, so that a round trip gives the same batch. Dictionaries that were not
-made here come back as they were, too.
+verl and AReaL keep rows in the first axis. A batch with time becomes ``[N,T,...]``, and a column of a group gets a
+dotted name; what that hides (nesting, time) is stored under the key ``embodrl``, so that a round trip gives the same
+batch. Dictionaries from elsewhere also survive a round trip unchanged.
 
-Legend: N rows, T steps, L tokens or steps of the longest trajectory.
+Shapes: N rows, T steps, L tokens or steps of the longest trajectory.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from embodrl.data.columns import Array
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import BatchError, BatchKeyError, BatchShapeError
 
@@ -24,12 +25,81 @@ NOTE = "embodrl"
 MASK = "attention_mask"
 VERL_PARTS = {"batch", "non_tensor_batch", "meta_info"}
 
+_Tree: TypeAlias = "dict[str, Tensor | _Tree]"
 
-def to_verl(batch: TrajectoryBatch) -> dict[str, Any]:
+
+class Note(TypedDict, total=False):
+    """What the flat dictionaries of other libraries cannot express.
+
+    Attributes:
+        nested: path of a column in a group, by its dotted name.
+        empty: paths of groups without columns.
+        num_steps: T of a batch with time.
+        num_rows: N of a batch without columns and objects.
+        meta: of the batch, where the format has no place for it.
+        arrays: dtype and shape of objects that became lists.
+        mask_added: the ``attention_mask`` is not a column of the batch.
+    """
+
+    nested: dict[str, list[str]]
+    empty: list[list[str]]
+    num_steps: int
+    num_rows: int
+    meta: dict[str, Any]
+    arrays: dict[str, _ArrayKind]
+    mask_added: bool
+
+
+class _ArrayKind(TypedDict):
+    dtype: str
+    shape: list[int]
+
+
+class VerlParts(TypedDict):
+    """The three parts of verl's DataProto."""
+
+    batch: dict[str, Tensor]
+    non_tensor_batch: dict[str, Array]
+    meta_info: dict[str, Any]
+
+
+def batch_to_tensors(batch: TrajectoryBatch) -> dict[str, Tensor]:
+    """Return the columns under names that ``batch_from_tensors`` can read, for files that hold more than a batch.
+
+    Raises:
+        BatchError: the batch has objects, which are not tensors.
+    """
+    if batch.objects:
+        raise BatchError(f"objects {', '.join(batch.objects)} are not tensors", "remove them from the batch")
+    return {json.dumps(list(path)): tensor for path, tensor in batch.leaves()}
+
+
+def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: dict[str, Any]) -> TrajectoryBatch:
+    """Return the batch of ``batch_to_tensors``.
+
+    Args:
+        tensors: the result of ``batch_to_tensors``.
+        batch_size: ``[N]`` or ``[T,N]``.
+        meta: of the batch.
+
+    Raises:
+        BatchError: these are not the tensors of a batch.
+    """
+    tree: _Tree = {}
+    for name, tensor in tensors.items():
+        try:
+            path = json.loads(name)
+            _group(tree, path[:-1])[path[-1]] = tensor
+        except (ValueError, TypeError, IndexError) as error:
+            raise BatchError(f"'{name}' is not a column of a batch", "read what batch_to_tensors wrote") from error
+    return TrajectoryBatch(tree, None, meta, batch_size)
+
+
+def to_verl(batch: TrajectoryBatch) -> VerlParts:
     """Return the three parts of verl's DataProto: ``batch``, ``non_tensor_batch`` and ``meta_info``.
 
     ``batch`` holds tensors ``[N,...]``, ready for a TensorDict of that length, and ``non_tensor_batch`` arrays with N
-    entries. ``meta_info["embodrl"]`` is our note, if one is needed.
+    entries. ``meta_info["embodrl"]`` is the note, if one is needed.
 
     Raises:
         BatchKeyError: two columns would have the same name, or meta uses the key of the note.
@@ -37,22 +107,22 @@ def to_verl(batch: TrajectoryBatch) -> dict[str, Any]:
     columns, objects, note = _flatten(batch)
     if NOTE in batch.meta:
         raise BatchKeyError(f"meta has a key '{NOTE}', which the converter needs", "rename it")
-    meta = dict(batch.meta) | ({NOTE: note} if note else {})
+    meta = batch.meta | ({NOTE: note} if note else {})
     return {"batch": columns, "non_tensor_batch": objects, "meta_info": meta}
 
 
 def from_verl(parts: Mapping[str, Any]) -> TrajectoryBatch:
-    """Return the batch of the three parts of a DataProto, of which some may be missing or None; see ``to_verl``.
+    """Return the batch of the three parts of a DataProto (see ``to_verl``); each may be missing or None.
 
     Raises:
-        BatchKeyError: there is another part.
+        BatchKeyError: there is an unknown part.
         BatchShapeError: columns differ in length.
     """
     unknown = sorted(parts.keys() - VERL_PARTS)
     if unknown:
         raise BatchKeyError(
             f"a DataProto has no part {', '.join(unknown)}; it has {', '.join(sorted(VERL_PARTS))}",
-            "put tensors into batch, and the rest into non_tensor_batch or meta_info",
+            "put tensors into batch, everything else into non_tensor_batch or meta_info",
         )
     meta = dict(parts.get("meta_info") or {})
     note = meta.pop(NOTE, {})
@@ -60,10 +130,10 @@ def from_verl(parts: Mapping[str, Any]) -> TrajectoryBatch:
 
 
 def to_areal(batch: TrajectoryBatch) -> dict[str, Any]:
-    """Return a dictionary as AReaL passes trajectories: tensors ``[N,L,...]`` or ``[N]``, and lists of N things.
+    """Return a dictionary as AReaL passes trajectories: tensors ``[N,L,...]`` or ``[N]``, and lists of N objects.
 
     A batch with time gets an ``attention_mask``, ``bool[N,T]``, true where a chunk has a valid action, unless it has a
-    column of that name. Meta and what else has no place there is under ``embodrl``.
+    column of that name. Meta and whatever the format cannot express are under ``embodrl``.
 
     Raises:
         BatchKeyError: two entries would have the same name.
@@ -71,7 +141,7 @@ def to_areal(batch: TrajectoryBatch) -> dict[str, Any]:
     columns, objects, note = _flatten(batch)
     if batch.meta:
         note["meta"] = dict(batch.meta)
-    arrays = {
+    arrays: dict[str, _ArrayKind] = {
         name: {"dtype": values.dtype.str, "shape": list(values.shape)}
         for name, values in objects.items()
         if values.dtype.kind != "O" or values.ndim > 1
@@ -89,35 +159,33 @@ def to_areal(batch: TrajectoryBatch) -> dict[str, Any]:
 
 
 def from_areal(trajectories: Mapping[str, Any]) -> TrajectoryBatch:
-    """Return the batch of a dictionary of AReaL's; see ``to_areal``.
-
-    Tensors are columns, lists are objects.
+    """Return the batch of an AReaL dictionary (see ``to_areal``): tensors become columns, lists objects.
 
     Raises:
         BatchShapeError: entries differ in length.
         BatchError: an entry is neither a tensor nor a list.
     """
     entries = dict(trajectories)
-    note = dict(entries.pop(NOTE, {}))
+    note = cast(Note, entries.pop(NOTE, {}))
     if note.get("mask_added"):
         del entries[MASK]
     columns = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
     objects = {name: value for name, value in entries.items() if isinstance(value, list)}
     others = sorted(entries.keys() - columns.keys() - objects.keys())
     if others:
-        raise BatchError(f"entry '{others[0]}' is neither a tensor nor a list", "give a list of one thing a row")
+        raise BatchError(f"entry '{others[0]}' is neither a tensor nor a list", "pass a list with one object per row")
     kinds = note.get("arrays", {})
     arrays = {
-        name: _array(value, **kinds.get(name, {"dtype": "O", "shape": [len(value)]})) for name, value in objects.items()
+        name: _array(value, kinds.get(name, {"dtype": "O", "shape": [len(value)]})) for name, value in objects.items()
     }
     return _unflatten(columns, arrays, note.get("meta", {}), note)
 
 
 def from_areal_list(trajectories: Sequence[Mapping[str, Any]]) -> TrajectoryBatch:
-    """Join trajectories of different length: tensors with a second axis, the length, are padded with 0 at its end.
+    """Join trajectories of different length: tensors with a second axis, the length, are zero-padded at its end.
 
     Args:
-        trajectories: dictionaries with ``attention_mask [N,L]``, the same entries each, and without a note of ours.
+        trajectories: dictionaries with ``attention_mask [N,L]``, the same entries each, and no note of ``to_areal``.
 
     Raises:
         BatchKeyError: one has no ``attention_mask``, or other entries than the first.
@@ -130,7 +198,7 @@ def from_areal_list(trajectories: Sequence[Mapping[str, Any]]) -> TrajectoryBatc
 
 
 def to_areal_list(batch: TrajectoryBatch) -> list[dict[str, Any]]:
-    """Return one dictionary a row, cut after the last step that ``attention_mask`` keeps; undoes ``from_areal_list``.
+    """Return one dictionary per row, cut after the last step that ``attention_mask`` keeps; undoes ``from_areal_list``.
 
     Raises:
         BatchKeyError: the batch has no ``attention_mask``.
@@ -151,23 +219,21 @@ def to_areal_list(batch: TrajectoryBatch) -> list[dict[str, Any]]:
 
 def _padded(part: Mapping[str, Any], longest: int) -> dict[str, Any]:
     length = part[MASK].shape[1]
-    missing = longest - length
-
-    def pad(name: str, value: Any) -> Any:
+    padded = dict(part)
+    for name, value in part.items():
         if not isinstance(value, Tensor) or value.ndim < 2:
-            return value
+            continue
         if value.shape[1] != length:
             raise BatchShapeError(
                 f"'{name}' has shape {list(value.shape)}, and {MASK} {list(part[MASK].shape)}",
                 "tensors with more than one axis have the length of the trajectory in the second",
             )
-        return torch.cat([value, value.new_zeros(len(value), missing, *value.shape[2:])], dim=1)
+        padded[name] = torch.cat([value, value.new_zeros(len(value), longest - length, *value.shape[2:])], dim=1)
+    return padded
 
-    return {name: pad(name, value) for name, value in part.items()}
 
-
-def _flatten(batch: TrajectoryBatch) -> tuple[dict[str, Tensor], dict[str, NDArray[Any]], dict[str, Any]]:
-    """Return columns and objects with rows first, and a note of what that hides; empty if nothing."""
+def _flatten(batch: TrajectoryBatch) -> tuple[dict[str, Tensor], dict[str, Array], Note]:
+    """Return columns and objects with rows first, and the note; empty if the dictionaries express everything."""
     timed = batch.num_steps is not None
     columns: dict[str, Tensor] = {}
     nested: dict[str, list[str]] = {}
@@ -179,18 +245,18 @@ def _flatten(batch: TrajectoryBatch) -> tuple[dict[str, Tensor], dict[str, NDArr
         if len(path) > 1:
             nested[name] = list(path)
     objects = {name: values.swapaxes(0, 1) if timed else values for name, values in batch.objects.items()}
-    note: dict[str, Any] = {"nested": nested} if nested else {}
+    note: Note = {"nested": nested} if nested else {}
     empty = _empty_groups(batch.tensors.to_dict(), [])
     if empty:
         note["empty"] = empty
-    if timed:
+    if batch.num_steps is not None:
         note["num_steps"] = batch.num_steps
     if not columns and not objects and len(batch):
         note["num_rows"] = len(batch)
     return columns, objects, note
 
 
-def _empty_groups(node: dict[str, Any], path: list[str]) -> list[list[str]]:
+def _empty_groups(node: _Tree, path: list[str]) -> list[list[str]]:
     found: list[list[str]] = []
     for name, child in node.items():
         if isinstance(child, dict):
@@ -199,11 +265,11 @@ def _empty_groups(node: dict[str, Any], path: list[str]) -> list[list[str]]:
 
 
 def _unflatten(
-    columns: dict[str, Tensor], objects: dict[str, Any], meta: Mapping[str, Any], note: Mapping[str, Any]
+    columns: dict[str, Tensor], objects: dict[str, Array], meta: Mapping[str, Any], note: Note
 ) -> TrajectoryBatch:
     num_steps = note.get("num_steps")
     first = next(iter(columns.values()), next(iter(objects.values()), None))
-    num_rows = len(first) if first is not None else int(note.get("num_rows", 0))
+    num_rows = len(first) if first is not None else note.get("num_rows", 0)
     batch_size = [num_rows] if num_steps is None else [num_steps, num_rows]
     for name, column in columns.items():
         if not column.ndim or len(column) != num_rows:
@@ -211,7 +277,7 @@ def _unflatten(
                 f"entry '{name}' has shape {list(column.shape)}, and the first one {num_rows} rows",
                 "the first axis of every tensor is its rows",
             )
-    tree: dict[str, Any] = {}
+    tree: _Tree = {}
     for path in note.get("empty", []):
         _group(tree, path)
     for name, column in columns.items():
@@ -221,14 +287,15 @@ def _unflatten(
     return TrajectoryBatch(tree, arrays, meta, batch_size)
 
 
-def _group(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+def _group(tree: _Tree, path: Sequence[str]) -> _Tree:
     for name in path:
-        tree = tree.setdefault(name, {})
+        tree = cast(_Tree, tree.setdefault(name, {}))
     return tree
 
 
-def _array(values: list[Any], dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    """Return an array of nested lists; what lies deeper than its axes is an object."""
+def _array(values: list[Any], kind: _ArrayKind) -> Array:
+    """Return an array of nested lists; what is nested deeper than its axes is an object."""
+    dtype, shape = kind["dtype"], kind["shape"]
     if np.dtype(dtype).kind != "O":
         return np.array(values, dtype=dtype).reshape(shape)
     things = np.empty(tuple(shape), dtype=object)

@@ -1,6 +1,6 @@
-"""Demonstrations, and their format ``raw``: one safetensors file a shard, and a JSON index.
+"""Demonstrations, and their format ``raw``: one safetensors file per shard, and a JSON index.
 
-Legend: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
+Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from embodrl.data.columns import Array
 from embodrl.errors import EmbodrlError
 from embodrl.storage.atomic import atomic_file, output_errors
 from embodrl.storage.files import write_safetensors
@@ -73,7 +74,7 @@ class DemoWriter:
 
     Args:
         directory: made if need be.
-        shard_episodes: episodes a file.
+        shard_episodes: episodes per file.
 
     Raises:
         EmbodrlError: the directory holds demonstrations already, or the rest of a collection that was killed.
@@ -160,8 +161,8 @@ class Demos:
         actions: ``float32[N,A]``.
         episode: ``int64[N]``, number of the episode.
         last: ``int64[N]``, index of the last frame of that episode.
-        instructions: one an episode.
-        tasks: one an episode.
+        instructions: one per episode.
+        tasks: one per episode.
     """
 
     images: NDArray[np.uint8]
@@ -197,7 +198,7 @@ def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, error) from error
     if found != FORMAT:
-        raise EmbodrlError(f"{path} has format {found}, not {FORMAT}", "collect the demonstrations anew")
+        raise EmbodrlError(f"{path} has format {found}, not {FORMAT}", "re-collect the demonstrations")
     if not isinstance(episodes, list):
         raise damaged(path, "it has no list of episodes")
     if not episodes:
@@ -227,7 +228,7 @@ def _load_episodes(directory: Path, episodes: list[dict[str, Any]]) -> Demos:
     )
 
 
-def _load_shard(path: Path) -> dict[str, NDArray[Any]]:
+def _load_shard(path: Path) -> dict[str, Array]:
     try:
         shard = load_file(path)
     except FileNotFoundError as error:
@@ -245,5 +246,5 @@ def _load_shard(path: Path) -> dict[str, NDArray[Any]]:
 def damaged(path: Path, problem: object) -> EmbodrlError:
     """Return the error of demonstrations that can't be read."""
     return EmbodrlError(
-        f"{path} is damaged: {problem}", "collect the demonstrations anew, or copy the whole directory once more"
+        f"{path} is damaged: {problem}", "re-collect the demonstrations, or copy the whole directory once more"
     )

@@ -2,8 +2,8 @@
 
 Facts of the format from the public documentation of the `lerobot` package (huggingface.co/docs/lerobot, "LeRobotDataset
 v3.0"). A data set is a directory: ``meta/info.json`` (features, path templates), ``meta/stats.json``,
-``meta/tasks.parquet``, ``meta/episodes/``, ``data/`` (one row a frame, many episodes a file) and ``videos/<feature>/``
-(many episodes a file).
+``meta/tasks.parquet``, ``meta/episodes/``, ``data/`` (one row per frame, many episodes per file), ``videos/<feature>/``
+(many episodes per file).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DATA_FILE_MB = 100
 VIDEO_FILE_MB = 200
 
 IMAGES, STATE, ACTION = "observation.images.", "observation.state", "action"
-# What every frame has beside observation and action, and its dtype.
+# What every frame has besides observation and action, and its dtype.
 COUNTERS = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -34,7 +34,7 @@ COUNTERS = {
     "index": "int64",
     "task_index": "int64",
 }
-# Columns of ours in meta/episodes, which other readers pass over.
+# embodrl's own columns in meta/episodes; other readers ignore them.
 OWN_TASK, OWN_SEED, OWN_SUCCESS = "embodrl/task", "embodrl/seed", "embodrl/success"
 OWN_META = "meta/embodrl.json"
 MEGABYTE = 2**20

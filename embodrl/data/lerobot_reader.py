@@ -1,6 +1,6 @@
-"""Reading LeRobot data sets, v3.0 and v2.x, ours or anybody's.
+"""Reading LeRobot data sets, v3.0 and v2.x, of any origin.
 
-Legend: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
+Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import psutil
 from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
+from embodrl.data.columns import Array
 from embodrl.data.demos import Demos, damaged
 from embodrl.data.video_file import read_video
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
 
 Info = dict[str, Any]
-# Of the memory that is free, so much may be filled with pictures.
+# The part of the free memory that images may fill.
 MEMORY_FRACTION = 0.7
 
 
@@ -157,7 +158,7 @@ def _locate(directory: Path, info: Info, keys: list[str]) -> list[Located]:
 
 
 def _locate_v2(directory: Path, info: Info, keys: list[str]) -> list[Located]:
-    """Return the episodes of v2.x, which has a file an episode, in their order."""
+    """Return the episodes of v2.x, which has one file per episode, in their order."""
     videos = [key for key in keys if info["features"][key]["dtype"] == "video"]
     lines = (directory / "meta" / "episodes.jsonl").read_text(encoding="utf-8").splitlines()
     result: list[Located] = []
@@ -269,7 +270,7 @@ def _check_memory(directory: Path, frames: int, cameras: int, size: tuple[int, i
 
 
 def _fill_from_videos(
-    target: NDArray[np.uint8], key: str, episodes: list[Located], starts: NDArray[Any], size: tuple[int, int]
+    target: NDArray[np.uint8], key: str, episodes: list[Located], starts: Array, size: tuple[int, int]
 ) -> None:
     """Decode every file once, as far as it is needed, into ``target uint8[N,H,W,3]``."""
     files: dict[Path, list[tuple[int, int, int]]] = {}

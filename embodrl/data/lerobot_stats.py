@@ -1,6 +1,6 @@
 """Statistics of a LeRobot data set: exact, of all frames.
 
-Legend: N values, D dimensions. Quantiles interpolate linearly between order statistics, as ``numpy.quantile``.
+Shapes: N values, D dimensions. Quantiles interpolate linearly between order statistics, as ``numpy.quantile``.
 """
 
 from __future__ import annotations

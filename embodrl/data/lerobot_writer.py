@@ -1,6 +1,6 @@
 """Writing a LeRobot data set, v3.0.
 
-Legend: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
+Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
+from embodrl.data.columns import Array
 from embodrl.data.demos import ELSEWHERE, Episode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.video_file import CODEC, VideoEncoder, pixel_format
@@ -64,7 +64,7 @@ class LeRobotWriter:
         self._file_start = 0
         self._episodes: list[Row] = []
         self._tasks: dict[str, int] = {}
-        self._vectors: dict[str, list[NDArray[Any]]] = {}
+        self._vectors: dict[str, list[Array]] = {}
         self._pixels: dict[str, PixelStats] = {key: PixelStats() for key in self.keys}
         self._features: dict[str, Any] = {}
         self._aborted = False
@@ -127,12 +127,12 @@ class LeRobotWriter:
         if self._is_full():
             self._finish_file()
 
-    def _columns(self, episode: Episode, number: int) -> dict[str, NDArray[Any]]:
+    def _columns(self, episode: Episode, number: int) -> dict[str, Array]:
         """Return one array a feature that is no picture, ``[N]`` or ``[N,D]``."""
         length = len(episode.actions)
         frames = np.arange(length)
         task = self._tasks.setdefault(episode.instruction, len(self._tasks))
-        columns: dict[str, NDArray[Any]] = {layout.ACTION: episode.actions.astype(np.float32)}
+        columns: dict[str, Array] = {layout.ACTION: episode.actions.astype(np.float32)}
         if episode.state.shape[1]:
             columns[layout.STATE] = episode.state.astype(np.float32)
         return columns | {
@@ -205,7 +205,7 @@ class LeRobotWriter:
         self._file += 1
         self._file_start = self.num_frames
 
-    def _array(self, values: NDArray[Any]) -> Any:
+    def _array(self, values: Array) -> Any:
         """Return a column: numbers, or lists of a fixed length where a feature has several dimensions."""
         if values.ndim == 1 or values.shape[1] == 1:
             return self._pa.array(values.ravel())
@@ -214,7 +214,7 @@ class LeRobotWriter:
     def close(self, meta: Mapping[str, Any]) -> None:
         """Write what is left, statistics and ``meta`` (how it was made), and give the directory its name.
 
-        After a failure, which ``add`` has told, there is nothing to write.
+        After a failure, which ``add`` has reported, there is nothing to write.
         """
         if self._aborted:
             return

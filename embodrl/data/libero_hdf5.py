@@ -1,6 +1,6 @@
 """LIBERO's published demonstrations (HDF5) as demonstrations that `embodrl sft` trains on.
 
-Legend: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
+Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
 
 from __future__ import annotations

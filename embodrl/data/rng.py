@@ -57,10 +57,10 @@ def _decode(text: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowGenerators:
-    """A random generator for each row of a batch: what a row draws does not depend on its company.
+    """A random generator for each row of a batch: what a row draws does not depend on the other rows.
 
     Attributes:
-        rows: one a row, all on one device.
+        rows: one per row, all on one device.
     """
 
     rows: tuple[torch.Generator, ...]

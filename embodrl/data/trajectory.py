@@ -1,6 +1,6 @@
 """TrajectoryBatch: the batch of a rollout, with its usual columns as attributes.
 
-Legend: T policy steps (chunks), B environments, C actions in a chunk, A action dimensions, K values a chunk (1 or C),
+Shapes: T policy steps (chunks), B environments, C actions per chunk, A action dimensions, K values per chunk (1 or C),
 H x W image.
 """
 
@@ -17,7 +17,7 @@ from embodrl.errors import BatchKeyError, BatchShapeError
 
 
 class Column:
-    """A column that a rollout always has; setting None removes it."""
+    """A column that every rollout has."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -46,9 +46,9 @@ class OptionalColumn:
 
 
 class TrajectoryBatch(Batch):
-    """A rollout, ``[T,B]``, or what was made of it.
+    """A rollout, ``[T,B]``, or a batch derived from one.
 
-    Columns may be changed in place. Attributes raise BatchKeyError where the batch has no such column, but for those
+    Columns may be changed in place. Attributes raise BatchKeyError where the batch has no such column, except those
     that may be None.
 
     Attributes:
@@ -57,18 +57,18 @@ class TrajectoryBatch(Batch):
         valid: ``bool[T,B,C]``.
         terminated, truncated: ``bool[T,B,C]``.
         bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated, else 0.
-        policy_version: ``int64[T,B]``, the train engine's ``version`` whose weights played the chunk.
-        value_version: ``int64[T,B]``, the same of the weights that valued the observation after the chunk, for
-            ``bootstrap_values`` and the last row of ``values``; -1 where they are zeros or of mixed versions. None if
-            not known.
+        policy_version: ``int64[T,B]``, the train engine's ``version`` whose weights chose the chunk.
+        value_version: ``int64[T,B]``, the version of the weights that computed the value of the observation after the
+            chunk, for ``bootstrap_values`` and the last row of ``values``; -1 where they are zeros or of mixed
+            versions. None if not known.
         task_id: ``int64[T,B]``.
-        success: ``bool[T,B]``, the task has been solved at some time in the episode so far; None if not known.
+        success: ``bool[T,B]``, the task has been solved earlier in the episode or in this chunk; None if not known.
         group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if not known.
-        frames: ``uint8[T,B,H,W,3]``, what the first camera sees after the chunk, at the end of an episode if it ends
-            there; None if nobody asked for it.
+        frames: ``uint8[T,B,H,W,3]``, the first camera's image after the chunk, at the end of an episode if it ends
+            there; None unless requested.
         ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
         prox_logprobs: ``float32[T,B,C,A]`` under the weights at the start of the update; None where not decoupled.
-        meta: scalars about the rollout: ``env_steps``, the steps simulated for it, those of dropped episodes included.
+        meta: scalars about the rollout: ``env_steps``, the simulated steps, including those of dropped episodes.
     """
 
     __slots__ = ()
@@ -116,7 +116,7 @@ class TrajectoryBatch(Batch):
         if not required <= columns.keys() <= allowed:
             raise BatchKeyError(
                 f"a rollout with the columns {', '.join(sorted(columns))}",
-                f"give {', '.join(sorted(required))}, and of the others only {', '.join(sorted(allowed - required))}",
+                f"pass {', '.join(sorted(required))}, and of the others only {', '.join(sorted(allowed - required))}",
             )
         given = {name: column for name, column in columns.items() if column is not None}
         batch = cls({"forward_inputs": forward_inputs, "rewards": rewards, **given}, None, meta, rewards.shape[:2])
@@ -125,7 +125,7 @@ class TrajectoryBatch(Batch):
 
     @property
     def forward_inputs(self) -> dict[str, Tensor]:
-        """Tensors ``[T,B,...]``, with all that ``evaluate_actions`` needs."""
+        """Tensors ``[T,B,...]``, everything that ``evaluate_actions`` needs."""
         return self["forward_inputs"]
 
     @property
@@ -133,7 +133,7 @@ class TrajectoryBatch(Batch):
         """``float32[T+1,B,K]``, a copy; the last row belongs to the observation after the rollout.
 
         The columns are ``values [T,B,K]``, and ``end_values [T,B,K]`` with the last row at its last step and 0 before,
-        so that everything has the axes of the batch.
+        so that every column has the axes of the batch.
         """
         return torch.cat([self["values"], self["end_values"][-1:]])
 
@@ -142,7 +142,7 @@ class TrajectoryBatch(Batch):
         if self.num_steps is None or len(values) != self.num_steps + 1:
             raise BatchShapeError(
                 f"values of shape {list(values.shape)} for a batch of {list(self.batch_size)}",
-                "give [T+1, B, K], or set the column batch['values']",
+                "pass [T+1, B, K], or set the column batch['values']",
             )
         end = torch.zeros_like(values[:-1])
         end[-1] = values[-1]

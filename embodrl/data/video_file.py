@@ -33,7 +33,7 @@ class VideoEncoder:
     Args:
         path: of the MP4; its directory exists.
         height, width: pixels.
-        fps: frames a second.
+        fps: frames per second.
         crf: 0 is lossless; up to 51, smaller and worse.
 
     Raises:
@@ -125,7 +125,7 @@ def read_video(path: Path, first: int = 0) -> Iterator[NDArray[np.uint8]]:
 
 
 def frame_rate(path: Path) -> float:
-    """Return the frames a second that a file states.
+    """Return the frames per second that a file states.
 
     Raises:
         OSError: it can't be read.

@@ -1,6 +1,6 @@
 """The interface of every VLA policy.
 
-Legend: B batch, C actions in a chunk, A action dimensions, V cameras, H x W image.
+Shapes: B batch, C actions in a chunk, A action dimensions, V cameras, H x W image.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Weights, gradients and AdamW's moments are counted exactly. Activations are an estimate: what the backward pass keeps of
 linear layers and norms, which is nearly all of it where attention is fused. Attention scores, which a CPU keeps, the
-logits and the allocator's losses are left out. Legend: B micro-batch, in and out: features of a linear layer.
+logits and the allocator's losses are left out. Shapes: B micro-batch, in and out: features of a linear layer.
 """
 
 from __future__ import annotations

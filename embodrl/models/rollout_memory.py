@@ -1,7 +1,7 @@
 """How much memory acting takes beside the weights, from shapes alone: cached keys and values, and the record kept.
 
 Nothing is allocated on a device; the record is measured on one made-up observation that the processor prepares.
-Legend: B rows decided at once, L layers, K key-value heads, H head width, S positions, C actions in a chunk, A their
+Shapes: B rows decided at once, L layers, K key-value heads, H head width, S positions, C actions in a chunk, A their
 dimensions.
 """
 

@@ -85,6 +85,26 @@ def check_nodes(specs: list[NodeSpec]) -> list[PipelineProblem]:
 
 def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
     """Yield what is wrong with a node, whatever the others."""
+    yield from _check_name(spec)
+    if isinstance(spec.deps, str):
+        yield PipelineProblem(
+            spec.name, f"deps is the text '{spec.deps}'", f"write deps=('{spec.deps}',)", code="pipeline-deps-text"
+        )
+    elif twice := sorted({name for name in spec.deps if spec.deps.count(name) > 1}):
+        yield PipelineProblem(
+            spec.name, f"depends on '{twice[0]}' more than once", "name it once", code="pipeline-dep-duplicate"
+        )
+    yield from _check_role(spec)
+    try:
+        fn, label = resolve(spec.fn)
+    except EmbodrlError as error:
+        yield PipelineProblem(spec.name, error.message, error.hint or "correct the name", error.code)
+    else:
+        if not isinstance(spec.deps, str):
+            yield from _check_signature(spec, fn, label)
+
+
+def _check_name(spec: NodeSpec) -> Iterator[PipelineProblem]:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", spec.name):
         yield PipelineProblem(
             spec.name,
@@ -95,14 +115,10 @@ def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
     elif spec.name in TAKEN:
         message = f"its time would be the metric time/{spec.name}_s, which means something else"
         yield PipelineProblem(spec.name, message, "choose another name", code="pipeline-node-taken")
-    if isinstance(spec.deps, str):
-        yield PipelineProblem(
-            spec.name, f"deps is the text '{spec.deps}'", f"write deps=('{spec.deps}',)", code="pipeline-deps-text"
-        )
-    elif twice := sorted({name for name in spec.deps if spec.deps.count(name) > 1}):
-        yield PipelineProblem(
-            spec.name, f"depends on '{twice[0]}' more than once", "name it once", code="pipeline-dep-duplicate"
-        )
+
+
+def _check_role(spec: NodeSpec) -> Iterator[PipelineProblem]:
+    """Yield what is wrong with the role and with the number of retries, which depends on it."""
     if spec.role not in ROLES:
         near = nearest(str(spec.role), list(ROLES))
         hint = f"did you mean '{near}'?" if near else f"choose one of {', '.join(ROLES)}"
@@ -116,13 +132,6 @@ def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
     elif spec.retries and spec.role == "train":
         message = "a further attempt would repeat the optimizer steps that the first has taken"
         yield PipelineProblem(spec.name, message, "set its retries to 0", code="pipeline-retries")
-    try:
-        fn, label = resolve(spec.fn)
-    except EmbodrlError as error:
-        yield PipelineProblem(spec.name, error.message, error.hint or "correct the name", error.code)
-    else:
-        if not isinstance(spec.deps, str):
-            yield from _check_signature(spec, fn, label)
 
 
 def _check_signature(spec: NodeSpec, fn: Callable[..., Any], label: str) -> Iterator[PipelineProblem]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
+from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem, user_location
 from embodrl.pipelines.checks import NodeSpec, check_nodes, resolve, sorted_names, upstream
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
 
@@ -196,6 +196,7 @@ class Graph:
         where += f", after {attempts} attempts" if attempts > 1 else ""
         pairs = [f"\n    {name}: {described(value)}" for name, value in zip(node.deps, inputs, strict=True)]
         text = f"{where}{', which got' if pairs else ''}{''.join(pairs)}"
+        place = user_location(error)
         if isinstance(error, EmbodrlError):
             error.add(text)
             return error
@@ -203,7 +204,9 @@ class Graph:
             hint = "a node that can be interrupted, such as a rollout, comes before the one that trains"
             return PipelineError(f"interrupted once training had begun, {text}", hint, code="pipeline-interrupted")
         hint = "fix the function; rerun with --debug for the traceback"
-        return PipelineError(f"{type(error).__name__}: {error}\n  {text}", hint, code="pipeline-node-raised")
+        hint += f"; its inputs were{''.join(pairs)}" if pairs else ""
+        at = f"\n  at {place}" if place else ""
+        return PipelineError(f"{type(error).__name__}: {error}{at}\n  {where}", hint, code="pipeline-node-raised")
 
     def _outcome(self, node: Node, result: Any) -> tuple[Any, Metrics]:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -231,21 +231,13 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
 def _add_model(
     config: Config, deployment: Deployment, figures: ModelFigures, add: Callable[[tuple[int, int], str, int], None]
 ) -> None:
-    actors, rollouts = deployment.of("actor"), deployment.of("rollout")
-    parts = _of_actor(config, deployment, figures)
-    for place in actors:
-        for where in _memories(place):
-            for component, num_bytes in parts.items():
-                add(where, component, num_bytes // len(_memories(place)))
-    if config.actor.enable_offload:
-        for place in (place for place in actors if place.devices):
-            freed = {"activations"} if config.actor.training_backend == "megatron" else {"activations", "gradients"}
-            moved = sum(parts[component] for component in _training_only(deployment) - freed)
-            add((place.node, HOST), "offloaded", moved)
+    """Add the memory that the model needs in each process, component by component."""
+    _add_actors(config, deployment, _of_actor(config, deployment, figures), add)
+    rollouts = deployment.of("rollout")
     whole = figures.recorded * chunks_of(config)
     if deployment.rolls_out_in_processes:  # the main process joins their parts
         add((0, HOST), "trajectory buffer", whole)
-    for place in actors if deployment.trains_in_processes else ():  # each gets all of it
+    for place in deployment.of("actor") if deployment.trains_in_processes else ():  # each gets all of it
         add((place.node, HOST), "trajectory buffer", whole)
     for place in rollouts:
         own = config.rollout.backend == "vllm" or not _shared(deployment, place)
@@ -256,6 +248,24 @@ def _add_model(
         if place.devices and _rollout_leaves(config, deployment):
             add((place.node, HOST), "offloaded", weights)
         add((place.node, HOST), "trajectory buffer", whole // len(rollouts))
+
+
+def _add_actors(
+    config: Config,
+    deployment: Deployment,
+    parts: Mapping[str, int],
+    add: Callable[[tuple[int, int], str, int], None],
+) -> None:
+    actors = deployment.of("actor")
+    for place in actors:
+        for where in _memories(place):
+            for component, num_bytes in parts.items():
+                add(where, component, num_bytes // len(_memories(place)))
+    if config.actor.enable_offload:
+        for place in (place for place in actors if place.devices):
+            freed = {"activations"} if config.actor.training_backend == "megatron" else {"activations", "gradients"}
+            moved = sum(parts[component] for component in _training_only(deployment) - freed)
+            add((place.node, HOST), "offloaded", moved)
 
 
 def _training_only(deployment: Deployment) -> frozenset[str]:
@@ -353,31 +363,35 @@ def _available(config: Config, deployment: Deployment, node: int, device: int) -
 
 def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) -> list[str]:
     """Return what would make a memory that is too small do, the largest component first."""
-    actor, train = config.actor, config.env.train
-    room = HEADROOM * memory.available
     lines: list[str] = []
     for component, _ in sorted(memory.needed.items(), key=lambda item: -item[1]):
-        if component in ("weights", "gradients", "optimizer", "reference"):
-            if actor.param_dtype == "fp32":
-                lines.append("actor.param_dtype=bf16 halves weights, gradients and optimizer")
-            if config.model.trainable != "lora":
-                lines.append("model.trainable=lora leaves little to gradients and optimizer")
-        elif component == "activations" and figures is not None:
-            rest = room - (memory.total - memory.needed[component])
-            rows = int(rest / max(1, memory.needed[component] / actor.micro_batch_size))
-            if rows >= 1:
-                lines.append(f"actor.micro_batch_size of at most {rows}")
-            if not actor.gradient_checkpointing:
-                lines.append("actor.gradient_checkpointing=true keeps one input a block")
+        if component in ("weights", "gradients", "optimizer", "reference", "activations"):
+            lines += _training_remedies(config, memory, component, figures)
         elif component == "rollout weights" and not config.rollout.enable_offload and not config.runner.max_staleness:
             lines.append("rollout.enable_offload=true keeps them in main memory while the policy trains")
         elif component == "KV cache":
             lines.append("a larger rollout.pipeline_stages decides fewer rows at once")
         elif component in ("simulator", "trajectory buffer"):
-            lines.append(f"fewer env.train.total_num_envs than {train.total_num_envs}, or env.num_processes")
+            lines.append(f"fewer env.train.total_num_envs than {config.env.train.total_num_envs}, or env.num_processes")
             if component == "simulator" and not config.env.enable_offload and not config.runner.max_staleness:
                 lines.append("env.enable_offload=true ends the simulators while the policy trains")
     return list(dict.fromkeys(lines))
+
+
+def _training_remedies(config: Config, memory: MemoryOf, component: str, figures: ModelFigures | None) -> Iterator[str]:
+    actor = config.actor
+    if component != "activations":
+        if actor.param_dtype == "fp32":
+            yield "actor.param_dtype=bf16 halves weights, gradients and optimizer"
+        if config.model.trainable != "lora":
+            yield "model.trainable=lora leaves little to gradients and optimizer"
+    elif figures is not None:
+        rest = HEADROOM * memory.available - (memory.total - memory.needed[component])
+        rows = int(rest / max(1, memory.needed[component] / actor.micro_batch_size))
+        if rows >= 1:
+            yield f"actor.micro_batch_size of at most {rows}"
+        if not actor.gradient_checkpointing:
+            yield "actor.gradient_checkpointing=true keeps one input per block"
 
 
 def as_plain(plan: MemoryPlan) -> list[Mapping[str, object]]:

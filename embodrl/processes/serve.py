@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, user_frames
 from embodrl.processes.codec import PLAIN, Codec
 from embodrl.processes.frames import Connection
 
 logger = logging.getLogger("embodrl.processes")
-_PACKAGE = Path(__file__).parents[1]
 
 _PR_SET_PDEATHSIG = 1
 _MPOL_PREFERRED = 1
@@ -106,14 +105,12 @@ def describe_error(error: BaseException, method: str = "") -> dict[str, Any]:
         method: what was called.
     """
     ours = error if isinstance(error, EmbodrlError) else None
-    shown = error.__traceback__  # from the first frame outside the package, which is the user's
-    while shown is not None and Path(shown.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
-        shown = shown.tb_next
     return {
         "type": type(error).__name__,
         "method": method,
         "message": ours.message if ours else str(error),
         "hint": ours.hint if ours else "",
         "code": ours.code if ours else None,
-        "traceback": "".join(traceback.format_exception(type(error), error, shown or error.__traceback__)),
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        "user_traceback": "".join(traceback.format_list(user_frames(error))),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_KL = 0.2
+MAX_FIRST_KL = 0.005
 MAX_CLIP_FRACTION, CLIPPED_ITERATIONS = 0.3, 3
 MIN_ENTROPY_FRACTION, COLLAPSED_ITERATIONS, SOLVED_RATE = 0.1, 2, 0.9
 UNSUCCESSFUL_ITERATIONS = 5
@@ -40,6 +41,10 @@ class HealthMonitor:
     entropy above 88 % of its first value):
 
     * ``kl-too-large``: ``train/approx_kl`` above ``MAX_KL`` = 0.2 nats.
+    * ``logprobs-disagree``: ``train/first_minibatch_kl``, taken before the first step of an update, above
+      ``MAX_FIRST_KL`` = 0.005. There the weights are those of the rollout and every probability ratio is 1, up to
+      rounding: 0.0004 with rollouts in bfloat16, below 1e-6 in float32. More means that ``evaluate_actions`` and
+      ``predict_action_batch`` of the policy disagree.
     * ``clip-fraction-too-large``: ``train/clip_fraction`` above ``MAX_CLIP_FRACTION`` = 0.3 in ``CLIPPED_ITERATIONS`` =
       3 consecutive iterations.
     * ``entropy-collapse``: ``train/entropy`` below ``MIN_ENTROPY_FRACTION`` = 10 % of the run's first value in
@@ -65,6 +70,7 @@ class HealthMonitor:
         found = [
             HealthWarning(code, int(row["iteration"]), message, hint)
             for code, message, hint in (
+                self._first_kl(row),
                 self._kl(row),
                 self._clip_fraction(row),
                 self._entropy(row),
@@ -81,6 +87,14 @@ class HealthMonitor:
         if bad is not None:
             self._streaks[code] = self._streaks.get(code, 0) + 1 if bad else 0
         return bool(bad) and self._streaks[code] >= iterations
+
+    def _first_kl(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
+        code, kl = "logprobs-disagree", _number(row, "train/first_minibatch_kl")
+        if kl is None or kl <= MAX_FIRST_KL:
+            return code, "", ""
+        message = f"before the first step, the log-probs of training differ from those of the rollout (KL {kl:.2g})"
+        hint = "make evaluate_actions return the log-probs of predict_action_batch: same temperature, mask and dtype"
+        return code, message, hint
 
     def _kl(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
         code, kl = "kl-too-large", _number(row, "train/approx_kl")

@@ -114,17 +114,17 @@ def how_to_go_on(run_dir: Path) -> str:
     """Say what the user can do with a run that an error has ended."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
     if checkpoint is None:
-        return "start it again: there is no checkpoint"
-    return f"`embodrl resume {run_dir}` goes on from {checkpoint.path}"
+        return "rerun the command (no checkpoint was saved yet)"
+    return f"`embodrl resume {run_dir}` continues from {checkpoint.path}"
 
 
 def what_is_left(run_dir: Path, iteration: int) -> str:
     """Say where a run goes on whose last save, after ``iteration``, failed."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
-    where = "start over: there is no checkpoint" if checkpoint is None else f"go on from {checkpoint.path}"
+    where = "start over (no checkpoint was saved yet)" if checkpoint is None else f"continue from {checkpoint.path}"
     return (
-        f"iteration {iteration}, the last, could not be saved;"
-        f" once there is room, `embodrl resume {run_dir}` would {where}"
+        f"could not save iteration {iteration}, the last; after freeing disk space, `embodrl resume {run_dir}` will"
+        f" {where}"
     )
 
 

@@ -31,6 +31,7 @@ from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Node
+from embodrl.pipelines.outcomes import Metrics
 from embodrl.pipelines.select import build_graph
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
@@ -164,10 +165,17 @@ class Runner:
             if self.pending is not None:
                 self._complete()
             while not (self.finished or self.stop):
-                self._iterate()
+                start = time.perf_counter()
+                self.phases.enter("act")
+                try:
+                    metrics = self.graph.run(self._context(), on_node=self._before_node)
+                except InterruptedError:  # during the rollout: nothing has been learned from it
+                    self.collector.undo()
+                    raise
+                self._count(metrics, start)
                 self._complete()
         except InterruptedError:
-            pass
+            pass  # the run is as it was before the rollout, or its evaluation is still pending
         if not self.saved:
             self._save()
         self.engine.onload()
@@ -177,21 +185,15 @@ class Runner:
             return 1
         return 0 if self.finished else self.stop.exit_code
 
-    def _iterate(self) -> None:
-        """Walk the pipeline once; the metrics are pending.
+    def _context(self) -> Context:
+        return Context(self.config, self.iteration, self.engine, self.collector, self.rewards, self.shuffle)
+
+    def _count(self, metrics: Metrics, start: float) -> None:
+        """Count an iteration that began at ``start`` (``time.perf_counter``); its metrics are pending.
 
         Raises:
-            InterruptedError: a signal came during the rollout; the run is as it was before.
-            EmbodrlError: a node failed.
+            PipelineError: no node has reported how many steps were simulated.
         """
-        start = time.perf_counter()
-        context = Context(self.config, self.iteration, self.engine, self.collector, self.rewards, self.shuffle)
-        self.phases.enter("act")
-        try:
-            metrics = self.graph.run(context, on_node=self._before_node)
-        except InterruptedError:
-            self.collector.undo()
-            raise
         steps = metrics.pop("env_steps", None)
         if steps is None:
             raise PipelineError(
@@ -361,13 +363,8 @@ class Runner:
         self.pending, self.saved = state["pending"], True
 
 
-def train(loaded: LoadedConfig) -> int:
-    """`embodrl train`: as ``run_training``; returns the exit code."""
-    return run_training(loaded).exit_code
-
-
-def run_training(loaded: LoadedConfig) -> TrainResult:
-    """Train in a new run directory.
+def train(loaded: LoadedConfig) -> TrainResult:
+    """`embodrl train`: train in a new run directory.
 
     Raises:
         EmbodrlError: something the run needs is missing (before anything has started), or the run failed.
@@ -485,20 +482,26 @@ def _execute(
                 write_config(run_dir, config_yaml)
                 code = runner.run()
         except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
-            raise type(error)(error.message, f"{error.hint}; then {how_to_go_on(run_dir)}", code=error.code) from error
-        if runner.finished:
-            export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
-        if not runner.saved:
-            logger.error("%s", what_is_left(run_dir, runner.iteration))
-        if rows := read_metrics(run_dir / METRICS_FILE):
-            console.message(f"report: {write_report(run_dir)}")
-            if runner.finished:
-                console.phase("finished")
-                for line in summary_lines(run_dir, rows):
-                    console.message(line)
-        if not runner.finished and runner.saved:
-            console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
+            hint = "; then ".join(filter(None, (error.hint, how_to_go_on(run_dir))))
+            raise type(error)(error.message, hint, code=error.code) from error
+        _close(config, run_dir, runner, parts, console)
     return TrainResult(run_dir, code, parts.policy)
+
+
+def _close(config: Config, run_dir: Path, runner: Runner, parts: Parts, console: Console) -> None:
+    """Export the policy, write the report, and print what a user needs next."""
+    if runner.finished:
+        export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
+    if not runner.saved:
+        logger.error("%s", what_is_left(run_dir, runner.iteration))
+    if rows := read_metrics(run_dir / METRICS_FILE):
+        console.message(f"report: {write_report(run_dir)}")
+        if runner.finished:
+            console.phase("finished")
+            for line in summary_lines(run_dir, rows):
+                console.message(line)
+    if not runner.finished and runner.saved:
+        console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
 
 
 def _check_machine(config: Config, deployment: Deployment) -> None:

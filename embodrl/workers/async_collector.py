@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from embodrl.config.schema import Config
-from embodrl.data.batch_io import batch_from_tensors, batch_to_tensors
+from embodrl.data.converters import batch_from_tensors, batch_to_tensors
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError

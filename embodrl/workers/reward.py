@@ -21,7 +21,7 @@ from embodrl.algorithms.episodes import Episodes, split_episodes
 from embodrl.algorithms.srpo import SrpoRewards, make_encoder, sample_frames
 from embodrl.config.schema import Config, RewardConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.errors import CheckpointError, EmbodrlError, user_location
 from embodrl.names import import_function
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,10 @@ class RewardWorker:
         records = [self._record(batch, episodes, number) for number in range(len(episodes))]
         outcomes, failures = call_all(self.function, records, self.settings)
         errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
-        if errors and (self.settings.on_error == "raise" or len(errors) == len(outcomes)):
+        if errors and len(errors) == len(outcomes):
+            message = f"all {len(errors)} episodes are without a reward: {errors[0].message}"
+            raise RewardError(message, "fix the function, or raise reward.timeout_s or reward.retries")
+        if errors and self.settings.on_error == "raise":
             raise errors[0]
         if errors:
             logger.warning("%d of %d episodes have no reward: %s", len(errors), len(outcomes), errors[0].message)
@@ -215,12 +218,14 @@ async def _call_all(
                 except Exception as error:  # noqa: BLE001  (the user's function may raise anything; it is counted)
                     # A TimeoutError may also be one of the function's own.
                     over = isinstance(error, TimeoutError) and clock.expired()
-                    failure = f"failed: {type(error).__name__}: {error}"
+                    place = f" at {where}" if (where := user_location(error)) else ""
+                    failure = f"failed{place}: {type(error).__name__}: {error}"
                     why = f"took more than {settings.timeout_s:g} s" if over else failure
                 failed += 1
                 problem = RewardError(
                     f"reward.fn {why} (attempt {attempt + 1} of {settings.retries + 1})",
-                    "mend the function, raise reward.timeout_s or reward.retries, or set reward.on_error=drop",
+                    "fix the function, raise reward.timeout_s or reward.retries, or set reward.on_error=drop to train"
+                    " without such episodes",
                 )
         return problem
 
@@ -259,7 +264,11 @@ def _as_reward(result: object, num_actions: int) -> Tensor:
     Raises:
         ValueError: it is neither, or not finite.
     """
-    reward = torch.as_tensor(result, dtype=torch.float32)
+    try:
+        reward = torch.as_tensor(result, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, RuntimeError):
+        text = f"it returned {result!r:.60} ({type(result).__name__})"
+        raise ValueError(f"{text}; return one number, or one for each of {num_actions} actions") from None
     if reward.ndim > 1 or (reward.ndim == 1 and len(reward) != num_actions):
         raise ValueError(f"shape {list(reward.shape)}; return one number, or one for each of {num_actions} actions")
     if not bool(reward.isfinite().all()):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.envs.pool.pool import EnvPool, FaultCounts
@@ -33,16 +34,6 @@ def faulty_pool(fault, marker, **kwargs):
     shards = [{"fault": fault, "at_step": 2, "marker": str(marker)}, {"fault": "none"}]
     options["max_restarts"] = 10
     return EnvPool.create("faulty", kwargs, total_num_envs=4, num_processes=2, shard_kwargs=shards, **options)
-
-
-def test_an_exception_in_the_first_chunk_ends_the_pool_without_a_restart():
-    options = {"extensions": ["faulty_envs"], "max_restarts": 10}
-    with EnvPool.create("faulty", {"fault": "raise"}, total_num_envs=2, num_processes=1, **options) as pool:
-        pool.reset(SEEDS, TASKS)
-        with pytest.raises(EnvRaised, match="contact solver diverged") as raised:
-            pool.step(ACTIONS)
-        assert pool.faults.restarts == 0
-        assert "worker_main.py" not in str(raised.value)  # the traceback begins in the user's file
 
 
 def is_gone(pid):
@@ -307,23 +298,57 @@ def test_a_request_that_raises_is_not_repeated(tmp_path):
         assert pool.faults.restarts == 0
 
 
-def test_faults_that_persist_stop_with_the_cause():
-    managers = [EnvManager("faulty", {"fault": "raise", "at_step": 2}, extensions=["faulty_envs"])]
+def test_faults_that_go_on_stop_with_the_cause():
+    managers = [EnvManager("faulty", {"fault": "exit"}, extensions=["faulty_envs"])]
     with EnvPool(managers, max_restarts=2) as pool:
         pool.reset(SEEDS, TASKS)
-        for _ in range(5):  # the second chunk of every process raises
-            pool.step(ACTIONS)
-        with pytest.raises(EnvRaised, match=r"given up after 2 restarts(.|\n)*contact solver diverged"):
+        for _ in range(2):
+            assert not pool.step(ACTIONS).valid.any()
+        with pytest.raises(EnvWorkerDied, match=r"given up after 2 restarts(.|\n)*lost the device"):
             pool.step(ACTIONS)
         assert pool.faults.restarts == 2
 
 
-def test_an_exception_in_the_first_reset_ends_the_pool_without_a_restart():
-    managers = [EnvManager("faulty", {"fault": "reset"}, extensions=["faulty_envs"])]
-    with EnvPool(managers, max_restarts=2) as pool:
-        with pytest.raises(EnvRaised, match="the scene is broken"):
+@pytest.mark.parametrize("fault", ["reset", "raise"])
+def test_an_exception_before_any_chunk_has_worked_ends_the_run_with_one_short_traceback(fault):
+    managers = [EnvManager("faulty", {"fault": fault}, extensions=["faulty_envs"])]
+    with EnvPool(managers, max_restarts=10) as pool:
+        with pytest.raises(EnvRaised) as raised:
             pool.reset(SEEDS, TASKS)
+            pool.step(ACTIONS)
         assert pool.faults.restarts == 0
+    message = raised.value.message
+    assert "faulty_envs.py" in message and "worker_main" not in message
+    assert message.count("File ") == 1 and len(message.splitlines()) <= 4
+    assert raised.value.hint.startswith("fix the simulator's code")
+
+
+def test_an_exception_after_a_chunk_that_worked_is_a_fault_to_recover_from(tmp_path):
+    kwargs = {"fault": "raise", "at_step": 2, "marker": str(tmp_path / "fired")}
+    with EnvPool([EnvManager("faulty", kwargs, extensions=["faulty_envs"])], max_restarts=1) as pool:
+        pool.reset(SEEDS, TASKS)
+        assert pool.step(ACTIONS).valid.any()
+        assert not pool.step(ACTIONS).valid.any()
+        assert pool.faults.restarts == 1
+
+
+def test_actions_that_are_not_finite_are_the_policys_fault():
+    with EnvPool([EnvManager("toy", {"num_envs": 2, "image_size": 8})]) as pool:
+        pool.reset(SEEDS, TASKS)
+        actions = ACTIONS.copy()
+        actions[1, 0, 0] = np.nan
+        with raises_code("actions-not-finite") as raised:
+            pool.step(actions)
+        assert "the policy returned actions that are not finite, for environments 1" in str(raised.value)
+        # The actions of an environment that is not stepped may be anything.
+        assert pool.step(actions, np.array([True, False])).valid[0].any()
+
+
+def test_a_planned_error_of_a_simulator_has_no_traceback():
+    with pytest.raises(EnvRaised) as raised:
+        EnvManager("tooy").start()
+    assert "did you mean 'toy'" in str(raised.value)
+    assert "File " not in raised.value.message and "Traceback" not in raised.value.message
 
 
 @pytest.mark.parametrize("fault", ["nan_reward", "nan_state"])

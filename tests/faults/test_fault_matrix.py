@@ -1,4 +1,4 @@
-"""Every fault in every simulator; tests/integration/env_cases.py says which are skipped.
+"""Every fault in every simulator; tests/helpers/env_cases.py says which are skipped.
 
 Two processes with two environments each. The fault is in the second, whose episodes end and are counted; the first
 goes on as if nothing had happened.

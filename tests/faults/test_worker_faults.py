@@ -17,7 +17,7 @@ from embodrl.errors import EmbodrlError, WorkerDied, WorkerTimeout
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
 
-UNIT = Path(__file__).resolve().parents[1] / "unit"
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
 START_S, SOON_S = 240.0, 60.0
 
 
@@ -132,7 +132,7 @@ def test_no_worker_outlives_a_killed_driver(thread):
             thread.join()
     """)
     driver = subprocess.Popen(
-        [sys.executable, "-c", program, str(UNIT), thread], stdout=subprocess.PIPE, text=True, process_group=0
+        [sys.executable, "-c", program, str(HELPERS), thread], stdout=subprocess.PIPE, text=True, process_group=0
     )
     assert driver.stdout is not None
     watched = watch(map(int, driver.stdout.readline().split()))

@@ -121,10 +121,10 @@ def test_call_takes_and_returns_arrays():
 def test_an_error_of_embodrl_keeps_its_class_hint_and_code_across_processes():
     with raises_code("unknown-name", EnvRaised) as raised:
         EnvManager("no-such-simulator").start()
-    assert "UnknownNameError during START" in raised.value.message and "toy" in raised.value.message
+    assert "unknown environment 'no-such-simulator'" in raised.value.message and "File " not in raised.value.message
 
 
-def test_an_exception_carries_the_traceback_and_the_process_goes_on():
+def test_a_planned_error_needs_no_traceback_and_the_process_goes_on():
     with EnvManager("toy", KWARGS, name="train/0", first_env=6) as manager:
         manager.reset(SEEDS, TASKS)
         pid = manager.pid
@@ -133,7 +133,7 @@ def test_an_exception_carries_the_traceback_and_the_process_goes_on():
         message = str(raised.value)
         assert "train/0" in message and "envs 6-8" in message and "seeds 10, 11, 12" in message
         assert "reach-green, reach-red" in message
-        assert "EnvError" in message and "base.py" in message and "Traceback" in message
+        assert "Traceback" not in message  # one of embodrl's own, whose message says enough
         assert "expert_actions" in message  # what it could have been
         assert manager.step(actions_of(0)).valid.any() and manager.pid == pid
 

@@ -107,9 +107,11 @@ class Forgetful(Line):
 
 class ForgetfulWorld(LineWorld):
     def make_simulator(self, task):
-        return Forgetful(self._cameras)
+        return Forgetful(self._cameras, self._friction)
 
-register_env("forgetful", ForgetfulWorld, "no state", tasks=("push-right",), action_dim=ACTION_DIM)
+register_env(
+    "forgetful", ForgetfulWorld, "no state", tasks=("push-right",), action_dim=ACTION_DIM, settings=LineWorldConfig
+)
 """
     )
     config = new_env_config(tmp_path, extensions=["forgetful"])

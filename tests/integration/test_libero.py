@@ -219,7 +219,7 @@ def test_it_trains_and_evaluates(tmp_path: Path):
         "runner.logger.tensorboard=false",
         f"runner.output_dir={tmp_path / 'run'}",
     ]
-    assert train(load_config(settings)) == 0
+    assert train(load_config(settings)).exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("eval/success_rate" in row for row in rows) == 1
     assert len(list((tmp_path / "run" / "videos").rglob("*.mp4"))) == 4

@@ -48,7 +48,7 @@ def run(directory: Path, *overrides: str) -> list[dict[str, Any]]:
     config = directory / "tiny.yaml"
     config.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
     loaded = load_config([*SMALL, *overrides, f"runner.output_dir={directory / 'run'}"], config)
-    assert train(loaded) == 0
+    assert train(loaded).exit_code == 0
     return metrics(directory / "run")  # pyright: ignore[reportReturnType]
 
 

@@ -41,7 +41,7 @@ def run(tmp_path: Path, preset: str, iterations: int, *overrides: str) -> list[d
     groups = () if preset in ("ppo", "reinforce_pp") else IN_GROUPS
     arguments = [f"algorithm={preset}", *SMALL, *groups, f"runner.max_iterations={iterations}", *overrides]
     loaded = load_config([*arguments, f"runner.output_dir={tmp_path / 'run'}"], config)
-    assert train(loaded) == 0
+    assert train(loaded).exit_code == 0
     return metrics(tmp_path / "run")  # pyright: ignore[reportReturnType]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import TINY, embodrl
+from runs import HERE, TINY, embodrl
 from safetensors.torch import load_file
 
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
@@ -54,7 +54,7 @@ def test_a_run_can_be_followed_from_outside(tmp_path):
     found = versions(run)
     assert {version: found[version]["base"] for version in sorted(found)} == {2: 2, 3: 2}
     assert_as_checkpoint(run, 3)
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE.parents[2]), str(Path(__file__).parent)])}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLE.parents[2]), str(HERE)])}
     followed = subprocess.run(
         [sys.executable, str(EXAMPLE), str(run), "1"], env=environ, text=True, capture_output=True
     )

@@ -62,6 +62,7 @@ def test_a_run_leaves_what_others_rely_on(whole: tuple[Path, Outcome]) -> None:
         for name in ("time/env_s", "time/policy_s", "time/train_s", "time/total_s"):
             assert row[name] > 0, name
         assert isinstance(row["train/policy_loss"], float)
+        assert abs(row["train/first_minibatch_kl"]) < 1e-3  # no step yet: training agrees with the rollout
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["best", "step_2", "step_4"]
     best = max(rows[2::2], key=lambda row: row["eval/success_rate"])["iteration"]
     assert (run_dir / "checkpoints" / "best").resolve().name == f"step_{best}"
@@ -162,7 +163,7 @@ def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) ->
     (tmp_path / "checkpoints").write_text("in the way")
     outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", stop_at="act:6:SIGINT")
     assert outcome.code == 1
-    assert "iteration 1, the last, could not be saved" in outcome.stderr and "would start over" in outcome.stderr
+    assert "could not save iteration 1, the last" in outcome.stderr and "will start over" in outcome.stderr
     assert "continues" not in outcome.stdout
 
 
@@ -207,7 +208,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
         "actor.optim.critic_warmup_iterations=0",
     )
     assert outcome.code == 1
-    assert "iteration 1, the last, could not be saved" in outcome.stderr
+    assert "could not save iteration 1, the last" in outcome.stderr
     assert (tmp_path / "policy" / "config.json").is_file()
 
 

@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from batches import same
 from worker_classes import Adder, Reducer, Talker
 
 from embodrl.config import load_config
@@ -78,7 +79,7 @@ def test_batches_go_there_and_back(adders):
     assert result["rank"].tolist() == [[0, 0, 1, 1]] * 3
     assert "rank" not in batch
     result.pop("rank")
-    assert result.equals(batch)
+    assert same(result, batch)
 
 
 def test_values_of_all_kinds_come_back_the_same(adders):

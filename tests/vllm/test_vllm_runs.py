@@ -103,7 +103,7 @@ def test_a_fault_in_vllm_ends_the_run_and_is_named(config: Path, tmp_path: Path)
     )
     assert outcome.code == 1
     assert "error: vLLM could not decode 4 rows: RuntimeError: no page left" in outcome.stderr
-    assert "node 'rollout'" in outcome.stderr and "start it again: there is no checkpoint" in outcome.stderr
+    assert "node 'rollout'" in outcome.stderr and "no checkpoint was saved yet" in outcome.stderr
     assert "Traceback" not in outcome.stderr
 
 

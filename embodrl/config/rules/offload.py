@@ -33,7 +33,7 @@ def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
     config = context.config
     if config.rollout.backend == "vllm" and config.rollout.enable_offload and config.cluster.device == "cpu":
         message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
-        hint = "set it to false, or cluster.device=cuda, or rollout.backend=huggingface"
+        hint = "set it to false, or cluster.device=cuda, or rollout.backend=native"
         yield Finding(ROLLOUT, message, hint, "false", others=("cluster.device", "rollout.backend"))
 
 
@@ -50,7 +50,7 @@ def main_memory_has_no_offload(context: Context) -> Iterator[Finding]:
 def shared_weights_stay(context: Context) -> Iterator[Finding]:
     """Weights that both act and train are needed in every phase."""
     rollout, deployment = context.config.rollout, context.deployment
-    if not rollout.enable_offload or rollout.backend != "huggingface" or deployment is None:
+    if not rollout.enable_offload or rollout.backend != "native" or deployment is None:
         return
     if not (deployment.trains_in_processes or deployment.rolls_out_in_processes):
         message = "has no effect: the rollout acts with the weights that train, which every phase needs"

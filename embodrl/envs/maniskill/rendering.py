@@ -55,16 +55,16 @@ def render_device_name(render_backend: str) -> str:
     )
 
 
-def reduction_of(render_detail: str, mesh_decimation: float | None, device: str) -> float:
+def reduction_of(render_detail: str, mesh_decimation: float | str | None, device: str) -> float:
     """Return the part of the robot's visual triangles to drop; 0 leaves the ground as it is, too.
 
     Args:
         render_detail: full, fast or auto.
-        mesh_decimation: the part, where the user has named it; None where not.
+        mesh_decimation: the fraction to drop; auto or None leaves it to ``render_detail``.
         device: as ``render_device_name`` returns.
     """
-    if mesh_decimation is not None:
-        return mesh_decimation
+    if mesh_decimation not in (None, "auto"):
+        return float(mesh_decimation)
     fast = render_detail == "fast" or (render_detail == "auto" and device != "cuda")
     return REDUCTION if fast else 0.0
 

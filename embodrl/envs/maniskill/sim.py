@@ -37,8 +37,8 @@ class ManiSkillSim:
         sim_backend: physx_cpu or physx_cuda.
         render_backend: auto, cpu or gpu.
         render_detail: full (stock meshes and ground), fast (light ones), or auto (fast where the CPU draws).
-        mesh_decimation: part of the robot's visual triangles to drop, whatever ``render_detail`` is; None leaves it to
-            that.
+        mesh_decimation: fraction of the robot's visual triangles to drop, whatever ``render_detail`` is; auto or None
+            leaves it to that.
         human_size: height and width in pixels of ``render_human``.
     """
 
@@ -50,7 +50,7 @@ class ManiSkillSim:
         sim_backend: str,
         render_backend: str,
         render_detail: str,
-        mesh_decimation: float | None,
+        mesh_decimation: float | str | None,
         human_size: tuple[int, int],
     ) -> None:
         import gymnasium

@@ -104,8 +104,8 @@ class EnvManager:
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
         self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
         self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
-        self.succeeded: set[Kind] = set()  # RESET, STEP: kinds of requests that have been answered at least once
         self.lasting: dict[str, Mapping[str, Any] | None] = {}  # what a simulator built anew is asked again, by EnvPool
+        self.has_stepped = False  # a chunk has worked, in any process of this manager
         self._config = {
             "env_type": target if isinstance(target, str) else env_type,
             "kwargs": dict(kwargs or {}),
@@ -320,7 +320,6 @@ class EnvManager:
         """
         frame = self._receive(Kind.RESET, self.timeouts.reset_s if timeout is None else timeout)
         observation = self._running_ring().slots[frame.number].observation()
-        self.succeeded.add(Kind.RESET)
         return copy_observation(observation) if copy else observation
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
@@ -332,6 +331,16 @@ class EnvManager:
                 f"{self}: actions of shape {list(actions.shape)}, expected "
                 f"[{spec.num_envs}, 1 to {spec.max_chunk}, {spec.action_dim}]",
                 "check model.num_action_chunks and model.action_dim",
+            )
+        acted = actions if active is None else actions[active]
+        if not np.isfinite(acted).all():
+            broken = np.flatnonzero(~np.isfinite(actions).all(axis=(1, 2)) & (True if active is None else active))
+            raise EnvError(
+                f"the policy returned actions that are not finite, for environments"
+                f" {', '.join(str(self.first_env + row) for row in broken[:_SHOWN].tolist())}",
+                "its weights or action statistics are broken: check the checkpoint, and the loss and gradient norm of"
+                " the last iterations",
+                code="actions-not-finite",
             )
         request = self._running_ring().request
         request["actions"][:, :chunk] = actions
@@ -357,7 +366,7 @@ class EnvManager:
         ended = np.flatnonzero(seeded & step.done & self._auto_reset)
         self.seeds[ended] = [next_seed(seed) for seed in self.seeds[ended].tolist()]
         self.task_ids[:] = step.observation.task_id
-        self.succeeded.add(Kind.STEP)
+        self.has_stepped = True
         return copy_step(step) if copy else step
 
     def step(
@@ -444,14 +453,18 @@ class EnvManager:
             raise self._timed_out(f"during {doing}", timeout_s) from None
         self._pending = None
         if frame.kind == Kind.RAISED:
-            raised = frame.value
-            raise EnvRaised(
-                f"{self}: {raised['type']} during {doing}: {raised['message']}\n"
-                f"--- traceback of the simulator process ---\n{raised['traceback'].rstrip()}\n---",
-                raised["hint"],
-                code=raised["code"],
-            )
+            raise self._raised(frame.value, doing)
         return frame
+
+    def _raised(self, raised: dict[str, Any], doing: str) -> EnvRaised:
+        """Return the error of an exception in the process: one of embodrl's own says enough, others get a traceback."""
+        if raised["code"] is not None:
+            return EnvRaised(f"{self}: {raised['message']}", raised["hint"], code=raised["code"])
+        frames = (raised["user_traceback"] or raised["traceback"]).rstrip()
+        hint = "fix the simulator's code at the last line of the traceback"
+        if self._log_path is not None:
+            hint += f"; what it printed is in {self._log_path}"
+        return EnvRaised(f"{self}: {raised['type']} during {doing}: {raised['message']}\n{frames}", hint)
 
     def _died(self, when: str) -> EnvWorkerDied:
         process = self._running()

@@ -20,7 +20,6 @@ from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
-from embodrl.processes.frames import Kind
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
@@ -279,8 +278,7 @@ class EnvPool:
                 raise
             fault: EnvError = error
         while True:
-            # A copy: a view would hold the memory for long.
-            self._last[rank] = copy_observation(self._recover(rank, fault, Kind.RESET))
+            self._last[rank] = copy_observation(self._recover(rank, fault))  # a view would hold the memory for long
             try:
                 return (again or request)(manager)
             except _LOSSES as error:
@@ -319,7 +317,7 @@ class EnvPool:
                     self._raise_failed(rank)
                     last = self._checked(manager, manager.wait_reset())
                 except _FAULTS as error:
-                    last = self._recover(rank, error, Kind.RESET)
+                    last = self._recover(rank, error)
             elif last is None:
                 raise EnvError(f"{manager} has never been reset", "reset all environments first")
             parts.append(last)
@@ -400,15 +398,11 @@ class EnvPool:
             )
         return observation
 
-    def _recover(self, rank: int, error: EnvError, kind: Kind) -> Observation:
-        """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up.
-
-        An environment that raises before its first request of this kind has succeeded is wrong, not unlucky: it would
-        raise after every restart, so the error is raised at once.
-        """
+    def _recover(self, rank: int, error: EnvError) -> Observation:
+        """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up."""
         manager = self.managers[rank]
-        if isinstance(error, EnvRaised) and kind not in manager.succeeded:
-            raise error
+        if isinstance(error, EnvRaised) and not manager.has_stepped:
+            raise error  # wrong code, not a rare fault: a new process would raise again
         while True:
             if not self.faults.count("restarts", limit=self.max_restarts):
                 raise type(error)(
@@ -433,7 +427,7 @@ class EnvPool:
     def _lost_step(self, rank: int, error: EnvError) -> EnvStep:
         last = self._last[rank]
         last = None if last is None else copy_observation(last)
-        observation = copy_observation(self._recover(rank, error, Kind.STEP))
+        observation = copy_observation(self._recover(rank, error))
         rows = np.flatnonzero(self._active[self._offsets[rank] : self._offsets[rank + 1]])
         self.faults.count("lost_episodes", len(rows))
         return lost_step(observation, self.managers[rank].seeds, self._chunk, rows, last)

@@ -1,4 +1,4 @@
-"""The rollout backend "huggingface": the policy's own modules, in the same process."""
+"""The rollout backend "native": the policy's own modules, in the same process."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def make_rollout_engine(
         EmbodrlError: what the backend needs is missing.
     """
     arguments = (policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads, part)
-    if config.rollout.backend == "huggingface":
+    if config.rollout.backend == "native":
         return NativeRolloutEngine(*arguments, memory)
     from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 

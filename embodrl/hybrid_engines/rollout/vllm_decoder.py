@@ -122,7 +122,7 @@ class VllmDecoder:
                 self.llm: Any = self._start(vllm, directory, model, max_length, max_num_seqs, can_sleep)
         except (RuntimeError, ValueError) as error:
             raise EmbodrlError(
-                f"vLLM did not start: {error}", "lower rollout.vllm.max_num_seqs, or set rollout.backend=huggingface"
+                f"vLLM did not start: {error}", "lower rollout.vllm.max_num_seqs, or set rollout.backend=native"
             ) from error
         self._runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         network: nn.Module = self._runner.get_model()
@@ -246,7 +246,7 @@ class VllmDecoder:
 def _failure(what: str, error: BaseException) -> RolloutEngineError:
     return RolloutEngineError(
         f"{what}: {type(error).__name__}: {error}",
-        "--debug shows where it happened; rollout.backend=huggingface does without vLLM",
+        "--debug shows where it happened; rollout.backend=native does without vLLM",
     )
 
 
@@ -266,7 +266,7 @@ def import_vllm(device: torch.device) -> ModuleType:
         raise MissingDependencyError(
             f"rollout.backend=vllm needs vLLM, which can't be imported: {error}",
             f"pip install 'embodrl[{extra}]' into an environment of its own (docs/vllm.md), or set"
-            " rollout.backend=huggingface",
+            " rollout.backend=native",
         ) from error
     if current_platform.device_type != device.type:
         raise MissingDependencyError(

@@ -69,7 +69,7 @@ class VllmRolloutEngine(RolloutEngine):
         if not isinstance(policy, OpenVLAPolicy):
             raise EmbodrlError(
                 f"vLLM decodes one token after the other, and {type(policy).__name__} does not",
-                "set rollout.backend=huggingface, or model=openvla",
+                "set rollout.backend=native, or model=openvla",
             )
         self._served = policy
         self._asleep = self._stale = False

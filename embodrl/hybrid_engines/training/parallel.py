@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -62,7 +63,10 @@ def add_gradients(
         loss, extra = compute()
         return loss.detach(), extra, torch.autograd.grad(loss, parameters, allow_unused=True)
 
-    results = on_threads([lambda compute=compute: differentiate(compute) for compute in losses], num_threads, niceness)
+    if num_threads <= 1 and not niceness:
+        results = list(map(differentiate, losses))
+    else:
+        results = on_threads([partial(differentiate, compute) for compute in losses], num_threads, niceness)
     for _, _, gradients in results:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:

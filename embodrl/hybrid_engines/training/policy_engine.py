@@ -151,9 +151,12 @@ class PolicyTrainEngine(TrainEngine):
         chunks = flatten_chunks(batch.replace(**proximal), advantages, chunk_weights(batch, algorithm))
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
+        first_kl: Tensor | float | None = None
         for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
             counts = self._counts(minibatch, algorithm)
             loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
+            if first_kl is None and not bool(staleness.any()) and not algorithm.decoupled.enabled:
+                first_kl = metrics.get("approx_kl")  # no step yet: 0 if rollout and training agree on log-probs
             if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
                 self._clear_gradients()
                 stopped = True
@@ -175,6 +178,8 @@ class PolicyTrainEngine(TrainEngine):
             result["train/explained_variance"] = explained_variance(
                 batch["values"], advantages.returns, advantages.valid
             )
+        if first_kl is not None:
+            result["train/first_minibatch_kl"] = float(first_kl)
         return result | {
             "train/lr": rates.policy,
             "train/value_lr": rates.value,

@@ -12,9 +12,9 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,11 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.training.engine_state import check_fit
+from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
 from embodrl.hybrid_engines.training.sharding import held
-
-if TYPE_CHECKING:
-    from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 
 SECTIONS = ("policy", "optimizer", "reference")
 BUCKET_BYTES = 1 << 30
@@ -38,6 +35,20 @@ BUCKET_BYTES = 1 << 30
 
 FileFacts = dict[str, dict[str, Any]]
 """By path inside the checkpoint: ``num_bytes`` and ``sha256``."""
+
+
+class ShardedState(Protocol):
+    """A training state of which this process holds a part; ``PolicyTrainEngine``, which documents the methods."""
+
+    is_shared: bool
+
+    def inventory(self) -> dict[str, dict[str, int]]: ...
+    def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]: ...
+    def state_shapes(self) -> StateShapes: ...
+    def begin_load(self) -> None: ...
+    def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None: ...
+    def set_counters(self, state: Mapping[str, Any]) -> None: ...
 
 
 def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
@@ -58,7 +69,7 @@ def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 
-def save_state(engine: PolicyTrainEngine, directory: Path) -> FileFacts:
+def save_state(engine: ShardedState, directory: Path) -> FileFacts:
     """Write what this process holds of an engine's state; a collective call of all that share it.
 
     Args:
@@ -96,7 +107,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def load_state(engine: PolicyTrainEngine, directory: Path, counters: Mapping[str, Any]) -> None:
+def load_state(engine: ShardedState, directory: Path, counters: Mapping[str, Any]) -> None:
     """Read what this process holds of a state that ``save_state`` wrote, perhaps with other numbers of processes.
 
     A collective call of all that share it. Weights are read in place.

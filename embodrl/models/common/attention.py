@@ -1,6 +1,6 @@
 """Scaled dot-product attention in the form that is fastest on the device at hand.
 
-Vaswani et al., "Attention Is All You Need", 2017. Legend: B batch, H heads, Q queries, S keys, E head dimension.
+Vaswani et al., "Attention Is All You Need", 2017. Shapes: B batch, H heads, Q queries, S keys, E head dimension.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
         scores = scores + torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -torch.inf)
     weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype).view(*rows.shape[:3], -1)
     return torch.matmul(weights, v).view(batch, heads, length, -1)
+
+
+def with_attention(**settings: Any) -> dict[str, Any]:
+    """Return arguments of a transformers configuration: ``settings``, and the choice of ``attention``."""
+    return {"attn_implementation": IMPLEMENTATION, **settings}
 
 
 def _transformers_attention(

@@ -113,16 +113,8 @@ def load_strict(
                     if stored in ignore:
                         report.ignored[stored] = ignore[stored]
                         continue
-                    if name not in expected:
-                        report.unexpected.append(stored)
-                        continue
-                    if name in state:
-                        raise CheckpointError(
-                            f"{report.source} has {name} twice, once as {stored}", "fetch or make the checkpoint again"
-                        )
                     shape = tuple(reader.get_slice(stored).get_shape())
-                    if shape != expected[name]:
-                        report.mismatched.append((name, shape, expected[name]))
+                    if not _is_loadable(stored, name, shape, expected, state, report):
                         continue
                     if name != stored:
                         report.aliased[stored] = name
@@ -146,6 +138,28 @@ def load_strict(
         parameter.requires_grad_(trainable[name])
     report.num_loaded += len(state)
     return report
+
+
+def _is_loadable(
+    stored: str,
+    name: str,
+    shape: tuple[int, ...],
+    expected: Mapping[str, tuple[int, ...]],
+    state: Mapping[str, Tensor],
+    report: LoadReport,
+) -> bool:
+    """Tell whether the module takes a stored tensor; the report says why not."""
+    if name not in expected:
+        report.unexpected.append(stored)
+        return False
+    if name in state:
+        raise CheckpointError(
+            f"{report.source} has {name} twice, once as {stored}", "fetch or make the checkpoint again"
+        )
+    if shape != expected[name]:
+        report.mismatched.append((name, shape, expected[name]))
+        return False
+    return True
 
 
 def _read(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, report: LoadReport) -> Tensor:

@@ -3,7 +3,7 @@
 Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023, without its gates; as in GR00T N1.5 (NVIDIA, 2025)
 even blocks attend to a context and odd ones to the sequence itself. Dropout, which that model has in training, is left
 out: with it the log-probs of a rollout could not be computed again.
-Legend: B batch, L sequence, S context, D width, C context width, O output width.
+Shapes: B batch, L sequence, S context, D width, C context width, O output width.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which family the config.json of a checkpoint belongs to, so that another family's is told by name."""
+"""Which family the config.json of a checkpoint belongs to, so that one of another family is reported by name."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ their velocity is negated (``reversed_velocity``), after which everything here h
 
 Flow-SDE (one step of the chain is stochastic) and Flow-Noise (all are, with learned noise) follow Zhang et al.,
 "ReinFlow" (2025) and Chen et al., "pi_RL" (2025); the SDE has the marginals of the ODE (Liu et al., "Flow-GRPO", 2025).
-Legend: B batch, K denoising steps, H action horizon, D padded action dimensions.
+Shapes: B batch, K denoising steps, H action horizon, D padded action dimensions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What every flow-matching policy shares: sampling, log-probs, values and the imitation loss.
 
-Legend: B batch, C actions run, H actions predicted, A action dimensions, D padded action dimensions, F features.
+Shapes: B batch, C actions run, H actions predicted, A action dimensions, D padded action dimensions, F features.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import FlowConfig, ModelConfig
+from embodrl.config.model_schema import FlowConfig, FlowModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
@@ -58,7 +58,7 @@ class FlowPolicy(VLAPolicy):
     def __init__(
         self,
         stats: ActionNormalizer,
-        config: ModelConfig,
+        config: FlowModelConfig,
         horizon: int,
         padded_action_dim: int,
         value_input: Literal["prefix", "suffix"],

@@ -1,8 +1,11 @@
 """Gemma's decoder with the parameter names of its checkpoints, as a prefix encoder and as an action expert.
 
+Not transformers' GemmaModel: that has no adaptive norms, its tokens cannot attend to another network's keys and values,
+and it always runs the last layer; forward and backward of the prefix at width 128 take 52 ms here, 69 ms there.
+
 Gemma Team, "Gemma: Open Models Based on Gemini Research and Technology", 2024. The expert of pi0.5 conditions its norms
 on the noise level (adaptive RMSNorm, after Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023).
-Legend: B batch, S tokens, P tokens before them, W width, G key-value heads, E head dimension, T condition size.
+Shapes: B batch, S tokens, P tokens before them, W width, G key-value heads, E head dimension, T condition size.
 """
 
 from __future__ import annotations
@@ -145,7 +148,7 @@ class GemmaLayer(nn.Module):
     def keys_values(
         self, x: Tensor, rope: Rotary, past: KeysValues | None = None, condition: Tensor | None = None
     ) -> KeysValues:
-        """Return only the keys and values of a layer whose output nobody reads."""
+        """Return only the keys and values, for a layer whose output is not needed."""
         return self.self_attn.keys_values(self.input_layernorm(x, condition)[0], rope, past)
 
     def forward(
@@ -203,7 +206,7 @@ class GemmaModel(nn.Module):
             x: ``[B,S,W]``.
             rope: of their positions.
             mask: see GemmaLayer.
-            past: keys and values of earlier tokens, one pair a layer.
+            past: keys and values of earlier tokens, one pair per layer.
 
         Returns:
             Keys and values, those of ``past`` included, and the last layer's input ``[B,S,W]``, for ``finish``.
@@ -235,7 +238,7 @@ class GemmaModel(nn.Module):
         Args:
             x: ``[B,S,W]``.
             rope: of their positions.
-            cache: keys and values of earlier tokens, one pair a layer.
+            cache: keys and values of earlier tokens, one pair per layer.
             mask: see GemmaLayer.
             condition: ``[B,T]`` of adaptive norms.
         """

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.model_schema import FlowModelConfig, ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
@@ -58,7 +58,7 @@ def build_value_head(
 
 
 def build_noise_head(
-    config: ModelConfig,
+    config: FlowModelConfig,
     feature_dim: int,
     action_dim: int,
     directory: Path | None,

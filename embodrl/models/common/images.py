@@ -1,6 +1,6 @@
 """Image preparation for uint8 batches in torch, equal to Pillow's on any device.
 
-Legend: B images, H x W pixels.
+Shapes: B images, H x W pixels.
 """
 
 from __future__ import annotations

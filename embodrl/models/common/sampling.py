@@ -1,7 +1,7 @@
 """Distributions over action bins: the same functions serve rollout and training, so that log-probs agree.
 
 All take the logits of the action bins only, divide by the temperature, keep the top k, and normalise in float32.
-Legend: K bins.
+Shapes: K bins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""SigLIP's vision transformer with the parameter names of its Hugging Face checkpoints.
+"""SigLIP's vision transformer: transformers' network behind faster patch embeddings, without the pooling head.
 
-Zhai et al., "Sigmoid Loss for Language Image Pre-Training", 2023. It has no pooling head: what reads it takes the
-features of the patches. (OpenVLA's SigLIP, whose checkpoints have timm's names, is in ``vit.py``.)
-Legend: B images, N patches, D width.
+Zhai et al., "Sigmoid Loss for Language Image Pre-Training", 2023. Parameter names are those of the public checkpoints;
+OpenVLA's SigLIP, whose checkpoints have timm's names, is in ``vit.py``. Shapes: B images, N patches, D width.
 """
 
 from __future__ import annotations
@@ -12,10 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from transformers import SiglipVisionConfig, SiglipVisionModel
+from transformers.models.siglip.modeling_siglip import (
+    SiglipAttention,
+    SiglipMultiheadAttentionPoolingHead,
+    SiglipVisionEmbeddings,
+)
 
-from embodrl.models.common.attention import attention
+from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
+from embodrl.models.common.recompute import recompute_layers
 
 LAYER_NORM_EPS = 1e-6
 
@@ -46,138 +51,87 @@ SO400M_224 = SiglipSpec(224, 14, 1152, 27, 16, 4304)
 """Alabdulmohsin et al., "Getting ViT in Shape", 2023, with 224 pixels and patches of 14."""
 
 
-class SiglipEmbeddings(nn.Module):
+def embed_patches(pixels: Tensor, convolution: nn.Conv2d) -> Tensor:
+    """Return ``convolution``, whose stride is its kernel, of ``[B,3,H,W]`` as ``[B,N,D]``.
+
+    Such a convolution is a matrix product; written as one it is several times faster on CPU.
+    """
+    size = convolution.kernel_size[0]
+    batch, channels, height, width = pixels.shape
+    patches = pixels.view(batch, channels, height // size, size, width // size, size)
+    patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    return F.linear(patches, convolution.weight.flatten(1), convolution.bias)
+
+
+class PatchEmbeddings(SiglipVisionEmbeddings):
     """Square patches to vectors, plus a learned position for each."""
 
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.patch_embedding = nn.Conv2d(3, spec.width, spec.patch_size, stride=spec.patch_size)
-        self.position_embedding = nn.Embedding(spec.num_patches, spec.width)
+    def __init__(self, config: SiglipVisionConfig) -> None:
+        super().__init__(config)
+        del self.position_ids  # not in checkpoints: it would stay without memory in a model built on the meta device
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """``[B,3,H,W]`` to ``[B,N,D]``.
-
-        A convolution whose stride is its kernel is a matrix product; written as one it is several times faster on CPU.
-        """
-        size = self.patch_embedding.kernel_size[0]
-        batch, channels, height, width = pixels.shape
-        patches = pixels.view(batch, channels, height // size, size, width // size, size)
-        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        embedded = F.linear(patches, self.patch_embedding.weight.flatten(1), self.patch_embedding.bias)
-        return embedded + self.position_embedding.weight
+    def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
+        """``[B,3,H,W]`` to ``[B,N,D]``."""
+        return embed_patches(pixel_values, self.patch_embedding) + self.position_embedding.weight
 
 
-class SiglipAttention(nn.Module):
-    """Multi-head self-attention."""
+class SiglipTower(nn.Module):
+    """SigLIP below the level of names that checkpoints have around it.
 
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.num_heads = spec.num_heads
-        self.q_proj = nn.Linear(spec.width, spec.width)
-        self.k_proj = nn.Linear(spec.width, spec.width)
-        self.v_proj = nn.Linear(spec.width, spec.width)
-        self.out_proj = nn.Linear(spec.width, spec.width)
+    Args:
+        spec: dimensions.
+        pooling_head: hold SigLIP's attention pooling, for checkpoints that have it; it is stored and never run.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B,N,D]`` to ``[B,N,D]``."""
-        q, k, v = (
-            part(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.out_proj(attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class SiglipMlp(nn.Module):
-    """Two layers with the tanh approximation of GELU between them."""
-
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(spec.width, spec.mlp_dim)
-        self.fc2 = nn.Linear(spec.mlp_dim, spec.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[...,D]`` to ``[...,D]``."""
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-class SiglipLayer(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.layer_norm1 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.self_attn = SiglipAttention(spec)
-        self.layer_norm2 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.mlp = SiglipMlp(spec)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B,N,D]`` to ``[B,N,D]``."""
-        x = x + self.self_attn(self.layer_norm1(x))
-        return x + self.mlp(self.layer_norm2(x))
-
-
-class SiglipEncoder(nn.Module):
-    """The blocks."""
-
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.gradient_checkpointing = False
-        self.layers = nn.ModuleList(SiglipLayer(spec) for _ in range(spec.depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B,N,D]`` to ``[B,N,D]``."""
-        for layer in self.layers:
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, use_reentrant=False)
-            else:
-                x = layer(x)
-        return x
-
-
-class SiglipVisionTransformer(nn.Module):
-    """Embeddings, blocks and the final norm."""
-
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.embeddings = SiglipEmbeddings(spec)
-        self.encoder = SiglipEncoder(spec)
-        self.post_layernorm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-
-    def forward(self, pixels: Tensor, post_norm: bool = True) -> Tensor:
-        """Normalised ``[B,3,H,W]`` to features ``[B,N,D]``, after the final norm or before it."""
-        features = self.encoder(self.embeddings(pixels))
-        return self.post_layernorm(features) if post_norm else features
-
-
-class SiglipVisionModel(nn.Module):
-    """The level of names that checkpoints have around the transformer."""
-
-    def __init__(self, spec: SiglipSpec) -> None:
+    def __init__(self, spec: SiglipSpec, pooling_head: bool = False) -> None:
         super().__init__()
         self.spec = spec
-        self.vision_model = SiglipVisionTransformer(spec)
+        config = SiglipVisionConfig(
+            hidden_size=spec.width,
+            intermediate_size=spec.mlp_dim,
+            num_hidden_layers=spec.depth,
+            num_attention_heads=spec.num_heads,
+            image_size=spec.image_size,
+            patch_size=spec.patch_size,
+            layer_norm_eps=LAYER_NORM_EPS,
+            hidden_act="gelu_pytorch_tanh",
+            **with_attention(vision_use_head=False, is_causal=False),
+        )
+        self.vision_model = SiglipVisionModel(config)
+        self.vision_model.embeddings = PatchEmbeddings(config)
+        for attention in self._attentions():
+            # Queries first: the order of parameters is the order of random draws and of sums over all gradients.
+            for name in ("k_proj", "v_proj", "out_proj"):
+                module = getattr(attention, name)
+                delattr(attention, name)
+                setattr(attention, name, module)
+        if pooling_head:
+            self.vision_model.head = SiglipMultiheadAttentionPoolingHead(config)
 
-    def forward(self, pixels: Tensor, post_norm: bool = True) -> Tensor:
-        """See SiglipVisionTransformer."""
-        return self.vision_model(pixels, post_norm)
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Normalised ``[B,3,H,W]`` to features ``[B,N,D]`` after the final norm."""
+        return self.vision_model(pixels).last_hidden_state
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""
-        self.vision_model.encoder.gradient_checkpointing = True
+        recompute_layers(self.vision_model, self.vision_model.encoder.layers)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights for training from scratch, by the rules of ``common/init.py``."""
         vision = self.vision_model
         init_linears(vision, generator, residual=("out_proj", "fc2"), blocks=self.spec.depth)
-        init_matrix(vision.embeddings.patch_embedding.weight, generator)
-        bias = vision.embeddings.patch_embedding.bias
-        assert bias is not None
-        nn.init.zeros_(bias)
+        patches = vision.embeddings.patch_embedding
+        init_matrix(patches.weight, generator)
+        assert patches.bias is not None
+        nn.init.zeros_(patches.bias)
         vision.embeddings.position_embedding.weight.data.copy_(sincos_2d(self.spec.grid, self.spec.width)[0])
         for module in vision.modules():
             if isinstance(module, nn.LayerNorm):
                 nn.init.ones_(module.weight)
                 nn.init.zeros_(module.bias)
-            elif isinstance(module, SiglipAttention):
-                module.q_proj.weight.data *= QUERY_KEY_GAIN
-                module.k_proj.weight.data *= QUERY_KEY_GAIN
+        for attention in self._attentions():
+            attention.q_proj.weight.data *= QUERY_KEY_GAIN
+            attention.k_proj.weight.data *= QUERY_KEY_GAIN
+
+    def _attentions(self) -> list[SiglipAttention]:
+        return [part for part in self.vision_model.encoder.modules() if isinstance(part, SiglipAttention)]

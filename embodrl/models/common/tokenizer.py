@@ -64,7 +64,7 @@ class PromptTokenizer:
 
 
 def tiny_prompt_end_id() -> int:
-    """Return the id of a lone space in the shipped tokenizer, which plays the part of Llama's 29871."""
+    """Return the id of a lone space in the shipped tokenizer, which stands for Llama's 29871."""
     token = Tokenizer.from_file(str(TINY_TOKENIZER)).token_to_id("\u0120")
     assert token is not None
     return token

@@ -2,7 +2,7 @@
 
 It turns features of images and prompt, the state and a noisy chunk of actions into the velocity of the chunk. Its time
 runs from noise (0) to data (1), opposite to ``common/flow.py``. Weights of encoders and decoder belong to an embodiment
-(a robot). Legend: B batch, H actions, D padded action dimensions, S tokens of images and prompt, E their width, W width
+(a robot). Shapes: B batch, H actions, D padded action dimensions, S tokens of images and prompt, E their width, W width
 of the diffusion transformer, F its output width.
 """
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
@@ -26,6 +25,7 @@ from embodrl.models.gr00t.processing import (
     load_chat_tokenizer,
     tiny_chat_tokenizer,
 )
+from embodrl.models.gr00t.spec import Gr00tModelConfig
 
 RANDOM_SOURCE = "random weights"
 EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
@@ -43,7 +43,7 @@ POOLING_HEAD = f"{EAGLE}.vision_model.vision_model.head."
 
 
 def build_gr00t(
-    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+    config: Gr00tModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[Gr00tPolicy, LoadReport]:
     """Build the policy that a configuration asks for.
 

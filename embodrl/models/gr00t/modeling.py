@@ -1,6 +1,6 @@
 """The GR00T N1.5 network with the parameter names of its public checkpoints (NVIDIA, "GR00T N1.5", 2025).
 
-Legend: B batch, V cameras, N image patches, S tokens of images and prompt, E hidden size of the language model.
+Shapes: B batch, V cameras, N image patches, S tokens of images and prompt, E hidden size of the language model.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from embodrl.models.common.attention import IMPLEMENTATION
+from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import init_linears
 from embodrl.models.common.recompute import recompute_layers
-from embodrl.models.common.siglip import LAYER_NORM_EPS, SiglipMlp, SiglipSpec, SiglipVisionModel
+from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
 from embodrl.models.openvla.modeling import causal_mask, token_positions
@@ -29,28 +29,15 @@ class LanguageModel(nn.Module):
             self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
 
-class PoolingHead(nn.Module):
-    """SigLIP's attention pooling. GR00T reads patch features, so it is stored and never run."""
-
-    def __init__(self, spec: SiglipSpec) -> None:
-        super().__init__()
-        self.probe = nn.Parameter(torch.zeros(1, 1, spec.width))
-        self.attention = nn.MultiheadAttention(spec.width, spec.num_heads, batch_first=True)
-        self.layernorm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.mlp = SiglipMlp(spec)
-
-
 class EagleModel(nn.Module):
     """SigLIP 2, a linear connector, and the first layers of Qwen3."""
 
     def __init__(self, config: Gr00tConfig) -> None:
         super().__init__()
-        self.vision_model = SiglipVisionModel(config.siglip)
+        self.vision_model = SiglipTower(config.siglip, config.pooling_head)
         # "1mlp_nops": one layer, no pixel shuffle.
         self.mlp1 = nn.Sequential(nn.Linear(config.siglip.width, config.qwen.hidden_size))
         self.language_model = LanguageModel(config.qwen, config.lm_head)
-        if config.pooling_head:
-            self.vision_model.vision_model.head = PoolingHead(config.siglip)
 
     def forward(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
         """Return the hidden states ``[B,S,E]`` after the last kept layer and the final norm.
@@ -108,7 +95,7 @@ class Gr00tModel(nn.Module):
         """Recompute the activations of every block in the backward pass."""
         eagle = self.backbone.eagle_model
         eagle.vision_model.enable_gradient_checkpointing()
-        recompute_layers(eagle.language_model.model)
+        recompute_layers(eagle.language_model.model, eagle.language_model.model.layers)
         self.action_head.model.gradient_checkpointing = True
         self.action_head.vl_self_attention.gradient_checkpointing = True
 
@@ -142,5 +129,5 @@ def qwen_config(spec: QwenSpec) -> Qwen3Config:
         max_position_embeddings=spec.max_position_embeddings,
         rms_norm_eps=spec.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-        attn_implementation=IMPLEMENTATION,
+        **with_attention(),
     )

@@ -1,6 +1,6 @@
 """GR00T N1.5 as a reinforcement-learning policy.
 
-Legend: B batch, V cameras, H predicted actions, D padded action dimensions, S tokens of images and prompt, E hidden
+Shapes: B batch, V cameras, H predicted actions, D padded action dimensions, S tokens of images and prompt, E hidden
 size of the language model, W width of the diffusion transformer.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.model_schema import FlowModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.dit import KeyValue
@@ -68,7 +68,7 @@ class Gr00tPolicy(FlowPolicy):
         model: Gr00tModel,
         processor: Gr00tProcessor,
         robot: RobotStats,
-        config: ModelConfig,
+        config: FlowModelConfig,
         value_head: ValueHead | None = None,
         noise_head: NoiseHead | None = None,
     ) -> None:

@@ -2,7 +2,7 @@
 
 The chat is that of Eagle 2.5, whose files come with NVIDIA's code and not with the checkpoint: prompt and special
 tokens follow its public processor; they are written down here only. Images are resized as a whole to one tile.
-Legend: B batch, V cameras, H x W pixels, N image patches, L text tokens, A action dimensions.
+Shapes: B batch, V cameras, H x W pixels, N image patches, L text tokens, A action dimensions.
 """
 
 from __future__ import annotations

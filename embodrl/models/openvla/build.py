@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from embodrl.config.schema import ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
@@ -20,6 +19,7 @@ from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel, init_weights
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.processing import OpenVLAProcessor
+from embodrl.models.openvla.spec import OpenVlaConfig
 
 BUILTIN_WARM_START = Path(__file__).parents[2] / "assets" / "openvla_tiny"
 TINY_STATS_KEY = "maniskill"
@@ -50,7 +50,7 @@ class Parts:
 
 
 def build_openvla(
-    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+    config: OpenVlaConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[OpenVLAPolicy, LoadReport]:
     """Build the policy that a configuration asks for.
 
@@ -81,7 +81,7 @@ def build_openvla(
 
 
 def build_parts(
-    config: ModelConfig, builtin: Path | None, causal: bool, device: torch.device, dtype: torch.dtype, seed: int
+    config: OpenVlaConfig, builtin: Path | None, causal: bool, device: torch.device, dtype: torch.dtype, seed: int
 ) -> Parts:
     """Build the network and what goes with it.
 
@@ -120,7 +120,7 @@ def build_parts(
     return Parts(directory, model, tokenizer, stats, head, report, generator)
 
 
-def _source(config: ModelConfig, builtin: Path | None) -> Path | None:
+def _source(config: OpenVlaConfig, builtin: Path | None) -> Path | None:
     if config.model_path is not None:
         return checkpoint.resolve(config.model_path)
     if config.warm_start is None:

@@ -2,17 +2,19 @@
 
 The images and the prompt go through the model once; each further token runs on static key-value buffers, and only the
 rows of lm_head that belong to action tokens are computed. Results equal the transformers forward pass (tested).
-Legend: B batch, P prefix (image and prompt tokens), N action tokens, D hidden size.
+Shapes: B batch, P prefix (image and prompt tokens), N action tokens, D hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from embodrl.models.common.attention import attention
 from embodrl.models.common.lora import adapter_factors, linear_weight
@@ -50,7 +52,7 @@ class ActionDecoder:
         llama = model.language_model
         config = llama.config
         self.eps = config.rms_norm_eps
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         self.head_dim = config.hidden_size // config.num_attention_heads
         embedding = llama.model.embed_tokens.weight
         kind = embedding.device.type
@@ -59,7 +61,10 @@ class ActionDecoder:
         self.cache_dtype = torch.float32 if kind == "cpu" else self.dtype
         self._fuse = config.hidden_size < FUSE_BELOW_HIDDEN
         shape = (batch, self.kv_heads, max_length, self.head_dim)
-        self.layers = [self._layer(layer, *self._cache(shape, embedding.device)) for layer in llama.model.layers]
+        self.layers = [
+            self._layer(cast(LlamaDecoderLayer, layer), *self._cache(shape, embedding.device))
+            for layer in llama.model.layers
+        ]
         self.final_norm = llama.model.norm.weight
 
     def run(
@@ -138,7 +143,7 @@ class ActionDecoder:
             -1, -2
         ), values
 
-    def _layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> _Layer:
+    def _layer(self, layer: LlamaDecoderLayer, keys: Tensor, values: Tensor) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         return _Layer(
             layer.input_layernorm.weight,
@@ -151,7 +156,7 @@ class ActionDecoder:
             values,
         )
 
-    def _one(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _one(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         bias = None if module.bias is None else module.bias.to(self.dtype)
         factors = adapter_factors(module)
         if factors is None or self._fuse:
@@ -161,7 +166,7 @@ class ActionDecoder:
         weight, down, up = (part.to(self.dtype) for part in (module.weight, *factors))
         return lambda x: F.linear(x, weight, bias) + F.linear(F.linear(x, down), up)
 
-    def _several(self, *modules: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _several(self, *modules: nn.Linear) -> Callable[[Tensor], Tensor]:
         """Outputs side by side; one product where the copy of the weights is cheap."""
         if not self._fuse or any(module.bias is not None for module in modules):
             functions = [self._one(module) for module in modules]

@@ -1,6 +1,6 @@
 """The OpenVLA network with the parameter names of its public checkpoints (Kim et al., "OpenVLA", 2024).
 
-Legend: B batch, V cameras, N image patches of a camera, L prompt tokens, D hidden size.
+Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from embodrl.models.common.attention import IMPLEMENTATION
+from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
 from embodrl.models.common.lora import linear_weight
-from embodrl.models.common.vit import LayerScale, VisionTransformer
+from embodrl.models.common.vit import Attention, LayerScale, VisionTransformer
 from embodrl.models.openvla.config import LlamaSpec, OpenVLAConfig
 
 HEAD_STD = 0.02
@@ -127,8 +127,7 @@ def llama_config(spec: LlamaSpec, pad_token_id: int, causal: bool = True) -> Lla
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=False,
-        attn_implementation=IMPLEMENTATION,
-        is_causal=causal,
+        **with_attention(is_causal=causal),
     )
 
 
@@ -155,17 +154,7 @@ def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
     vary smoothly with the bin.
     """
     for vit in (model.vision_backbone.featurizer, model.vision_backbone.fused_featurizer):
-        init_linears(vit, generator, residual=("attn.proj", "mlp.fc2"), blocks=vit.spec.depth)
-        init_matrix(vit.patch_embed.proj.weight, generator)
-        nn.init.zeros_(vit.patch_embed.proj.bias)
-        vit.pos_embed.data.copy_(sincos_2d(vit.spec.grid, vit.spec.width))
-        for block in vit.blocks:
-            block.attn.qkv.weight.data[: 2 * vit.spec.width] *= QUERY_KEY_GAIN
-        for name in ("cls_token", "reg_token"):
-            if hasattr(vit, name):
-                getattr(vit, name).data.normal_(0.0, 0.02, generator=generator)
-        if vit.spec.attention_pool:
-            vit.attn_pool.latent.data.normal_(0.0, 0.02, generator=generator)
+        _init_vit(vit, generator)
     init_linears(model.projector, generator)
     _init_llama(model, generator)
     for module in model.modules():
@@ -178,12 +167,29 @@ def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
             nn.init.ones_(module.weight)
 
 
+def _init_vit(vit: VisionTransformer, generator: torch.Generator) -> None:
+    init_linears(vit, generator, residual=("attn.proj", "mlp.fc2"), blocks=vit.spec.depth)
+    init_matrix(vit.patch_embed.proj.weight, generator)
+    assert vit.patch_embed.proj.bias is not None
+    nn.init.zeros_(vit.patch_embed.proj.bias)
+    vit.pos_embed.data.copy_(sincos_2d(vit.spec.grid, vit.spec.width))
+    for module in vit.modules():
+        if isinstance(module, Attention):
+            module.qkv.weight.data[: 2 * vit.spec.width] *= QUERY_KEY_GAIN
+    for name in ("cls_token", "reg_token"):
+        if hasattr(vit, name):
+            getattr(vit, name).data.normal_(0.0, 0.02, generator=generator)
+    if vit.spec.attention_pool:
+        vit.attn_pool.latent.data.normal_(0.0, 0.02, generator=generator)
+
+
 def _init_llama(model: OpenVLAModel, generator: torch.Generator) -> None:
     llama = model.language_model
     init_linears(llama, generator, residual=("o_proj", "down_proj"), blocks=len(llama.model.layers))
-    for layer in llama.model.layers:
-        layer.self_attn.q_proj.weight.data *= QUERY_KEY_GAIN
-        layer.self_attn.k_proj.weight.data *= QUERY_KEY_GAIN
+    for module in llama.model.modules():
+        if isinstance(module, LlamaAttention):
+            module.q_proj.weight.data *= QUERY_KEY_GAIN
+            module.k_proj.weight.data *= QUERY_KEY_GAIN
     llama.model.embed_tokens.weight.data.normal_(0.0, 1.0, generator=generator)
     llama.lm_head.weight.data.normal_(0.0, HEAD_STD, generator=generator)
     config = model.config

@@ -1,6 +1,6 @@
 """OpenVLA as a reinforcement-learning policy.
 
-Legend: B batch, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size.
+Shapes: B batch, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size.
 """
 
 from __future__ import annotations

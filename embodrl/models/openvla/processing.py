@@ -1,6 +1,6 @@
 """Observations to model inputs.
 
-Legend: B batch, V cameras, H x W pixels, L prompt tokens.
+Shapes: B batch, V cameras, H x W pixels, L prompt tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What OpenVLA and OpenVLA-OFT share: action tokens, their log-probs, values, the imitation loss, and files.
 
-Legend: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size,
+Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size,
 P image and prompt tokens.
 """
 
@@ -175,7 +175,7 @@ class TokenPolicy(VLAPolicy):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""
-        recompute_layers(self.model.language_model.model)
+        recompute_layers(self.model.language_model.model, self.model.language_model.model.layers)
         for tower in (self.model.vision_backbone.featurizer, self.model.vision_backbone.fused_featurizer):
             tower.gradient_checkpointing = True
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from embodrl.config.schema import ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
@@ -26,10 +25,11 @@ from embodrl.models.openvla_oft.config import (
 from embodrl.models.openvla_oft.modeling import ProprioProjector
 from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor, ProprioInput
+from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
 
 
 def build_openvla_oft(
-    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+    config: OpenVlaOftConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[OpenVLAOFTPolicy, LoadReport]:
     """Build the policy that a configuration asks for; see ``build_openvla``.
 
@@ -64,7 +64,7 @@ def build_openvla_oft(
 
 
 def _proprio(
-    config: ModelConfig, parts: Parts, device: torch.device, dtype: torch.dtype
+    config: OpenVlaOftConfig, parts: Parts, device: torch.device, dtype: torch.dtype
 ) -> tuple[ProprioProjector | None, ProprioInput | None]:
     """Return the projector of the state and what makes its input."""
     path = None if parts.directory is None else _projector_file(parts.directory)

@@ -1,7 +1,7 @@
 """What OpenVLA-OFT adds to the OpenVLA network: empty places for a chunk of actions, and a token of the robot's state.
 
 Kim, Finn and Liang, "Fine-Tuning Vision-Language-Action Models: Optimizing Speed and Success", 2025. Attention is
-bidirectional (``OpenVLAModel(config, causal=False)``). Legend: B batch, P image, state and prompt tokens, S state
+bidirectional (``OpenVLAModel(config, causal=False)``). Shapes: B batch, P image, state and prompt tokens, S state
 dimensions, D hidden size, N action tokens.
 """
 

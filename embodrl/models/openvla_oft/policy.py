@@ -1,6 +1,6 @@
 """OpenVLA-OFT with discrete actions as a reinforcement-learning policy.
 
-Legend: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size.
+Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.config.model_schema import ModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
@@ -23,6 +22,7 @@ from embodrl.models.openvla.token_policy import TokenPolicy, exponential_noise
 from embodrl.models.openvla_oft.config import OWN_SECTION, PROPRIO_FILE
 from embodrl.models.openvla_oft.modeling import ProprioProjector, append_action_places, at_action_places
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor
+from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
 from embodrl.storage.files import write_safetensors
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 
@@ -48,7 +48,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         model: OpenVLAModel,
         processor: OpenVLAOFTProcessor,
         stats: ActionStats,
-        config: ModelConfig,
+        config: OpenVlaOftConfig,
         value_head: ValueHead | None = None,
         proprio_projector: ProprioProjector | None = None,
     ) -> None:

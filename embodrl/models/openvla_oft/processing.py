@@ -1,6 +1,6 @@
 """Observations to inputs of OpenVLA-OFT: several images and, if wanted, the robot's state.
 
-Legend: B batch, V cameras, H x W pixels, L prompt tokens, S state dimensions.
+Shapes: B batch, V cameras, H x W pixels, L prompt tokens, S state dimensions.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from embodrl.config.model_schema import ModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
@@ -16,6 +15,7 @@ from embodrl.models.pi.config import EMBODRL_KEY, PiConfig, Variant
 from embodrl.models.pi.modeling import PiModel, init_weights
 from embodrl.models.pi.policy import PiPolicy, default_value_input
 from embodrl.models.pi.processing import PiProcessor
+from embodrl.models.pi.spec import PiModelConfig
 from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot, read_openpi
 from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
 from embodrl.models.pi.weights import aliases_and_ignored, variant_of
@@ -27,21 +27,21 @@ _SIZES = ("siglip", "vlm", "expert", "max_action_dim", "action_horizon", "num_im
 
 
 def build_pi0(
-    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+    config: PiModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[PiPolicy, LoadReport]:
     """Build a pi0 policy; see ``build_pi``."""
     return build_pi(config, "pi0", torch.device(device), dtype, seed)
 
 
 def build_pi05(
-    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+    config: PiModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[PiPolicy, LoadReport]:
     """Build a pi0.5 policy; see ``build_pi``."""
     return build_pi(config, "pi05", torch.device(device), dtype, seed)
 
 
 def build_pi(
-    config: ModelConfig, variant: Variant, device: torch.device, dtype: torch.dtype, seed: int
+    config: PiModelConfig, variant: Variant, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[PiPolicy, LoadReport]:
     """Build the policy that a configuration asks for.
 
@@ -90,7 +90,7 @@ def build_pi(
     return policy, report
 
 
-def _read(directory: Path, variant: Variant, config: ModelConfig) -> tuple[PiConfig, PiStats]:
+def _read(directory: Path, variant: Variant, config: PiModelConfig) -> tuple[PiConfig, PiStats]:
     raw = checkpoint.read_json(directory / "config.json")
     model_config = PiConfig.from_dict(raw, variant, str(directory / "config.json"))
     sets, methods = read_openpi(directory), None

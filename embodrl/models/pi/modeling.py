@@ -6,7 +6,7 @@ prompt but no action, and mixes the noise level into each action's embedding. pi
 
 Nothing before the actions depends on them or on the noise level, so keys and values of images, prompt and state are
 computed once for a chunk (``PiContext``).
-Legend: B batch, V cameras, N image patches of a camera, L prompt tokens, P all tokens before the actions, W PaliGemma's
+Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, P all tokens before the actions, W PaliGemma's
 width, E the expert's, H actions, D padded action dimensions.
 """
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from embodrl.models.common.gemma import GemmaModel, KeysValues, Rotary, rotary
 from embodrl.models.common.init import init_linears, init_matrix
-from embodrl.models.common.siglip import SiglipVisionModel
+from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.pi.config import PiConfig
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
@@ -45,7 +45,7 @@ class PaliGemmaModel(nn.Module):
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
-        self.vision_tower = SiglipVisionModel(config.siglip)
+        self.vision_tower = SiglipTower(config.siglip)
         self.multi_modal_projector = MultiModalProjector(config.siglip.width, config.vlm.width)
         self.language_model = GemmaModel(config.vlm, config.vocab_size)
 

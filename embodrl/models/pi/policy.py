@@ -1,6 +1,6 @@
 """pi0 and pi0.5 as reinforcement-learning policies.
 
-Legend: B batch, V cameras, C actions run, H actions predicted, A action dimensions, D padded action dimensions.
+Shapes: B batch, V cameras, C actions run, H actions predicted, A action dimensions, D padded action dimensions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.model_schema import FlowModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import NoiseHead, Velocity
@@ -51,7 +51,7 @@ class PiPolicy(FlowPolicy):
         model: PiModel,
         processor: PiProcessor,
         stats: PiStats,
-        config: ModelConfig,
+        config: FlowModelConfig,
         value_head: ValueHead | None,
         noise_head: NoiseHead | None,
     ) -> None:

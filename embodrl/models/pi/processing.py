@@ -1,6 +1,6 @@
 """Observations to inputs of pi0 and pi0.5.
 
-Legend: B batch, V cameras, S state dimensions, D padded state dimensions, L prompt tokens.
+Shapes: B batch, V cameras, S state dimensions, D padded state dimensions, L prompt tokens.
 """
 
 from __future__ import annotations

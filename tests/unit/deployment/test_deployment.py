@@ -1,0 +1,247 @@
+"""One deployment, solved in the driver: each process has its view from the start message, not from what it sees."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_server import NUM_CPUS, RAY_ENVIRONMENT, FakeLauncher
+from sysfs_trees import build_server
+
+from embodrl.config import LoadedConfig, load_config
+from embodrl.deployment import Deployment, ProcessPlace, topology
+from embodrl.hybrid_engines.training import remote
+from embodrl.scheduler.messages import CODEC
+from embodrl.workers import actor, rollout_process
+from embodrl.workers.remote_backend import launch_rollouts, rollout_channels
+
+ROOT = Path(__file__).resolve().parents[3]
+PLACES = "cluster.component_placement="
+PROCESSES = ("actor.own_process=true", "rollout.own_process=true", "actor.micro_batch_size=10")
+FSDP = (
+    "actor=fsdp",
+    "actor.micro_batch_size=10",
+    "env.num_processes=16",
+    "env.train.total_num_envs=64",
+    "env.eval.total_num_envs=64",
+)
+RAY_TWO = ("cluster=ray_local", "cluster.num_nodes=2", "cluster.ray_address=auto")
+COMMANDS = {
+    # presets, with processes of their own
+    "local": ("cluster=local", *PROCESSES),
+    "local fsdp": ("cluster=local", *FSDP),
+    "1xh200": ("cluster=1xh200", *PROCESSES),
+    "8xh100": ("cluster=8xh100", *PROCESSES),
+    "8xh100 fsdp": ("cluster=8xh100", *FSDP),
+    "2x8xh100": ("cluster=2x8xh100", "cluster.launcher=ray", *FSDP),
+    "laptop": ("cluster=laptop", *PROCESSES),
+    "ray_local": ("cluster=ray_local", "env.num_processes=8"),
+    "ray_local fsdp": ("cluster=ray_local", *FSDP),
+    # docs/rollout_processes.md
+    "two rollouts": (PLACES + '{actor:0,rollout:"0:0-1",env:0}', "env.num_processes=8"),
+    "training 0-3, rollouts 4-7": (
+        "actor=fsdp",
+        PLACES + "{actor:0-3,rollout:4-7,env:4-7}",
+        "env.num_processes=8",
+        "actor.micro_batch_size=40",
+    ),
+    "two machines": (*RAY_TWO, "cluster.device=cpu", PLACES + "{actor:0,rollout:0-1,env:0-1}"),
+    # docs/backends.md, docs/megatron.md
+    "fsdp, 2 processes": ("actor=fsdp", PLACES + "{actor:'0:0-1',rollout:0,env:0}", "cluster.device=cpu"),
+    "fsdp, cut layers": (
+        "actor=fsdp",
+        "actor.tensor_parallel_size=2",
+        PLACES + "{actor:'0:0-1',rollout:0,env:0}",
+        "cluster.device=cpu",
+    ),
+    "megatron": ("actor=megatron", PLACES + "{actor:'0:0-1',rollout:0,env:0}", "cluster.device=cpu"),
+    "hybrid": (*RAY_TWO, "env.pin_cpus=false", "cluster.num_threads=1", PLACES + "{actor:0,rollout:0-1,env:0-1}"),
+    "disaggregated": (*RAY_TWO, "env.pin_cpus=false", PLACES + "{actor:0,rollout:1,env:1}"),
+    "one process": ("actor.training_backend=native", PLACES + "{actor:0,rollout:0,env:0}", "cluster.device=cpu"),
+    # docs/cluster.md
+    "plan of two servers": (
+        *("cluster=2x8xh100", "cluster.launcher=ray", "actor=fsdp", "actor.micro_batch_size=10"),
+        *("env.num_processes=64", "env.train.total_num_envs=256", "env.eval.total_num_envs=256"),
+        PLACES + "{actor:0-7,rollout:8-15,env:8-15}",
+    ),
+    "two servers": (
+        *RAY_TWO,
+        *("actor=fsdp", "actor.micro_batch_size=20", "env.num_processes=8"),
+        PLACES + "{actor:0-7,rollout:8-15,env:8-15}",
+    ),
+    # docs/placement.md
+    "plan": (
+        "cluster=8xh100",
+        "env.num_processes=64",
+        "env.train.total_num_envs=256",
+        "env.eval.total_num_envs=256",
+        "actor=fsdp",
+        "actor.micro_batch_size=8",
+        PLACES + "{actor:0-3,rollout:4-7,env:0-7}",
+    ),
+    "node groups": (
+        "cluster=2x8xh100",
+        "cluster.launcher=ray",
+        *FSDP,
+        "cluster.node_groups=[{label: train, node_ranks: 0}, {label: play, node_ranks: 1}]",
+        PLACES + "{actor:train/0-7,rollout:play/0-7,env:{node_group:play,placement:0-7}}",
+    ),
+}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Eight GPUs, two NUMA nodes of 32 cores with two threads each, seen by a driver without restrictions."""
+    sysfs, proc = build_server(tmp_path)
+    monkeypatch.setattr(topology, "SYSFS", sysfs)
+    monkeypatch.setattr(topology, "PROC", proc)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(NUM_CPUS)))
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out of the workers' constructors all but what depends on where they run."""
+
+    def pool(*_: object, places: tuple[ProcessPlace, ...]) -> SimpleNamespace:
+        spec = SimpleNamespace(tasks=["task"], num_envs=1)
+        return SimpleNamespace(start_async=int, wait_started=int, call=lambda name: 0, spec=spec, places=places)
+
+    def engine(config: object, policy: object, threads: int, part: object, memory: object) -> SimpleNamespace:
+        return SimpleNamespace(threads=threads)
+
+    def train_engine(*args: Any, **kwargs: object) -> SimpleNamespace:
+        return SimpleNamespace(threads=args[2])  # of _native_engine
+
+    monkeypatch.setattr(rollout_process, "make_pool", pool)
+    monkeypatch.setattr(rollout_process, "make_rollout_engine", engine)
+    for name in ("Evaluator", "make_sync_collector", "make_runners"):
+        monkeypatch.setattr(rollout_process, name, lambda *args, **kwargs: [None])
+    monkeypatch.setattr(remote.StateShapes, "of", lambda *args: None)
+    monkeypatch.setattr(actor.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(actor.dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(actor, "init_device_mesh", lambda *args, **kwargs: None)
+    monkeypatch.setattr(actor, "_engine_of_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(actor, "_native_engine", train_engine)
+    for module in (rollout_process, actor):
+        monkeypatch.setattr(module, "configure_torch", lambda config, threads: torch.device("cpu"))
+        monkeypatch.setattr(module, "build_policy", lambda config: None)
+
+
+POLICY: Any = SimpleNamespace(trainable_groups=dict, named_parameters=list)
+
+
+def start(loaded: LoadedConfig, directory: Path) -> FakeLauncher:
+    """Start the processes of a run, each with its start message and under its own environment alone."""
+    config, deployment = loaded.config, loaded.deployment
+    launcher = FakeLauncher(RAY_ENVIRONMENT if config.cluster.launcher == "ray" else {})
+    if deployment.trains_in_processes:
+        actor.make_train_engine(config, deployment, POLICY, directory, launcher)
+    if deployment.rolls_out_in_processes:
+        channels = rollout_channels(launcher, len(deployment.of("rollout")))
+        launch_rollouts(config, deployment, launcher, channels, False, directory)
+    assert bool(launcher.workers) == (deployment.trains_in_processes or deployment.rolls_out_in_processes)
+    return launcher
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_rank_has_the_view_of_the_driver(command: str, server: None, workers: None, tmp_path: Path) -> None:
+    loaded = load_config(list(COMMANDS[command]), planning=True)
+    deployment = loaded.deployment
+    launcher = start(loaded, tmp_path)
+    if deployment.rolls_out_in_processes:
+        ranks = range(len(deployment.of("rollout")))
+        pools = [launcher.workers["rollout", rank].pool for rank in ranks]
+        assert [place for pool in pools for place in pool.places] == list(deployment.of("env"))
+        threads = [launcher.workers["rollout", rank].engine.threads for rank in ranks]
+        assert threads == [deployment.threads_of(place) for place in deployment.of("rollout")]
+    for (group, rank), variables in launcher.variables.items():
+        place = deployment.of(group)[rank]
+        if place.devices:
+            assert variables["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, place.devices))
+        else:
+            assert not variables.get("CUDA_VISIBLE_DEVICES")
+    assert CODEC.copied(deployment) == deployment
+
+
+def test_a_worker_counts_nothing(server: None, workers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_config(list(COMMANDS["training 0-3, rollouts 4-7"]))
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a worker reads the machine")
+
+    for name in ("read_machine", "read_topology"):
+        monkeypatch.setattr(topology, name, refuse)
+    monkeypatch.setattr("embodrl.deployment.solver.read_machine", refuse)
+    launcher = start(loaded, tmp_path)
+    assert [launcher.variables["rollout", rank]["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == ["4", "5", "6", "7"]
+    # 8 simulators on GPUs 4-7, all of NUMA node 1, whose first cores are 32 to 39: two for each rollout process.
+    cpus = [[place.cpus for place in launcher.workers["rollout", rank].pool.places] for rank in range(4)]
+    assert cpus == [[(32 + 2 * rank,), (33 + 2 * rank,)] for rank in range(4)]
+    # Each node has 32 cores of two threads, which the four processes on it share.
+    assert [launcher.workers["rollout", rank].engine.threads for rank in range(4)] == [64 // 4] * 4
+
+
+def test_gpus_keep_the_names_of_the_driver(
+    server: None, workers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Placements count what the driver sees: its GPUs 0 to 3 are 4 to 7 of the machine."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    loaded = load_config(["actor=fsdp", "actor.micro_batch_size=10", PLACES + "{actor:0-1,rollout:2-3,env:2-3}"])
+    launcher = start(loaded, tmp_path)
+    visible = {key: variables["CUDA_VISIBLE_DEVICES"] for key, variables in launcher.variables.items()}
+    assert visible == {("actor", 0): "4", ("actor", 1): "5", ("rollout", 0): "6", ("rollout", 1): "7"}
+    # All four are of NUMA node 1.
+    assert {place.numa_node for place in loaded.deployment.processes} == {1}
+
+
+def test_gpus_may_be_named_by_uuid(server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"GPU-{index}f2c9a40" for index in (3, 6)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names))
+    deployment = load_config(["actor=fsdp", "actor.micro_batch_size=10"]).deployment
+    assert [place.visible for place in deployment.of("actor")] == names
+    assert [place.numa_node for place in deployment.of("actor")] == [0, 1]
+
+
+def test_a_process_on_the_processor_sees_no_gpu(server: None, workers: None, tmp_path: Path) -> None:
+    loaded = load_config([PLACES + "{actor:0,rollout:node/0,env:node/0}", "rollout.own_process=true"])
+    launcher = start(loaded, tmp_path)
+    assert launcher.variables["rollout", 0]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_threads_are_shared_by_the_neighbours_on_a_machine(server: None) -> None:
+    def threads(*arguments: str) -> list[int]:
+        deployment = load_config(list(arguments), planning=True).deployment
+        return [deployment.threads_of(place) for place in deployment.of("actor")]
+
+    two = PLACES + "{actor:'0:0-1',rollout:0,env:0}"
+    assert threads("actor=fsdp", "cluster.device=cpu", two) == [64, 64]
+    assert threads("actor=fsdp", "cluster.device=cpu", two, "cluster.num_threads=6") == [3, 3]
+    # Three on NUMA node 0, one on node 1; 64 threads each.
+    places = PLACES + "{actor:2-5,rollout:0,env:0}"
+    assert threads("actor=fsdp", "actor.micro_batch_size=10", places) == [32, 32, 32, 32]
+    places = PLACES + "{actor:1-4,rollout:0,env:0}"
+    assert threads("actor=fsdp", "actor.micro_batch_size=10", places) == [21, 21, 21, 64]
+
+
+def test_a_deployment_survives_a_start_message(server: None) -> None:
+    deployment = load_config(list(COMMANDS["2x8xh100"]), planning=True).deployment
+    arrived = CODEC.copied({"deployment": deployment})["deployment"]
+    assert isinstance(arrived, Deployment) and arrived == deployment
+    assert [place.node for place in arrived.of("rollout")] == [0] * 8 + [1] * 8
+    assert arrived.machines[1].nodes == deployment.machines[1].nodes
+
+
+def test_every_documented_placement_is_started_here() -> None:
+    def plain(text: str) -> str:
+        return re.sub(r"[\s'\"]", "", text)
+
+    tested = {plain(part.removeprefix(PLACES)) for parts in COMMANDS.values() for part in parts if PLACES in part}
+    pages = [path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]]
+    written = {plain(found) for page in pages for found in re.findall(r"component_placement=({[^}]*})", page)}
+    assert written and written <= tested

@@ -1,0 +1,140 @@
+"""The pages: links and anchors lead somewhere, every page is in the menu, examples are valid, wording stays plain."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tutorial
+
+from embodrl.config import load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "RELEASING.md", "CHANGELOG.md")
+PAGES = [ROOT / name for name in ROOT_PAGES] + sorted(DOCS.glob("*.md"))
+GENERATED = {"configuration.md", "errors.md"}  # scripts write these from docstrings, which have tests of their own
+FENCE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?://|mailto:)(?P<path>[^)\s#]*)(?:#(?P<anchor>[^)\s]*))?\)")
+
+# Phrases that a native engineer would not search for, each with what to write instead.
+PHRASES = {
+    r"to the bit": "bit-exact(ly)",
+    r"\banew\b": "again, rebuilt",
+    r"\bmend(s|ed)?\b": "fix",
+    r"\bis told\b|\bare told\b": "is reported",
+    r"\bof yours\b": "custom, your own",
+    r"\btaken over\b|\btakes over\b": "applied, used",
+    r"\bgo(es)? on\b": "continues",
+    r"\bnobody\b": "the passive",
+    r"\bdata sets?\b": "dataset",
+    r"\bits kin\b|\btheir kin\b": "and its variants",
+    r"\bremedy\b": "hint",
+    r"\b(an|a) (second|chunk|process|core|device|episode|iteration|seed|machine) [,.|]": "per ...",
+}
+
+
+def prose(page: Path) -> str:
+    """Return a page without code."""
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as Python-Markdown makes them."""
+    titles = re.findall(r"^#{1,6} (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    plain = [re.sub(r"[`*_]|\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in plain}
+
+
+def load_hooks() -> Any:
+    """Import scripts/docs_hooks.py."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "scripts" / "docs_hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    return hooks
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    broken = []
+    for match in LINK.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        target = page if not match["path"] else (page.parent / match["path"]).resolve()
+        if not target.exists() or (match["anchor"] and match["anchor"] not in anchors(target)):
+            broken.append(match[0])
+    assert not broken
+
+
+def test_every_page_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    listed = set(re.findall(r": (\w+\.md)$", menu, re.MULTILINE))
+    generated = {"index.md", "contributing.md", "releasing.md", "changelog.md"}
+    assert listed == {page.name for page in DOCS.glob("*.md")} | generated
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in GENERATED], ids=lambda page: page.name)
+def test_the_wording_is_that_of_the_field(page: Path) -> None:
+    text = prose(page)
+    found = {m[0]: better for phrase, better in PHRASES.items() for m in re.finditer(phrase, text, re.IGNORECASE)}
+    assert not found
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "settings.md"], ids=lambda page: page.name)
+def test_the_yaml_of_a_page_is_a_valid_configuration(page: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        path = tmp_path / "page.yaml"
+        path.write_text(block, encoding="utf-8")
+        load_config([], path)
+
+
+def test_the_tutorial_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tutorial.write_files(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    parts = ["reward.fn=parts:quick_success", "algorithm.loss_type=parts:unclipped", "env.motor_gain=1.5"]
+    parts += ["algorithm.adv_type=parts:reward_to_go", "pipeline.fn=parts:shaped"]
+    loaded = load_config(parts, tmp_path / "config.yaml")
+    assert loaded.config.env.env_type == "dock" and not loaded.notes
+
+
+def test_the_api_page_lists_the_public_names(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    hooks = load_hooks()
+    package = tmp_path / "embodrl"
+    package.mkdir()
+    init = package / "__init__.py"
+    init.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from embodrl.models.registry import SupportedModel\n"
+        "    from embodrl.registry import LOSSES\n"
+        "    from x import other as other\n"
+        "    from x import train as train\n"
+        "    from y import load_config as load_config\n"
+        "    register_model = SupportedModel.register\n"
+        "    register_loss = LOSSES.register_function\n"
+    )
+    text = hooks.api_directives(init)
+    assert re.findall(r"^::: embodrl\.(\S+)$", text, re.MULTILINE) == [
+        "load_config",
+        "train",
+        "models.registry.SupportedModel.register",
+        "registry.FunctionRegistry.register_function",
+        "other",
+    ]
+    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == ["Running", "Extension", "Other"]
+    assert re.findall(r"heading: (\w+)", text) == ["register_model", "register_loss"]
+
+
+def test_the_api_page_has_a_section_for_every_public_name() -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    import embodrl
+
+    hooks = load_hooks()
+    listed = {name for section in hooks.SECTIONS.values() for name in section}
+    assert set(hooks.public_names(ROOT / "embodrl" / "__init__.py")) | {"__version__"} == set(embodrl.__all__)
+    assert set(embodrl.__all__) - {"__version__"} <= listed

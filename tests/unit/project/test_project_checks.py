@@ -1,0 +1,46 @@
+"""The scripts behind `make lint` and the check of an installation."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+def load(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPTS / name))
+
+
+def test_cuda_libraries_and_torchvision_are_unwanted_beside_a_cpu_torch() -> None:
+    unwanted = load("check_install.py")["unwanted"]
+    names = ["torch", "nvidia-cublas-cu12", "nvidia_cudnn_cu12", "nvidia-ml-py", "triton", "torchvision", "numpy"]
+    assert set(unwanted(names, "cpu")) == {"nvidia-cublas-cu12", "nvidia-cudnn-cu12", "triton", "torchvision"}
+    assert unwanted(names, "cuda") == {}
+
+
+def test_long_files_need_a_reason() -> None:
+    problems_of = load("check_sizes.py")["problems_of"]
+    assert problems_of("a.py", "x = 1\n" * 600, {}) == []
+    assert problems_of("a.py", "x = 1\n" * 601, {}) == ["a.py: 601 lines, at most 600"]
+    assert problems_of("a.py", "x = 1\n" * 601, {"a.py": "a table"}) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("see " + "/ho" + "me/someone/file", True),
+        ("see " + "/wo" + "rk/file", True),
+        ("the docs/wo" + "rk/ folder", False),
+        ("index at https://py" + "pi.example", True),
+        ("# TO" + "DO later", True),
+        ("a plain line", False),
+    ],
+)
+def test_text_tied_to_a_machine_is_refused(line: str, refused: bool) -> None:
+    problems = load("check_text.py")["problems_of"]("a.md", "first\n" + line)
+    assert len(problems) == (1 if refused else 0)
+    assert all(problem.startswith("a.md:2: ") for problem in problems)

@@ -1,0 +1,72 @@
+"""A run's directory belongs to one process, and to one run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from embodrl.config import load_config
+from embodrl.errors import OutputError
+from embodrl.runs import files as run_files
+from embodrl.runs import train as runner
+from embodrl.runs.lock import LOCK_FILE, run_lock
+from embodrl.storage.checkpoint import CheckpointManager
+
+
+def test_the_lock_is_held_once_and_given_back(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "run"
+    with run_lock(directory):
+        with pytest.raises(OutputError, match=rf"pid {os.getpid()}\)") as info, run_lock(directory):
+            pass
+        assert info.value.hint
+        assert (directory / LOCK_FILE).read_text() == f"{os.getpid()}\n"
+    with run_lock(directory):
+        pass
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with run_lock(tmp_path):
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / LOCK_FILE).read_text() == f"{child}\n"
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="can't be written"), run_lock(tmp_path / "file" / "run"):
+        pass
+
+
+def test_train_and_resume_want_the_directory_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_config(["env=toy", f"runner.output_dir={tmp_path}"])
+    (tmp_path / "config.yaml").write_text(loaded.to_yaml())
+    monkeypatch.setattr(runner, "_execute", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(CheckpointManager, "latest_good", lambda _: pytest.fail("touched the checkpoints"))
+    with run_lock(tmp_path):
+        with pytest.raises(OutputError, match="another process"):
+            runner.train(loaded)
+        with pytest.raises(OutputError, match="another process"):
+            runner.resume(tmp_path, [])
+
+
+def test_a_new_run_wants_no_checkpoints_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_execute", lambda *_, **__: pytest.fail("started"))
+    CheckpointManager(tmp_path, 1).save(0, {}, {})
+    with pytest.raises(OutputError, match="holds an earlier run"):
+        runner.train(load_config(["env=toy", f"runner.output_dir={tmp_path}"]))
+
+
+def test_the_last_good_checkpoint_is_named_where_the_last_save_failed(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, 2)
+    assert "will start over" in run_files.what_is_left(tmp_path, 5)
+    assert "no checkpoint was saved yet" in run_files.how_to_go_on(tmp_path)
+    path = manager.save(4, {}, {})
+    message = run_files.what_is_left(tmp_path, 5)
+    assert "could not save iteration 5, the last" in message and f"continue from {path}" in message
+    assert run_files.how_to_go_on(tmp_path) == f"`embodrl resume {tmp_path}` continues from {path}"
