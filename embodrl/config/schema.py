@@ -9,7 +9,7 @@ import json
 from functools import cache, lru_cache
 from typing import Any, Literal, cast
 
-from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, create_model, field_validator
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, ValidationInfo, create_model, field_validator
 
 from embodrl.config.algorithm_schema import (
     AlgorithmConfig,
@@ -398,9 +398,10 @@ def _settings(name: str, settings: type[Any] | str, base: type[Any]) -> type[Any
             f"write {required[0]}: ... = Field(default=..., description=...)",
             code="settings-class-invalid",
         )
-    added = {field: info for field, info in found.model_fields.items() if field not in base.model_fields}
+    section = cast(type[BaseModel], found)
+    added = {field: info for field, info in section.model_fields.items() if field not in base.model_fields}
     try:  # pydantic does not validate defaults by itself
-        found.model_validate({field: info.get_default(call_default_factory=True) for field, info in added.items()})
+        section.model_validate({field: info.get_default(call_default_factory=True) for field, info in added.items()})
     except ValidationError as error:
         first = error.errors()[0]
         raise EmbodrlError(
