@@ -391,14 +391,14 @@ def _settings(name: str, settings: type[Any] | str, base: type[Any]) -> type[Any
             f"write class MySettings({base.__name__}) with a default for every field",
             code="settings-class-invalid",
         )
-    required = [field for field, info in found.model_fields.items() if info.is_required()]
+    section = cast(type[BaseModel], found)
+    required = [field for field, info in section.model_fields.items() if info.is_required()]
     if required:
         raise EmbodrlError(
             f"the setting '{required[0]}' of '{name}' has no default",
             f"write {required[0]}: ... = Field(default=..., description=...)",
             code="settings-class-invalid",
         )
-    section = cast(type[BaseModel], found)
     added = {field: info for field, info in section.model_fields.items() if field not in base.model_fields}
     try:  # pydantic does not validate defaults by itself
         section.model_validate({field: info.get_default(call_default_factory=True) for field, info in added.items()})
