@@ -47,7 +47,7 @@ _EXPORTS = {
     "sampling": "embodrl.models.common.sampling:",
     # Extension: environments.
     "VectorEnv": "embodrl.envs.base",
-    **dict.fromkeys(("Simulator", "SimulatorVectorEnv", "SimStep"), "embodrl.envs.simulator"),
+    **dict.fromkeys(("Simulator", "SimulatorVectorEnv", "SimStep", "Replayed"), "embodrl.envs.simulator"),
     "EpisodeRules": "embodrl.envs.stepping",
     # Extension: algorithms and rewards.
     "Advantages": "embodrl.algorithms.advantages",
@@ -111,6 +111,7 @@ if TYPE_CHECKING:
     from embodrl.envs.environment import Tool as Tool
     from embodrl.envs.environment import ToolResult as ToolResult
     from embodrl.envs.registry import SupportedEnv
+    from embodrl.envs.simulator import Replayed as Replayed
     from embodrl.envs.simulator import SimStep as SimStep
     from embodrl.envs.simulator import Simulator as Simulator
     from embodrl.envs.simulator import SimulatorVectorEnv as SimulatorVectorEnv

@@ -171,9 +171,10 @@ class SimulatorSpec(Spec):
         for name in self.reads:
             if name not in READABLE:
                 near = nearest(name, list(READABLE))
+                own = "declare a setting of your own in a class derived from EnvConfig, and register settings=ThatClass"
                 raise EmbodrlError(
                     f"'{name}' is no common setting that '{self.name}' could read; there are {', '.join(READABLE)}",
-                    f"did you mean '{near}'?" if near else "declare it in a settings class derived from EnvConfig",
+                    f"did you mean '{near}'? Or {own}" if near else own,
                     code="spec-fact-invalid",
                 )
 

@@ -38,7 +38,7 @@ SECTIONS = {
     "Configuration": ("LoadedConfig", "Config", "ModelConfig"),
     "Extension": ("register_env", "register_model", "register_advantage", "register_loss", "register_pipeline"),
     "Environments": (
-        *("Simulator", "SimStep", "SimulatorVectorEnv", "VectorEnv", "EpisodeRules"),
+        *("Simulator", "SimStep", "Replayed", "SimulatorVectorEnv", "VectorEnv", "EpisodeRules"),
         *("EnvSpec", "CameraSpec", "Observation", "EnvStep"),
     ),
     "Models": (

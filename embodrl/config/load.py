@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, Solution, solve
-from embodrl.errors import ConfigError, ConfigProblem
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.names import nearest
-from embodrl.specs import ENVS
+from embodrl.specs import ENVS, MODELS
 
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
@@ -157,6 +158,8 @@ def finish(
     context = Context(config, tree, solution, resuming, collecting, evaluating)
     report = run_rules(context, invalid, planning, further_rules)
     problems += report.errors
+    if not_imported:
+        problems = without_consequences(problems, config)
     if problems:
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
@@ -301,32 +304,55 @@ def import_extensions(tree: Node) -> list[ConfigProblem]:
     section = lookup(tree, "extensions")
     problems: list[ConfigProblem] = []
     for item in section.items if section is not None else []:
-        wrong = import_extension(item.value) if isinstance(item.value, str) else None
-        if wrong is not None:
-            message, hint = wrong
-            problems.append(
-                ConfigProblem(
-                    "extensions", message, str(item.origin), "package.module", hint=hint, code="extension-import"
-                )
-            )
+        problem = import_extension(item.value, str(item.origin)) if isinstance(item.value, str) else None
+        problems += [problem] if problem is not None else []
     return problems
 
 
-def import_extension(name: str) -> tuple[str, str] | None:
-    """Import a module; return what is wrong and its hint, or None."""
+def without_consequences(problems: list[ConfigProblem], config: Config) -> list[ConfigProblem]:
+    """Leave out what follows from an extension that was not imported: the names and settings that it registers."""
+    left_out = {("env.env_type", "env-is-registered"), ("model.model_type", "model-is-registered")}
+    sections = [
+        section
+        for section, is_known in (
+            ("env", config.env.env_type in ENVS),
+            ("model", config.model.model_type in MODELS),
+        )
+        if not is_known
+    ]
+    return [
+        each
+        for each in problems
+        if (each.key, each.code) not in left_out
+        and not (each.code == "config-unknown-key" and each.key.partition(".")[0] in sections)
+    ]
+
+
+def import_extension(name: str, origin: str) -> ConfigProblem | None:
+    """Import a module; return what is wrong with it, or None."""
     import importlib
     import importlib.util
 
+    def problem(message: str, hint: str, allowed: str = "") -> ConfigProblem:
+        return ConfigProblem("extensions", message, origin, allowed, hint=hint, code="extension-import")
+
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
-        return f"'{name}' is not the name of a module", "write package.module; the module registers what it offers"
+        hint = "write package.module; the module registers what it offers"
+        return problem(f"'{name}' is not the name of a module", hint, "package.module")
     try:
         found = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         found = False
     if not found:
-        return f"there is no module '{name}'", "install the package it is in, or put its directory on PYTHONPATH"
+        hint = "install the package it is in, or put its directory on PYTHONPATH"
+        return problem(f"there is no module '{name}'", hint, "package.module")
     try:
         importlib.import_module(name)
+    except EmbodrlError as error:  # of a registration: its own hint and code say what to write there
+        message = f"importing '{name}' failed: {error.message}"
+        return ConfigProblem("extensions", message, origin, hint=error.hint, code=error.code)
     except Exception as error:  # noqa: BLE001  (a user's module may raise anything; it is reported)
-        return f"importing '{name}' failed: {type(error).__name__}: {error}", "fix the module"
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"importing '{name}' failed: {type(error).__name__}: {error}"
+        return problem(message, f"see {last.filename}, line {last.lineno}")
     return None

@@ -9,7 +9,7 @@ import json
 from functools import cache, lru_cache
 from typing import Any, Literal, cast
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, create_model, field_validator
+from pydantic import BaseModel, Field, SerializeAsAny, ValidationError, ValidationInfo, create_model, field_validator
 
 from embodrl.config.algorithm_schema import (
     AlgorithmConfig,
@@ -395,13 +395,24 @@ def _settings(name: str, settings: type[Any] | str, base: type[Any]) -> type[Any
             f"write class MySettings({base.__name__}) with a default for every field",
             code="settings-class-invalid",
         )
-    required = [field for field, info in cast(type[Section], found).model_fields.items() if info.is_required()]
+    section = cast(type[BaseModel], found)
+    required = [field for field, info in section.model_fields.items() if info.is_required()]
     if required:
         raise EmbodrlError(
             f"the setting '{required[0]}' of '{name}' has no default",
             f"write {required[0]}: ... = Field(default=..., description=...)",
             code="settings-class-invalid",
         )
+    added = {field: info for field, info in section.model_fields.items() if field not in base.model_fields}
+    try:  # pydantic does not validate defaults by itself
+        section.model_validate({field: info.get_default(call_default_factory=True) for field, info in added.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise EmbodrlError(
+            f"the default of the setting '{'.'.join(map(str, first['loc']))}' of '{name}' is invalid: {first['msg']}",
+            "give a default that the type and the bounds of the setting allow",
+            code="settings-class-invalid",
+        ) from None
     return found
 
 

@@ -287,7 +287,13 @@ class SimulatorVectorEnv(SteppingEnv):
         reward = np.zeros(num_envs, np.float32)
         success, terminated, truncated, diverged = (np.zeros(num_envs, np.bool_) for _ in range(4))
         for row in np.flatnonzero(running).tolist():
-            step = self._sim(row).step(actions[row])
+            step: object = self._sim(row).step(actions[row])
+            if not isinstance(step, SimStep):
+                raise EnvError(
+                    f"step() of {type(self._sim(row)).__name__} returned {type(step).__name__}, not a SimStep",
+                    "return SimStep(reward=..., success=...)",
+                    code="simulator-step",
+                )
             reward[row], success[row] = step.reward, step.success
             terminated[row], truncated[row], diverged[row] = step.terminated, step.truncated, step.diverged
         return StepResult(reward, success, terminated, truncated, diverged)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class TrainResult:
 
     run_dir: Path
     exit_code: int
-    policy: VLAPolicy | None
+    policy: VLAPolicy | None = field(repr=False)  # its text is that of every layer
 
     @property
     def metrics(self) -> list[Row]:

@@ -45,7 +45,7 @@ class TaskResult(NamedTuple):
 
     id: str
     status: Literal["ok", "error", "cancelled"]
-    value: object
+    value: Any  # what the function of the user returned
     exception: BaseException | None
     queued_s: float
     ran_s: float

@@ -184,3 +184,13 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     lines = outcome.stdout.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["0", "1", "2", "3"], outcome.stdout
     assert "actions: (3, 7)" in outcome.stdout
+
+
+def test_the_text_of_a_result_leaves_out_the_layers_of_its_policy(tmp_path: Path) -> None:
+    import torch
+
+    from embodrl.runs.train import TrainResult
+
+    policy = torch.nn.Linear(2, 2)
+    text = repr(TrainResult(tmp_path, 0, policy))  # type: ignore[arg-type]
+    assert "Linear" not in text and str(tmp_path) in text

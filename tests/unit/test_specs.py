@@ -145,6 +145,62 @@ def test_pictures_that_are_no_uint8_of_the_right_size_are_refused(
         world.reset(np.zeros(1, np.int64), np.zeros(1, np.int32), np.arange(1))
 
 
+def test_a_step_that_returns_no_sim_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import line_world
+
+    monkeypatch.setattr(line_world.Line, "step", lambda self, action: (0.0, False))
+    world = line_world.LineWorld(1, ["push-right"], [{"name": "base_camera", "height": 16, "width": 16}])
+    world.reset(np.zeros(1, np.int64), np.zeros(1, np.int32), np.arange(1))
+    with raises_code("simulator-step") as caught:
+        world.chunk_step(np.zeros((1, 2, 7), np.float32), np.ones(1, np.bool_))
+    assert "step() of Line returned tuple" in caught.value.message
+
+
+def test_only_the_cause_is_reported_if_an_extension_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rest = ("env.env_type=mine", "env.my_gain=3", "model.warm_start=null")
+    register = "from embodrl import register_env\nregister_env('mine', 'nowhere:Env', {})\n"
+    (tmp_path / "ext_fact.py").write_text(register.format("tsaks=('a',)"))
+    problem = problem_of("extensions=[ext_fact]", *rest)
+    assert (problem.code, problem.hint) == ("spec-fact-unknown", "did you mean 'tasks'?")
+    (tmp_path / "ext_reads.py").write_text(register.format("settings=('success_threshold',)"))
+    assert "settings=ThatClass" in problem_of("extensions=[ext_reads]", *rest).hint
+    (tmp_path / "ext_broken.py").write_text("\nundefined_name\n")
+    problem = problem_of("extensions=[ext_broken]", *rest)
+    assert problem.code == "extension-import" and problem.hint.endswith("ext_broken.py, line 2")
+
+
+def test_an_unknown_key_is_still_reported_beside_a_broken_extension_if_the_environment_is_known() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["extensions=[no_such_module]", "env=toy", "env.my_gain=3", "model.warm_start=null"])
+    assert {problem.code for problem in caught.value.problems} == {"extension-import", "config-unknown-key"}
+
+
+def test_an_invalid_default_of_a_setting_is_refused() -> None:
+    from embodrl import EnvConfig
+
+    class Wrong(EnvConfig):
+        """A default of another type than the setting."""
+
+        my_gain: float = "fast"  # type: ignore[assignment]
+
+    SupportedEnv.register("wrong_default", "nowhere:Env", settings=Wrong)
+    with raises_code("settings-class-invalid") as caught:
+        load_config(["env.env_type=wrong_default", "model.warm_start=null"])
+    assert "my_gain" in caught.value.message
+
+
+def test_the_note_about_a_common_setting_that_is_not_read_says_how_to_read_it() -> None:
+    notes = {note.key: note.hint for note in load_config([*LINE, "env.reward_mode=sparse"]).notes}
+    assert "reads=" in notes["env.reward_mode"]
+    assert notes_of_toy()["env.reward_mode"] == "leave it out"
+
+
+def notes_of_toy() -> dict[str, str]:
+    loaded = load_config(["env=toy", "model.warm_start=null", "env.reward_mode=sparse"])
+    return {note.key: note.hint for note in loaded.notes}
+
+
 def test_a_policy_without_a_method_is_named() -> None:
     import torch
 

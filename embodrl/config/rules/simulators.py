@@ -9,7 +9,7 @@ from pathlib import Path
 from embodrl.config.isolated import AUTO, installable
 from embodrl.config.rules.base import Context, Finding, note, rule
 from embodrl.names import nearest
-from embodrl.specs import ENVS
+from embodrl.specs import ENVS, READABLE
 
 
 def shortened(names: Iterable[str], limit: int = 12) -> str:
@@ -130,4 +130,7 @@ def env_keys_without_effect(context: Context) -> Iterator[Finding]:
     keys += [] if spec.camera_poses else [f"cameras.0.{part}" for part in ("fov_rad", "eye", "target")]
     for key in keys:
         if context.by_user(f"env.{key}"):
-            yield Finding(f"env.{key}", f"has no effect: {spec.name} does not read it", "leave it out")
+            part = key.partition(".")[0]
+            own = part in READABLE and spec.name not in ENVS.builtin
+            hint = f"leave it out, or register '{spec.name}' with '{part}' in reads=(...)" if own else "leave it out"
+            yield Finding(f"env.{key}", f"has no effect: {spec.name} does not read it", hint)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tutorial
 
 from embodrl.config import load_config
 
@@ -92,13 +93,10 @@ def test_the_yaml_of_a_page_is_a_valid_configuration(page: Path, tmp_path: Path)
 
 
 def test_the_tutorial_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (DOCS / "tutorial.md").read_text(encoding="utf-8")
-    environment, reward, loss = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    for name, text in (("dock.py", environment), ("parts.py", f"{reward}\n\n{loss}"), ("config.yaml", config)):
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    tutorial.write_files(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    parts = ["reward.fn=parts:quick_success", "algorithm.loss_type=parts:unclipped"]
+    parts = ["reward.fn=parts:quick_success", "algorithm.loss_type=parts:unclipped", "env.motor_gain=1.5"]
+    parts += ["algorithm.adv_type=parts:reward_to_go", "pipeline.fn=parts:shaped"]
     loaded = load_config(parts, tmp_path / "config.yaml")
     assert loaded.config.env.env_type == "dock" and not loaded.notes
 
