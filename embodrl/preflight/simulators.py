@@ -19,7 +19,7 @@ import numpy as np
 
 from embodrl.envs.mujoco.scene import GL_HINT, GL_LIBRARIES, loads
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
-from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied, MissingDependencyError
+from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.specs import ENVS
 
@@ -141,7 +141,9 @@ def draw_frame(
         # What a simulator raises ends with its hint.
         what = next((line for line in reversed(lines) if not line.startswith("hint:")), lines[-1])
         what = re.sub(r"^(\w+\.)+\w+: ", "", what)  # the class of an error says nothing to a user
-        return Finding(name, "error", what, error.hint or hint)
+        # A bare exception has only a hint for those who write simulators.
+        raised_by_simulator = error.code == EnvRaised.code and hint
+        return Finding(name, "error", what, hint if raised_by_simulator else error.hint or hint)
     if contrast == 0:
         other = "try another Vulkan driver" if env_type == "maniskill" else "try MUJOCO_GL=osmesa, or another driver"
         return Finding(name, "error", "it draws an empty picture", other)

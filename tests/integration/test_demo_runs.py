@@ -146,9 +146,9 @@ def test_fine_tuning_needs_a_directory_that_can_be_written(
     from embodrl.errors import OutputError
     from embodrl.runs import sft as worker
 
-    (tmp_path / "file").write_text("mine")
     output_dir = tmp_path / "file" / "out"
     loaded = load_config(["env=toy", "model.warm_start=null", f"sft.output_dir={output_dir}"])
+    (tmp_path / "file").write_text("mine")  # after the configuration was checked, which would refuse it
     monkeypatch.setattr(worker, "configure_torch", lambda config, place: pytest.fail("started"))
     with pytest.raises(OutputError) as refused:
         worker.sft(loaded)

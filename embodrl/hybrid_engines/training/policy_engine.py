@@ -155,7 +155,7 @@ class PolicyTrainEngine(TrainEngine):
         for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
             counts = self._counts(minibatch, algorithm)
             loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
-            if first_kl is None and not bool(staleness.any()) and not algorithm.decoupled.enabled:
+            if first_kl is None and not bool(staleness.any()):
                 first_kl = metrics.get("approx_kl")  # no step yet: 0 if rollout and training agree on log-probs
             if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
                 self._clear_gradients()

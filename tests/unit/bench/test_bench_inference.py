@@ -48,5 +48,5 @@ def test_every_family_has_its_public_size() -> None:
     assert list(FULL) == FAMILIES
     for family, settings in FULL.items():
         config = model_settings(family).model_validate({"model_type": family, **settings})
-        part = {"openvla": config.architecture, "openvla_oft": config.architecture, "gr00t": config.gr00t}
-        assert part.get(family, config.pi).image_size == 224
+        part = next(name for name in ("architecture", "pi", "gr00t") if hasattr(config, name))
+        assert getattr(config, part).image_size == 224

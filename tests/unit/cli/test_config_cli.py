@@ -88,7 +88,7 @@ def test_list() -> None:
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.returncode == 2
-    assert "--help" in result.stderr
+    assert "-h' for help" in result.stderr or "code: argument-choice" in result.stderr
 
 
 @pytest.mark.parametrize(

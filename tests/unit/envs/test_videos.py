@@ -114,8 +114,11 @@ def test_frames_that_do_not_fit_cost_the_video_alone(tmp_path: Path, caplog: pyt
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """An interpreter without imageio."""
+    """An interpreter without imageio; it has what the toy's process imports."""
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    packages = next((tmp_path / "bare" / "lib").glob("python3.*")) / "site-packages"
+    (packages / "numpy").mkdir()
+    (packages / "numpy" / "__init__.py").touch()
     return str(tmp_path / "bare" / "bin" / "python")
 
 

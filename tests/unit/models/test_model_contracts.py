@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tiny_families import (
     FAMILIES,
     FLOW_FAMILIES,
-    TINY,
     TOKEN_FAMILIES,
     VARIANTS,
     build,
     generator,
     observation,
     tiny_config,
+    tiny_sizes,
 )
 from torch import Tensor
 
@@ -132,7 +132,7 @@ def test_rows_do_not_depend_on_their_company(family: str, method: str | None) ->
 def test_padding_of_the_prompt(family: str, method: str | None) -> None:
     """The same weights with prompts padded to a greater length."""
     policy = stir(build(family, method))
-    longer = {part: {**TINY[part], "max_prompt_tokens": 80} for part in TINY}
+    longer = {part: {**sizes, "max_prompt_tokens": 80} for part, sizes in tiny_sizes(family).items()}
     padded = build(family, method, **longer)
     padded.load_state_dict(policy.state_dict())
     a, b = rollout(policy, family), rollout(padded, family)

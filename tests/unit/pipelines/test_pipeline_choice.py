@@ -314,6 +314,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("ending", [".mmd", ".svg"])
 def test_the_command_prints_and_draws(ending: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / f"graph{ending}"
+    path.parent.mkdir()
     done = run("pipeline", "show", *TOY, "pipeline=dapo", "--output", path)
     assert (done.returncode, done.stderr) == (0, "")
     graph = build_graph(config_of("pipeline=dapo"))
