@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
+from embodrl.config.schema import model_settings
 from embodrl.specs import MODELS
 
 VIT = "width: 48, num_heads: 2, mlp_dim: 96"
@@ -139,7 +140,8 @@ def push(family: str, directory: Path, demos: Path) -> dict[str, object]:
 
 def settings_of(family: str) -> list[str]:
     """Return the settings of a small policy."""
-    model = [f"model={family}", *COMMON, *(f"model.{name}={size}" for name, size in SIZES.items())]
+    parts = model_settings(family).model_fields
+    model = [f"model={family}", *COMMON, *(f"model.{name}={size}" for name, size in SIZES.items() if name in parts)]
     uses_state = MODELS.entry(family).uses_state is True
     return [*model, f"env.include_state={str(uses_state).lower()}"]
 

@@ -17,9 +17,9 @@ from embodrl.config.schema import Config
 from embodrl.errors import PipelineError
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.context import Context
-from embodrl.pipelines.graph import Pipeline
+from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.registry import PIPELINES
-from embodrl.runs.train import Runner, train
+from embodrl.runs.train import train
 
 pytestmark = pytest.mark.slow
 SMALL = (
@@ -65,29 +65,23 @@ def test_a_built_in_pipeline_trains(name: str, tmp_path: Path) -> None:
     assert name == "dapo" or any(row["train/num_updates"] for row in rows)
 
 
-def written_out(runner: Runner) -> None:
+def written_out(graph: Graph, context: Context, on_node: object = None) -> dict[str, Any]:
     """An iteration as a loop without a graph."""
-    algorithm = runner.config.algorithm
-    batch, row = runner.rollout.gather(runner.iteration)
-    env_steps = batch.meta["env_steps"]
-    row |= runner.rewards.apply(batch)
+    algorithm = context.config.algorithm
+    batch, row = context.rollout.gather(context.iteration)
+    row |= {"env_steps": batch.meta["env_steps"]} | context.rewards.apply(batch)
     if algorithm.kl.coef > 0:
-        batch.ref_logprobs = runner.engine.reference_logprobs(batch, algorithm)
-    row |= runner.engine.update(batch, compute_advantages(batch, algorithm), algorithm, runner.shuffle)
-    runner.rollout.update_weights(runner.engine.weights(), runner.engine.version)
-    runner.iteration += 1
-    runner.env_steps += env_steps
-    faults = runner.rollouts.pool.faults
-    row |= {"env/restarts": faults.restarts, "env/quarantined": faults.quarantined}
-    row["rollout/restarts"] = faults.rollout_restarts
-    runner.pending = {"iteration": runner.iteration, "env_steps": runner.env_steps, **row}
+        batch.ref_logprobs = context.engine.reference_logprobs(batch, algorithm)
+    row |= context.engine.update(batch, compute_advantages(batch, algorithm), algorithm, context.shuffle)
+    context.rollout.update_weights(context.engine.weights(), context.engine.version)
+    return row
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "srpo"])
 def test_a_graph_gives_the_numbers_of_the_loop(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = (f"pipeline={name}", "algorithm.kl.coef=0.05", *(() if name in NO_GROUPS else IN_GROUPS))
     walked = run(tmp_path / "walked", *settings)
-    monkeypatch.setattr(Runner, "_iterate", written_out)
+    monkeypatch.setattr(Graph, "run", written_out)
     assert run(tmp_path / "written", *settings) == walked
     left, right = weights(tmp_path / "walked"), weights(tmp_path / "written")
     assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
