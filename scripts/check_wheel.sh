@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Builds the wheel, installs it into a fresh virtual environment and trains from it, outside the checkout.
+#
+#   PYTHON=/path/to/python3.11   the interpreter (otherwise the first 3.11 or 3.12 on the PATH)
+#   EMBODRL_TORCH=cpu|cuda       the kind of torch (otherwise cuda where an NVIDIA GPU answers)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/lib.sh
+
+root=$PWD
+torch_version=$(sed -n 's/^torch==//p' constraints.txt)
+place=$(mktemp -d)
+trap 'rm -rf "$place"' EXIT
+
+python=$(find_python)
+"$python" -m venv "$place/venv"
+"install_$(torch_kind)_torch" "$place/venv"
+"$python" -m pip wheel -q --no-deps --wheel-dir "$place/dist" .
+"$place/venv/bin/python" -m pip install -q -c constraints.txt "$place"/dist/embodrl-*.whl
+
+cd "$place" # outside the checkout: presets and data files must come from the wheel
+unset PYTHONPATH
+bin=$place/venv/bin/embodrl
+[[ $("$place/venv/bin/python" -c 'import embodrl; print(embodrl.__file__)') == "$place"/venv/* ]]
+"$bin" --version
+"$bin" list presets >/dev/null
+small=(env.train.total_num_envs=8 env.train.max_steps_per_rollout_epoch=20 env.eval.total_num_envs=8 env.eval.num_episodes=8)
+"$bin" train env=toy runner=debug model.warm_start=null "${small[@]}" actor.global_batch_size=8 actor.micro_batch_size=8 \
+    runner.output_dir="$place/run"
+"$bin" eval "$place/run" --output "$place/eval"
+say "the wheel of $root installs and trains"
