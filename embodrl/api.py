@@ -295,7 +295,7 @@ def _measured(loaded: LoadedConfig) -> LoadedConfig:
 
 @contextmanager
 def _torch_settings() -> Iterator[None]:
-    """Give torch's process-wide settings back: a notebook goes on with its own."""
+    """Give torch's process-wide settings back: a notebook keeps its own."""
     import torch
 
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()

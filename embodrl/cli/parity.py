@@ -175,5 +175,5 @@ def show(outcomes: list[Outcome]) -> None:
     print(f"{len(outcomes) - len(failed)} of {len(outcomes)} fixtures are reproduced within their tolerances")
     for outcome in failed:
         if outcome.error:
-            hint = "record or copy the fixture anew, or name its family with --family"
+            hint = "record or copy the fixture again, or name its family with --family"
             print(f"error: {outcome.directory}: {outcome.error}\n  hint: {hint}", file=sys.stderr)

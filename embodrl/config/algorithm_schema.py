@@ -50,7 +50,7 @@ class SrpoConfig(Section):
         default=False, description="replace rewards by 1 for a success and less for a failure, by its distance to them"
     )
     encoder: str = Field(
-        default="pixels", description="pixels (built in), vjepa2, or module:function of yours, frames to embeddings"
+        default="pixels", description="pixels (built in), vjepa2, or a custom module:function, frames to embeddings"
     )
     encoder_path: str | None = Field(default=None, description="directory with the weights of vjepa2")
     num_frames: PositiveInt = Field(default=64, description="frames of an episode that the encoder sees")
@@ -97,9 +97,9 @@ class DecoupledConfig(Section):
 class AlgorithmConfig(Section):
     """PPO, its kin, and their parts."""
 
-    adv_type: str = Field(default="gae", description="a name of `embodrl list algorithms`, or module:function of yours")
+    adv_type: str = Field(default="gae", description="a name of `embodrl list algorithms`, or a custom module:function")
     loss_type: str = Field(
-        default="actor_critic", description="a name of `embodrl list algorithms`, or module:function of yours"
+        default="actor_critic", description="a name of `embodrl list algorithms`, or a custom module:function"
     )
     reward_type: Literal["chunk_level", "action_level"] = Field(
         default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value a chunk"

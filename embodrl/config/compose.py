@@ -184,7 +184,7 @@ def check_choice(group: str, name: object, origin: str) -> ConfigProblem | None:
         message = f"'{name}' is a path; a preset is chosen by its plain name"
         hint = "write the name of a preset; a YAML file of your own is given with --config FILE"
     if group == "pipeline" and isinstance(name, str) and ":" in name:
-        hint = f"a function of yours is given as pipeline.fn={name}"
+        hint = f"a custom function is given as pipeline.fn={name}"
     return ConfigProblem(group, message, origin, ", ".join(names), near, hint, "preset-unknown")
 
 
@@ -262,7 +262,7 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
         problems.append(
             ConfigProblem(
                 "defaults",
-                "Hydra's defaults list is not read from a file of yours",
+                "Hydra's defaults list is not supported in your own files",
                 str(defaults.origin),
                 hint=hint,
                 code="config-defaults-list",

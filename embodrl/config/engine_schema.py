@@ -79,7 +79,7 @@ class ActorConfig(Section):
     enable_offload: bool = Field(
         default=False,
         description="keep what only training needs in main memory while rollouts are played: optimizer state,"
-        " gradients, reference, and weights that nobody acts with; on a CPU it is moved as well, which saves nothing",
+        " gradients, reference, and weights that no rollout uses; on a CPU it is moved as well, which saves nothing",
     )
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
@@ -120,9 +120,7 @@ class RolloutConfig(Section):
         description="how rollout processes get new weights; auto: memory on one machine, else collective; shared: there"
         " are no such processes",
     )
-    max_restarts: int = Field(
-        default=3, ge=0, description="rollout processes that have died and are brought up anew, in a run"
-    )
+    max_restarts: int = Field(default=3, ge=0, description="restarts of rollout processes per run")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
     )
@@ -131,7 +129,7 @@ class RolloutConfig(Section):
         description="write every version of the weights to DIR/weights of the run, for rollouts outside of it",
     )
     workflow: str | None = Field(
-        default=None, description="module:Class of yours that plays an episode; null plays all of them in lockstep"
+        default=None, description="custom module:Class that runs an episode; null steps all environments in lockstep"
     )
     episode_timeout_s: PositiveFloat | None = Field(
         default=600.0,

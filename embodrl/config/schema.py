@@ -179,7 +179,7 @@ class EnvConfig(Section):
     step_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a chunk may take")
     max_restarts: NonNegativeInt = Field(
         default=10,
-        description="processes that died, hung or raised and are started anew; one more stops the run, and so does"
+        description="restarts of simulators that died, hung or raised; one more stops the run, and so does"
         " one more chunk of an environment that can't be true (see the next two) without a valid one in between",
     )
     max_abs_reward: PositiveFloat = Field(
@@ -215,7 +215,7 @@ class PipelineConfig(Section):
         description="a name of `embodrl list pipelines`; null takes the one that belongs to the algorithm's settings",
     )
     fn: str | None = Field(
-        default=None, description="module:function of yours, from the configuration to a Pipeline; null for none"
+        default=None, description="custom module:function, from the configuration to a Pipeline; null for none"
     )
 
 
@@ -299,7 +299,7 @@ class SftConfig(Section):
     """`embodrl sft`."""
 
     data_dir: str = Field(
-        default="data/demos", description="made by `embodrl collect` or `convert`, or a LeRobot data set of yours"
+        default="data/demos", description="made by `embodrl collect` or `convert`, or any LeRobot dataset"
     )
     cameras: tuple[str, ...] | None = Field(
         default=None,
@@ -339,7 +339,7 @@ class Config(Section):
         default_factory=lambda: model_settings(DEFAULT_MODEL)(), description="the policy"
     )
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
-    reward: RewardConfig = Field(default=RewardConfig(), description="a reward function of yours")
+    reward: RewardConfig = Field(default=RewardConfig(), description="a custom reward function")
     pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
     actor: ActorConfig = Field(default=ActorConfig(), description="training backend and optimizer")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="inference backend")

@@ -143,7 +143,7 @@ class SteppingEnv(VectorEnv):
 
     @abstractmethod
     def instruction(self, task_id: int) -> str:
-        """Return what the policy is told."""
+        """Return the instructions of the policy."""
 
     @abstractmethod
     def get_sim_state(self) -> Any:

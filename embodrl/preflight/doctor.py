@@ -37,7 +37,7 @@ SIMULATOR_HINT = "pip install 'embodrl[maniskill]' (in a clone: make setup)"
 MANISKILL_EXAMPLE: dict[str, object] = {"tasks": ["PushCube-v1"], "cameras": [{**CAMERA, "name": "base_camera"}]}
 INSTALLER = "in a clone: scripts/install_system_packages.sh"
 MESA = "apt install mesa-vulkan-drivers, on Debian 12 with -t bookworm-backports"
-FRAME_HINT = f"make its packages anew: {SIMULATOR_HINT}; or try another Vulkan driver: {MESA}"
+FRAME_HINT = f"reinstall its packages: {SIMULATOR_HINT}; or try another Vulkan driver: {MESA}"
 VULKAN_REMEDIES = {
     vulkan.NO_LOADER: f"install the Vulkan loader: apt install libvulkan1 ({INSTALLER})",
     vulkan.NO_DEVICE: f"install a Vulkan driver: {MESA} ({INSTALLER})",

@@ -14,7 +14,7 @@ BACKEND = "actor.training_backend"
 
 @rule(BACKEND, "actor.own_process", "cluster.launcher")
 def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
-    """The processes of fsdp and megatron hold parts of the weights, which nobody can act with."""
+    """Processes of fsdp and megatron hold sharded weights, which cannot run inference."""
     actor = context.config.actor
     if actor.training_backend != "native" and actor.own_process is False:
         yield Finding(

@@ -26,7 +26,7 @@ def facts(context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @rule("algorithm.adv_type", "algorithm.loss_type")
 def parts_are_registered(context: Context) -> Iterator[Finding]:
-    """Estimator and loss have names in the registry, or are functions of yours that ask for what there is."""
+    """Estimator and loss have names in the registry, or are custom functions whose parameters are available."""
     for key, table in PARTS:
         name: str = getattr(context.config.algorithm, key)
         if ":" in name and name not in table.names():

@@ -139,7 +139,7 @@ def groups_keep_step(context: Context) -> Iterator[Finding]:
 
 @rule("env.train", "env.reward_mode", "algorithm.adv_type")
 def success_is_worth_ending(context: Context) -> Iterator[Finding]:
-    """With sparse rewards an episode that goes on after its success earns nothing more."""
+    """With sparse rewards an episode earns nothing after its success."""
     config = context.config
     facts = ADVANTAGES.entry(config.algorithm.adv_type).facts if config.algorithm.adv_type in ADVANTAGES else {}
     if config.env.train.ignore_terminations and config.env.reward_mode == "sparse" and facts.get("needs_values"):

@@ -13,7 +13,7 @@ from embodrl.registry import PIPELINES
 
 @rule("pipeline")
 def name_or_function(context: Context) -> Iterator[Finding]:
-    """A built-in pipeline and one of yours exclude each other."""
+    """A built-in pipeline and a custom one exclude each other."""
     pipeline = context.config.pipeline
     if pipeline.name is not None and pipeline.fn is not None:
         message = f"'{pipeline.fn}' and the built-in pipeline '{pipeline.name}' exclude each other"

@@ -38,7 +38,7 @@ def gymnasium_needs_id(context: Context) -> Iterator[Finding]:
         hint = 'set env.instruction="move the finger to the ball", say'
         yield Finding("env.instruction", "is missing: Gymnasium provides no language instruction", hint, "a sentence")
     elif env.id and context.by_user("env.id") and not context.by_user("env.instruction"):
-        hint = 'set env.instruction="...": what the policy is told to do there'
+        hint = 'set env.instruction="...": the language instruction for the policy'
         message = f"'{env.instruction}' is what another environment wants, not {env.id}"
         yield Finding("env.instruction", message, hint, "a sentence", others=("env.id",))
 

@@ -43,7 +43,7 @@ def read_init_states(path: Path, sha256: str) -> NDArray[np.float64]:
     Raises:
         EnvError: the file is missing, is not the official one, or holds anything but an array of floats.
     """
-    hint = "install LIBERO anew: embodrl env install libero --force"
+    hint = "reinstall LIBERO: embodrl env install libero --force"
     try:
         data = path.read_bytes()
     except OSError as error:

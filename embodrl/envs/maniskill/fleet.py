@@ -233,7 +233,7 @@ class Fleet:
         return self._journal(row).to_arrays()
 
     def set_scene(self, row: int, journal: dict[str, Any]) -> None:
-        """Build the scene of an environment and its present task anew and replay it to the bit (CPU only)."""
+        """Build the scene of an environment and its present task anew and replay it bit-exactly (CPU only)."""
         if self._batched is not None:
             raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
         key = (row, int(self.task_id[row]))
