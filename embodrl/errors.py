@@ -213,6 +213,14 @@ class TaskIdTaken(TaskRunnerError):
     """A task of that id is queued, runs, or has an undelivered result."""
 
 
+class FileFormatError(EmbodrlError):
+    """A file is not of the expected format, or a value in it is invalid."""
+
+
+class FileDamagedError(EmbodrlError):
+    """A file differs from what was written: its size or checksum does not match."""
+
+
 class OutputError(EmbodrlError):
     """The output directory can't be written, or the disk is full."""
 

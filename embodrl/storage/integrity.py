@@ -1,0 +1,83 @@
+"""Checksums of the files in a directory: written with them, checked before they are used.
+
+``checksums.json`` lists the size and SHA-256 of every file below the directory. It detects damage, not forgery: who
+can change a file can change the list. Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from embodrl.errors import FileDamagedError
+from embodrl.fields import read_fields
+from embodrl.storage.json_file import write_json_file
+
+CHECKSUMS = "checksums.json"
+_HINT = "restore the file from its origin or write the directory again, or remove checksums.json to use it unchecked"
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(directory: Path) -> None:
+    """Write ``checksums.json`` for all files below ``directory``, as the last file of a directory that is complete.
+
+    Raises:
+        OutputError: it can't be written.
+    """
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    content = {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in files
+    }
+    write_json_file(directory / CHECKSUMS, content)
+
+
+def check_checksums(directory: Path, only: list[str] | None = None) -> bool:
+    """Compare files with ``checksums.json``.
+
+    Args:
+        directory: that holds the list.
+        only: relative paths of the files to check; by default all that are listed. Files that are not listed are
+            not checked: a user may add some.
+
+    Returns:
+        False if there is no such list: the directory comes from elsewhere, or from an earlier version.
+
+    Raises:
+        FileDamagedError: a listed file is missing or differs; the message names all of them.
+        FileFormatError: the list itself is invalid.
+    """
+    path = directory / CHECKSUMS
+    if not path.is_file():
+        return False
+    listed = read_fields(path, hint=_HINT)
+    problems: list[str] = []
+    for name in listed:
+        if only is None or name in only:
+            entry = listed.fields(name)
+            problems += _problems(directory, name, entry.integer("bytes"), entry.text("sha256"))
+    if problems:
+        raise FileDamagedError("\n  ".join([f"{directory} is damaged:", *problems]), _HINT)
+    return True
+
+
+def _problems(directory: Path, name: str, num_bytes: int, sha256: str) -> list[str]:
+    path = directory / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        return [f"{name}: the path leaves the directory"]
+    try:
+        size = path.stat().st_size
+        if size != num_bytes:
+            return [f"{name}: {size:,} bytes, written with {num_bytes:,}"]
+        return [] if sha256_of(path) == sha256 else [f"{name}: the content differs from what was written (SHA-256)"]
+    except OSError as error:
+        return [f"{name}: {error.strerror or error}"]
