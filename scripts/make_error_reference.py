@@ -52,6 +52,8 @@ CURES = {
     "task-runner": "look at the exception that it carries; a closed runner takes no tasks",
     "task-queue-full": "wait for results, or raise max_queue",
     "task-id-taken": "use unique task ids",
+    "file-format": "restore the file from its origin; the message names the file and the key",
+    "file-damaged": "restore the named files from their origin, or write the directory again",
     "output": "free disk space, or choose a writable directory",
     "worker": "look at RUN/logs; the message names the worker",
     "worker-died": "look at RUN/logs and at the kernel's log (out of memory?)",
