@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from embodrl.config import load_config
-from embodrl.config.show import summary
+from embodrl.config.explain import summary
 from embodrl.names import nearest
 from embodrl.runs.files import run_directory
 
@@ -73,8 +73,7 @@ def test_a_run_is_named_after_the_algorithm_that_was_chosen(tmp_path: Path, monk
 
 
 def test_the_summary_counts_minibatches_below_the_limit() -> None:
-    sizes = "env.train.total_num_envs=4 env.train.max_steps_per_rollout_epoch=50 actor.global_batch_size=160"
-    more = "actor.micro_batch_size=16 algorithm.update_epoch=3 env.num_processes=2"
-    loaded = load_config(["env=toy", "model.warm_start=null", *sizes.split(), *more.split()])
-    # 4 environments of 10 chunks each: one minibatch per epoch, smaller than the limit
+    changes = "env.train.total_num_envs=4 env.max_episode_steps=20 algorithm.group_size=2 algorithm.update_epoch=3"
+    loaded = load_config(["env=toy", "algorithm=grpo", "model.warm_start=null", *changes.split()])
+    # 4 environments, 2 rollouts of 4 chunks each: 32 chunks, one minibatch per epoch
     assert "3 optimizer steps of up to 160 chunks" in summary(loaded.config)
