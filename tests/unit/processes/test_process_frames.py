@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -253,7 +254,7 @@ def test_memory_files_that_could_be_a_bus_error_are_refused():
 def test_a_message_that_is_no_frame_is_refused_and_leaves_no_descriptor_open(message):
     ours, theirs = socket_pair()
     with ours, theirs:
-        before = len(os.listdir("/proc/self/fd"))
+        before = len(list(Path("/proc/self/fd").iterdir()))
         memory = memory_file(b"1")
         ours.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory] * 3))])
         os.close(memory)
@@ -262,7 +263,7 @@ def test_a_message_that_is_no_frame_is_refused_and_leaves_no_descriptor_open(mes
         ours.sendmsg([message])
         with raises_code("message", MessageError):
             receive_now(theirs)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
         ours.close()
         with pytest.raises(PeerGoneError):
             receive_now(theirs)
