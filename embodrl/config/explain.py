@@ -91,14 +91,14 @@ def summary(config: Config) -> str:
     chunks_an_env = train.max_steps_per_rollout_epoch // config.model.num_action_chunks * algorithm.rollout_epoch
     chunks = train.total_num_envs * chunks_an_env
     steps = chunks * config.model.num_action_chunks
-    updates = chunks // actor.global_batch_size * algorithm.update_epoch
+    updates = -(-chunks // actor.global_batch_size) * algorithm.update_epoch
     stages, processes = config.rollout.pipeline_stages, config.env.num_processes
     return "\n".join(
         [
             f"environments: {train.total_num_envs} in {processes} processes, {stages} pipeline stage(s)",
-            f"rollout:      {chunks_an_env} chunks of {config.model.num_action_chunks} actions an environment"
+            f"rollout:      {chunks_an_env} chunks of {config.model.num_action_chunks} actions per environment"
             f" = {chunks} chunks, {steps} environment steps",
-            f"update:       {updates} optimizer steps of {actor.global_batch_size} chunks",
+            f"update:       {updates} optimizer steps of up to {actor.global_batch_size} chunks",
             f"run:          {runner.max_iterations} iterations, {steps * runner.max_iterations} environment steps",
         ]
     )
