@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_function, import_object, nearest, parameters_of
@@ -49,9 +49,9 @@ class Spec(Entry):
 
     def __post_init__(self) -> None:
         for name in (*self.COUNTS, *self.FLAGS, *self.NAMES):
-            value = getattr(self, name)
+            value: object = getattr(self, name)
             if name in self.NAMES and isinstance(value, list):
-                value = tuple(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+                value = tuple(cast(list[object], value))
                 object.__setattr__(self, name, value)
             wanted = self._expected(name, value)
             if wanted:
@@ -66,7 +66,8 @@ class Spec(Entry):
         if name in self.COUNTS:
             is_count = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
             return "" if is_count else "an integer above 0, or None"
-        is_names = value is None or (isinstance(value, tuple) and all(isinstance(item, str) for item in value))  # pyright: ignore[reportUnknownVariableType]
+        items = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
+        is_names = value is None or all(isinstance(item, str) for item in items)
         return "" if is_names else "a list of names"
 
 
