@@ -12,12 +12,12 @@ from runs import TINY, metrics
 from safetensors.torch import load_file
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.errors import PipelineError
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Pipeline
+from embodrl.runs.load import load_config
 from embodrl.runs.train import train
 from embodrl.specs import PIPELINES
 
@@ -47,7 +47,7 @@ def run(directory: Path, *overrides: str) -> list[dict[str, Any]]:
     directory.mkdir()
     config = directory / "tiny.yaml"
     config.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
-    loaded = load_config([*SMALL, *overrides, f"runner.output_dir={directory / 'run'}"], config)
+    loaded = load_config([*SMALL, *overrides, f"runner.output_dir={directory / 'run'}"], config, verb="train")
     assert train(loaded).exit_code == 0
     return metrics(directory / "run")  # pyright: ignore[reportReturnType]
 
@@ -87,8 +87,12 @@ def test_a_graph_gives_the_numbers_of_the_loop(name: str, tmp_path: Path, monkey
     assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
 
 
+BUILT: list[Config] = []
+
+
 def build_retried(config: Config) -> Pipeline:
     """The plain pipeline with a node between that fails at first, after it has changed its batch."""
+    BUILT.append(config)
     attempts = iter([True, False])
 
     def unsteady(context: Context, batch: Any) -> Any:
@@ -106,7 +110,9 @@ def build_retried(config: Config) -> Pipeline:
 
 
 def test_a_node_that_is_tried_again_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
+    BUILT.clear()
     rows = run(tmp_path / "retried", f"pipeline.fn={__name__}:build_retried")
+    assert len(BUILT) == 1, "checking the configuration and running it share one pipeline"
     assert [row.pop("pipeline/retries") for row in rows] == [1, 0]
     assert rows == run(tmp_path / "plain")
 
