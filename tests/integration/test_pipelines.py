@@ -31,7 +31,8 @@ SMALL = (
     "actor.optim.lr_scheduler=constant",
 )
 IN_GROUPS = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6", "algorithm.group_size=4")
-NO_GROUPS = ("ppo", "reinforce_pp")
+GROUPS = {"ppo": (), "reinforce_pp": IN_GROUPS[:2]}
+"""Settings of algorithms that compare no groups; the others have ``IN_GROUPS``."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", list(PIPELINES))
 def test_a_built_in_pipeline_trains(name: str, tmp_path: Path) -> None:
-    groups = () if name in NO_GROUPS else IN_GROUPS
+    groups = GROUPS.get(name, IN_GROUPS)
     rows = run(tmp_path / "one", f"pipeline={name}", *groups)
     assert [row["iteration"] for row in rows] == [1, 2]
     assert rows[1]["env_steps"] > rows[0]["env_steps"] > 0
@@ -79,7 +80,7 @@ def written_out(graph: Graph, context: Context, on_node: object = None) -> dict[
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "srpo"])
 def test_a_graph_gives_the_numbers_of_the_loop(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = (f"pipeline={name}", "algorithm.kl.coef=0.05", *(() if name in NO_GROUPS else IN_GROUPS))
+    settings = (f"pipeline={name}", "algorithm.kl.coef=0.05", *GROUPS.get(name, IN_GROUPS))
     walked = run(tmp_path / "walked", *settings)
     monkeypatch.setattr(Graph, "run", written_out)
     assert run(tmp_path / "written", *settings) == walked
