@@ -111,7 +111,10 @@ def digest(policy: Path) -> str:
 
 
 FINE_TUNE = ("sft", "--config", "{base}/tiny.yaml", "sft.output_dir={out}/sft", "sft.save_interval=0")
-COLLECT = ("collect", "--config", "{base}/tiny.yaml", "collect.output_dir={dir}/set", "env.max_episode_steps=21")
+COLLECT = (
+    *("collect", "--config", "{base}/tiny.yaml", "collect.output_dir={dir}/set", "collect.format=raw"),
+    "env.max_episode_steps=21",
+)
 EVALUATE = ("eval", "--output", "{out}/eval", "--config", "{base}/tiny.yaml")
 SCENARIOS = {
     scenario.name: scenario
