@@ -20,6 +20,7 @@ from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EnvTimeout, WorkerDied
 from embodrl.processes.child import LOG_BYTES
 from embodrl.processes.liveness import Limits
+from embodrl.processes.memory import Available, MemoryWatch
 from embodrl.processes.restarts import RestartBudget
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -137,3 +138,11 @@ def test_restarts_count_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None
     for clock[0] in (0.0, 50.0, 99.0, 101.0, 120.0, 151.0):
         granted.append(budget.take())
     assert granted == [True, True, False, True, False, True]
+
+
+def test_the_process_that_takes_the_memory_is_named(group: WorkerGroup) -> None:
+    left = [Available(50, 100), Available(5, 100)]
+    watch = MemoryWatch(lambda: left.pop(0))
+    assert watch.look() == ""
+    pids = group.take_memory(1, 64 << 20).result(SOON_S)
+    assert f"(process {pids[1]})" in watch.look()
