@@ -19,6 +19,7 @@ from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
+from embodrl.config.trust import foreign_settings
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.names import nearest
@@ -86,6 +87,7 @@ def load_config(
     collecting: bool = False,
     evaluating: bool = False,
     further_rules: Sequence[Rule] = (),
+    trust: bool = False,
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
@@ -97,11 +99,13 @@ def load_config(
         collecting: for `embodrl collect`, which not all environments and tasks are for.
         evaluating: for `embodrl eval`: notes about training are left out.
         further_rules: of packages above this one, reported together with its own.
+        trust: a run's file may name code to run, whoever started the run.
 
     Raises:
         ConfigError: with every problem found.
     """
     composition = compose(overrides, config_file)
+    _refuse_foreign_code(composition, trust)
     return finish(composition, False, planning, collecting, evaluating, further_rules)
 
 
@@ -111,6 +115,8 @@ def load_run(
     resuming: bool = False,
     evaluating: bool = False,
     further_rules: Sequence[Rule] = (),
+    trust: bool = False,
+    text: str | None = None,
 ) -> LoadedConfig:
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
 
@@ -120,12 +126,23 @@ def load_run(
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
         evaluating: notes about training are left out.
         further_rules: see ``load_config``.
+        trust: see ``load_config``.
+        text: the content to use in place of the file's, e.g. from a checkpoint.
 
     Raises:
         ConfigError: with every problem found.
     """
-    composition = compose_resolved(path, overrides or [])
+    composition = compose_resolved(path, overrides or [], text)
+    _refuse_foreign_code(composition, trust)
     return finish(composition, resuming, evaluating=evaluating, further_rules=further_rules)
+
+
+def _refuse_foreign_code(composition: Composition, trust: bool) -> None:
+    """Raise before anything is imported that only an untrusted file names."""
+    if composition.untrusted and not trust:
+        problems = foreign_settings(composition.tree, composition.untrusted)
+        if problems:
+            raise ConfigError(problems)
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:

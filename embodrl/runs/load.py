@@ -16,21 +16,27 @@ def load_config(
     planning: bool = False,
     collecting: bool = False,
     evaluating: bool = False,
+    trust: bool = False,
 ) -> LoadedConfig:
     """As ``embodrl.config.load_config``, and check the pipeline; imports no torch.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return config_load.load_config(overrides, config_file, planning, collecting, evaluating, (PIPELINE_RULE,))
+    return config_load.load_config(overrides, config_file, planning, collecting, evaluating, (PIPELINE_RULE,), trust)
 
 
 def load_run(
-    path: Path, overrides: list[str] | None = None, resuming: bool = False, evaluating: bool = False
+    path: Path,
+    overrides: list[str] | None = None,
+    resuming: bool = False,
+    evaluating: bool = False,
+    trust: bool = False,
+    text: str | None = None,
 ) -> LoadedConfig:
     """As ``embodrl.config.load_run``, and check the pipeline.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return config_load.load_run(path, overrides, resuming, evaluating, (PIPELINE_RULE,))
+    return config_load.load_run(path, overrides, resuming, evaluating, (PIPELINE_RULE,), trust, text)
