@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from embodrl.config.rules.base import RuleSet
     from embodrl.config.schema import EnvConfig, ModelConfig
 
+DEFAULT_ENV, DEFAULT_MODEL = "maniskill", "openvla"
+
 READABLE = ("cameras", "image_size", "reward_mode", "success_bonus", "render_detail", "action_dim", "video")
 """Common settings that only some VectorEnv classes take as constructor arguments."""
 

@@ -18,7 +18,7 @@ from embodrl.config.compose import parse_arguments
 from embodrl.config.load import LoadedConfig
 from embodrl.config.nodes import parse_yaml
 from embodrl.config.schema import Config
-from embodrl.config.show import flow, to_yaml
+from embodrl.config.explain import flow, to_yaml
 from embodrl.config.trust import SEAL, approval, code_settings
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
 from embodrl.runs.load import load_run

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from expect import raises_code
 
-from embodrl.config.show import to_yaml
+from embodrl.config.explain import to_yaml
 from embodrl.envs.registry import SupportedEnv
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.models.registry import SupportedModel

@@ -26,7 +26,13 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, StateShapes, check_fit
-from embodrl.hybrid_engines.training.objective import chunk_weights, flatten_chunks, is_largest, make_loss
+from embodrl.hybrid_engines.training.objective import (
+    chunk_weights,
+    flatten_chunks,
+    is_largest,
+    make_loss,
+    trained_chunks,
+)
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
 from embodrl.hybrid_engines.training.sharded_checkpoint import FileFacts, load_state, save_state
@@ -148,7 +154,8 @@ class PolicyTrainEngine(TrainEngine):
         loss_fn = make_loss(self.evaluate, algorithm, needs_values)
         staleness = staleness_of(batch.policy_version, batch.valid, self.version)
         proximal = proximal_columns(batch, algorithm, self._policy_staleness(batch, algorithm))
-        chunks = flatten_chunks(batch.replace(**proximal), advantages, chunk_weights(batch, algorithm))
+        weights = chunk_weights(batch, trained_chunks(batch, advantages), algorithm)
+        chunks = flatten_chunks(batch.replace(**proximal), advantages, weights)
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
         first_kl: Tensor | float | None = None
