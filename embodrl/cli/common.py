@@ -47,11 +47,23 @@ ConfigFile = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="write the results there, as JSON", show_default=False)
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="let the settings of a run run code (modules, functions, env.python) though you have not started it",
+        show_default=False,
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error", show_default=False)]
 
 
 def load(
-    overrides: list[str] | None, config_file: Path | None, collecting: bool = False, evaluating: bool = False
+    overrides: list[str] | None,
+    config_file: Path | None,
+    collecting: bool = False,
+    evaluating: bool = False,
+    trust: bool = False,
 ) -> LoadedConfig:
     """Load the configuration and print its notes to stderr; see ``load_config``.
 
@@ -60,7 +72,7 @@ def load(
     """
     from embodrl.runs.load import load_config
 
-    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
+    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating, trust=trust)
     show_notes(loaded.notes)
     choice = loaded.processes
     if choice is not None and not choice.measured:
@@ -75,6 +87,7 @@ def load_measured(
     needed: Callable[[Config], bool] = lambda _: True,
     collecting: bool = False,
     evaluating: bool = False,
+    trust: bool = False,
 ) -> LoadedConfig:
     """As ``load``, for verbs that start simulators: ``env.num_processes=auto`` is measured if it has not been.
 
@@ -84,6 +97,7 @@ def load_measured(
         needed: tells whether simulators will be started.
         collecting: for `embodrl collect`.
         evaluating: for `embodrl eval`.
+        trust: a run's file may name code to run.
 
     Raises:
         ConfigError: with every problem found.
@@ -91,12 +105,12 @@ def load_measured(
     """
     from embodrl.runs.load import load_config
 
-    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
+    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating, trust=trust)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
         from embodrl.runs.measure import measure_processes
 
         measure_processes(loaded.config, loaded.processes, lambda line: print(line, flush=True))
-    return load(overrides, config_file, collecting, evaluating)
+    return load(overrides, config_file, collecting, evaluating, trust)
 
 
 def split_path(arguments: list[str] | None) -> tuple[Path | None, list[str]]:

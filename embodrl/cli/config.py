@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from embodrl.cli.app import add, make_app
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load
 
 app = make_app()
 
@@ -27,7 +27,13 @@ def about() -> None:
     """
 
 
-def show(overrides: Overrides = None, config: ConfigFile = None, plain: Plain = False, debug: Debug = False) -> None:
+def show(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    plain: Plain = False,
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
     """Print all values as YAML, each with its origin.
 
     \b
@@ -37,13 +43,15 @@ def show(overrides: Overrides = None, config: ConfigFile = None, plain: Plain = 
     """
 
     def action() -> None:
-        sys.stdout.write(load(overrides, config).to_yaml(with_origin=not plain))
+        sys.stdout.write(load(overrides, config, trust=trust).to_yaml(with_origin=not plain))
         sys.stdout.flush()
 
     execute(action, debug)
 
 
-def validate(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+def validate(
+    overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False
+) -> None:
     """Check a configuration and report all its problems.
 
     Exit code 0, or 2 with the report on stderr.
@@ -57,7 +65,7 @@ def validate(overrides: Overrides = None, config: ConfigFile = None, debug: Debu
     def action() -> None:
         from embodrl.config.explain import summary
 
-        loaded = load(overrides, config)
+        loaded = load(overrides, config, trust=trust)
         print("The configuration is valid.")
         print(summary(loaded.config))
 

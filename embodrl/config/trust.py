@@ -69,7 +69,9 @@ def foreign_settings(tree: Node, origins: str) -> list[ConfigProblem]:
     for key, value in code_settings(tree).items():
         node = lookup(tree, key)
         assert node is not None
-        foreign = next((n for n in (*node.items, node) if n.origin.source == origins and n.origin.kind != "preset"), None)
+        foreign = next(
+            (n for n in (*node.items, node) if n.origin.source == origins and n.origin.kind != "preset"), None
+        )
         if foreign is not None:
             problems.append(
                 ConfigProblem(

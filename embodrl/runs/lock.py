@@ -53,7 +53,7 @@ class RunLock:
             OutputError: the directory was removed or replaced, or another process has taken it.
         """
         try:
-            same = os.path.samestat(os.stat(self.directory), os.fstat(self._place))
+            same = os.path.samestat(self.directory.stat(), os.fstat(self._place))
         except FileNotFoundError:
             same = False
         if not same:
@@ -64,7 +64,7 @@ class RunLock:
             )
         path = self.directory / LOCK_FILE
         try:
-            if os.path.samestat(os.lstat(path), os.fstat(self._file)):
+            if os.path.samestat(path.lstat(), os.fstat(self._file)):
                 return
         except FileNotFoundError:
             pass

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TypeGuard
 
 from embodrl.config.compose import parse_arguments
+from embodrl.config.explain import flow, to_yaml
 from embodrl.config.load import LoadedConfig
 from embodrl.config.nodes import parse_yaml
 from embodrl.config.schema import Config
-from embodrl.config.explain import flow, to_yaml
 from embodrl.config.trust import SEAL, approval, code_settings
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
 from embodrl.runs.load import load_run
@@ -160,7 +160,9 @@ def _refuse_edits(path: Path, found: Mapping[str, tuple[object, object]], overri
     arguments, _ = parse_arguments(overrides)
     given = {argument.key for argument in arguments}
     edited = {key: pair for key, pair in found.items() if not any(key == k or key.startswith(f"{k}.") for k in given)}
-    command = " ".join([f"embodrl resume {path.parent}", *(f"'{key}={_shown(new)}'" for key, (_, new) in edited.items())])
+    command = " ".join(
+        [f"embodrl resume {path.parent}", *(f"'{key}={_shown(new)}'" for key, (_, new) in edited.items())]
+    )
     problems = [
         ConfigProblem(
             key,

@@ -144,7 +144,7 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
         OSError: it is one, is larger than ``max_bytes``, or can't be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not block
-    with open(descriptor, "rb") as file:
+    with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         content = file.read(max_bytes + 1)
