@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from embodrl.cli.app import add, make_app
 from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load
+
+if TYPE_CHECKING:
+    from embodrl.config.schema import Config
 
 app = make_app()
 
@@ -27,6 +30,14 @@ def about() -> None:
     """
 
 
+def say_what_ran(config: Config) -> None:
+    """Name on stderr the user's code that checking the configuration has run."""
+    paths = (config.pipeline.fn, config.reward.fn, config.rollout.workflow)
+    imported = [*config.extensions, *(path for path in paths if path is not None)]
+    if imported:
+        print(f"note: imported to check the settings: {', '.join(imported)}", file=sys.stderr)
+
+
 def show(
     overrides: Overrides = None,
     config: ConfigFile = None,
@@ -43,7 +54,9 @@ def show(
     """
 
     def action() -> None:
-        sys.stdout.write(load(overrides, config, trust=trust).to_yaml(with_origin=not plain))
+        loaded = load(overrides, config, trust=trust)
+        say_what_ran(loaded.config)
+        sys.stdout.write(loaded.to_yaml(with_origin=not plain))
         sys.stdout.flush()
 
     execute(action, debug)
@@ -66,6 +79,7 @@ def validate(
         from embodrl.config.explain import summary
 
         loaded = load(overrides, config, trust=trust)
+        say_what_ran(loaded.config)
         print("The configuration is valid.")
         print(summary(loaded.config))
 
