@@ -11,8 +11,8 @@ from expect import raises_code
 
 import embodrl
 from embodrl.config import load_config, load_run
+from embodrl.config.nodes import Origin, from_plain
 from embodrl.config.trust import CODE_SETTINGS, code_settings
-from embodrl.config.nodes import from_plain, Origin
 from embodrl.runs.settings import write_settings
 
 MODULE = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').write_text('')\ndef fn(episode): return 0.0\n"
@@ -96,7 +96,9 @@ def test_the_environment_may_trust_all(hostile: Path, tmp_path: Path, monkeypatc
 
 
 def test_a_reference_is_taken_for_code() -> None:
-    tree = from_plain({"reward": {"fn": "${runner.name}"}, "env": {"id": "Reacher-v5", "python": "auto"}}, Origin("run"))
+    tree = from_plain(
+        {"reward": {"fn": "${runner.name}"}, "env": {"id": "Reacher-v5", "python": "auto"}}, Origin("run")
+    )
     assert code_settings(tree) == {"reward.fn": "${runner.name}"}
 
 
