@@ -52,7 +52,7 @@ def evaluate(
     def action() -> int | None:
         path, rest = split_path(overrides)
         if path is None:
-            loaded = load_measured(rest, config, evaluating=True, trust=trust)
+            loaded = load_measured(rest, config, verb="eval", trust=trust)
             from embodrl.runs import evaluate as verb
 
             return verb.evaluate(loaded, json, output).exit_code
@@ -62,7 +62,7 @@ def evaluate(
         source = find_policy(path)
         if config is not None:
             rest = source.arguments(rest)
-            loaded = load_measured(rest, config, evaluating=True, trust=trust)
+            loaded = load_measured(rest, config, verb="eval", trust=trust)
         else:
             loaded = source.load_config(rest, trust)
             show_notes(loaded.notes)

@@ -17,7 +17,7 @@ def train(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
     """
 
     with leaving(debug) as outcome:  # not ``execute``: few frames lie between this verb and the loss
-        loaded = load_measured(overrides, config, trust=trust)
+        loaded = load_measured(overrides, config, verb="train", trust=trust)
         from embodrl.runs import train as verb
 
         outcome.code = verb.train(loaded).exit_code

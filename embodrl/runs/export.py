@@ -36,7 +36,7 @@ def export_checkpoint(source: Path, directory: Path, overrides: list[str], trust
     if directory.exists():
         raise OutputError(f"{directory} exists", "give a new directory", code="output-exists")
     checkpoint = open_checkpoint(source) if is_step else newest_checkpoint(run_dir)
-    loaded = load_saved(run_dir, overrides, checkpoint, resuming=True, trust=trust)[0].with_absolute_paths()
+    loaded = load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0].with_absolute_paths()
     on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
     config = loaded.config.model_copy(update={"cluster": on_cpu})
     export_policy(

@@ -48,14 +48,14 @@ class PolicySource:
             CheckpointError: the run's settings are lost.
         """
         if self.run_dir is None:
-            return load_config(self.arguments(overrides), evaluating=True)
+            return load_config(self.arguments(overrides), verb="eval")
         texts = [assignment("runner.output_dir", self.run_dir), *overrides]
         if self.policy_dir is not None:
-            own, _ = load_saved(self.run_dir, overrides, self.checkpoint, resuming=True, trust=trust)
+            own, _ = load_saved(self.run_dir, overrides, "eval", self.checkpoint, True, trust)
             key = "warm_start" if own.config.model.model_path is None else "model_path"
             texts.append(assignment(f"model.{key}", self.policy_dir))
         resuming = self.checkpoint is not None
-        return load_saved(self.run_dir, texts, self.checkpoint, resuming, evaluating=True, trust=trust)[0]
+        return load_saved(self.run_dir, texts, "eval", self.checkpoint, resuming, trust)[0]
 
     def arguments(self, overrides: list[str]) -> list[str]:
         """Return overrides that begin with this policy, for a configuration that is not that of its run."""

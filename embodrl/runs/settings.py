@@ -18,6 +18,7 @@ from embodrl.config.compose import parse_arguments
 from embodrl.config.explain import flow, to_yaml
 from embodrl.config.load import LoadedConfig
 from embodrl.config.nodes import parse_yaml
+from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
 from embodrl.config.trust import SEAL, approval, code_settings
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
@@ -180,9 +181,9 @@ def _refuse_edits(path: Path, found: Mapping[str, tuple[object, object]], overri
 def load_saved(
     run_dir: Path,
     overrides: list[str],
+    verb: Verb | None = None,
     checkpoint: Checkpoint | None = None,
     resuming: bool = False,
-    evaluating: bool = False,
     trust: bool = False,
 ) -> tuple[LoadedConfig, SavedSettings]:
     """Load the configuration of a run; changes nothing on disk.
@@ -190,9 +191,9 @@ def load_saved(
     Args:
         run_dir: of the run.
         overrides: of the command line.
+        verb: what it is loaded for; see ``load_config``.
         checkpoint: the one that is used, if it has been opened.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
-        evaluating: notes about training are left out.
         trust: the settings may run code, whoever started the run.
 
     Raises:
@@ -204,7 +205,7 @@ def load_saved(
     if saved.restored:
         logger.warning("%s: the settings are taken from the newest checkpoint", saved.restored)
     path = run_dir / CONFIG_FILE
-    return load_run(path, overrides, resuming, evaluating, trust, saved.text), saved
+    return load_run(path, overrides, verb, resuming, trust, saved.text), saved
 
 
 def refuse_impossible(config: Config, in_checkpoint: str | None) -> None:

@@ -128,7 +128,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     """
     with run_lock(directory), RunLog(directory / LOG_FILE):
         checkpoint, problems = CheckpointManager(directory, 1).latest_good()
-        loaded = load_saved(directory, overrides, checkpoint, resuming=True, trust=trust)[0].with_absolute_paths()
+        loaded = load_saved(directory, overrides, "sft", checkpoint, True, trust)[0].with_absolute_paths()
         config = loaded.config
         if checkpoint is None:
             raise CheckpointError(

@@ -31,9 +31,8 @@ from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.context import Context
-from embodrl.pipelines.graph import Node
+from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
-from embodrl.pipelines.select import build_graph
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
@@ -57,6 +56,7 @@ from embodrl.runs.files import (
     what_is_left,
     without_lost_warm_start,
 )
+from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
 from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible, write_settings
@@ -107,6 +107,7 @@ class Runner:
 
     Args:
         config: the run.
+        graph: what an iteration walks.
         deployment: where everything of it is.
         run_dir: where everything goes.
         parts: of the run, started.
@@ -119,6 +120,7 @@ class Runner:
     def __init__(
         self,
         config: Config,
+        graph: Graph,
         deployment: Deployment,
         run_dir: Path,
         parts: Parts,
@@ -136,7 +138,7 @@ class Runner:
         )
         self.collector = parts.rollouts.collector
         self.metrics, self.console, self.stop, self.lock = metrics, console, stop, lock
-        self.graph = build_graph(config)
+        self.graph = graph
         runner = config.runner
         self.needs_reference = config.algorithm.kl.coef > 0
         self.phases = MemoryPhases(config, parts.rollouts, parts.engine)
@@ -486,7 +488,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
 
 def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -> TrainResult:
     checkpoint, problems = CheckpointManager(directory, 1).latest_good()
-    loaded, saved = load_saved(directory, overrides, checkpoint, resuming=True, trust=trust)
+    loaded, saved = load_saved(directory, overrides, "train", checkpoint, True, trust)
     loaded = loaded.with_absolute_paths()
     config = loaded.config
     _check_machine(config, loaded.deployment)
@@ -566,7 +568,8 @@ def _execute(
                 metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump(), saved=saved)
                 closing.callback(metrics.close)
                 console.restore(read_metrics(metrics.path))
-                runner = Runner(config, deployment, run_dir, parts, metrics, console, stop, lock)
+                graph = graph_of(loaded)
+                runner = Runner(config, graph, deployment, run_dir, parts, metrics, console, stop, lock)
                 preflight(run_dir, num_bytes_on_disk(config, deployment, parts.policy, parts.engine.state_num_bytes()))
                 if checkpoint is not None:
                     console.message(f"resuming from {checkpoint.path}")
