@@ -202,7 +202,6 @@ class Runner:
                 self.phases.enter("act")
                 self._before = _Before(capture_rng(), generator_state(self.shuffle), self.rewards.state())
                 metrics = self.graph.run(self._context(), on_node=self._before_node)
-                self._before, self._updating = None, False
                 self._count(metrics, start)
                 self._complete()
         except InterruptedError:  # during a rollout: nothing has been learned from it; or an evaluation, still pending
@@ -265,6 +264,7 @@ class Runner:
             "time/total_s": seconds,
             "time/env_steps_per_s": env_steps / seconds,
         }
+        self._before, self._updating = None, False
 
     def _before_node(self, node: Node) -> None:
         if node.role in TRAIN_ROLES:
