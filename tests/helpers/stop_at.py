@@ -27,7 +27,7 @@ POINTS = {
     "write_file": "embodrl.storage.checkpoint:_write_file",
     "sync_directory": "embodrl.storage.checkpoint:sync_directory",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
-    "add_episode": "embodrl.data.demos:DemoWriter.add",
+    "add_episode": "embodrl.data.raw:RawWriter.add",
     "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",
     "sft_step": "embodrl.hybrid_engines.training.policy_engine:PolicyTrainEngine.imitate",
     "wait_started": "embodrl.envs.pool.pool:EnvPool.wait_started",
