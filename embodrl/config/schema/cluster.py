@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.section import GroupRanks, NonNegativeInt, PositiveFloat, PositiveInt, Ranks, Section
+from embodrl.config.schema.section import GroupRanks, NonNegativeInt, PositiveFloat, PositiveInt, Ranks, Section
 
 
 class HardwareConfig(Section):
