@@ -264,7 +264,8 @@ def collect(config: Config) -> CollectResult:
         finally:
             # After a second signal or an error, too, the episodes so far are complete.
             if collector.kept.any():
-                collector.close()
+                with stop.saving():
+                    collector.close()
         kept = int(collector.kept.sum())
         if not collector.finished:
             progress.message(f"stopped by a signal: {kept} of {settings.num_episodes} episodes were kept")
