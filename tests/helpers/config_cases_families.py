@@ -56,7 +56,7 @@ FAMILIES = [
     Wrong(
         "value input of flow policies",
         "model.value_head.input",
-        "pi0, pi05, gr00t have it",
+        "pi0, pi05, gr00t, smolvla have it",
         ("model.value_head.input=suffix",),
     ),
     Wrong("no expert to train", "model.trainable", "all, lora, head", ("model.trainable=action_expert",)),
