@@ -175,7 +175,10 @@ def test_pictures_are_scaled_as_lerobot_does() -> None:
 
 
 def test_a_camera_more_than_trained_with_is_refused(saved: Path) -> None:
-    policy = load(saved)  # written with one camera
+    content = json.loads((saved / "config.json").read_text())
+    content["embodrl"]["cameras"] = ["observation.images.front"]
+    (saved / "config.json").write_text(json.dumps(content))
+    policy = load(saved)
     two = observation("smolvla", 1)
     with raises_code("embodrl"):
         policy.preprocess(replace(two, images=np.repeat(two.images, 2, axis=1)))
