@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
-from embodrl.workers.lockstep import Shard
+from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
 from embodrl.workers.staleness import StalenessGate
 from embodrl.workers.workflow_runner import WorkflowRunner
 
@@ -109,7 +109,7 @@ class AsyncCollector:
         self._drained = False
         self._closing = False
         self._waited_s = 0.0
-        self._metas: list[dict[str, Any]] = []
+        self._metas: list[ShardMeta] = []
         self._threads: list[threading.Thread] = []
 
     # -- the side of the trainer --------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class AsyncCollector:
             }
             self._changed.notify_all()
         self._waited_s += time.perf_counter() - clock
-        self._metas += [batch.meta for batch in batches]
+        self._metas += [meta_of(batch) for batch in batches]
         metrics["time/wait_s"] = self._waited_s
         whole = _join(batches, dropped, self._num_groups)
         self._num_groups = int(whole["group_id"].max()) + 1
@@ -290,7 +290,7 @@ class AsyncCollector:
                 for shard, began in waiting.items()
             }
             tensors = {f"shard_{shard}": batch_to_tensors(self._finished[shard]) for shard in waiting}
-            state: dict[str, Any] = {
+            state: dict[str, object] = {
                 "shards": shards,
                 "again": sorted([*self._again, *self.gate.running]),
                 "next_shard": self._next_shard,
@@ -328,7 +328,7 @@ class AsyncCollector:
             self._env_steps_dropped = state["env_steps_dropped"]
 
 
-def shard_settings(config: Config, num_players: int) -> dict[str, Any]:
+def shard_settings(config: Config, num_players: int) -> dict[str, object]:
     """Return what shards depend on, by key, as it comes back from JSON: a shard of other settings can't be used."""
     env, algorithm = config.env, config.algorithm
     settings = {

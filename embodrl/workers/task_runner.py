@@ -28,7 +28,7 @@ CLOSE_TIMEOUT_S = 60.0
 _SHOWN = 5
 
 P = ParamSpec("P")
-CoroutineFunction = Callable[..., Coroutine[Any, Any, Any]]
+CoroutineFunction = Callable[..., Coroutine[object, object, object]]
 
 
 class TaskResult(NamedTuple):

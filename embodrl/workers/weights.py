@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -54,6 +54,22 @@ _FIND_S = 10.0
 _REACH_S = 60.0
 
 
+class SyncOptions(TypedDict):
+    """What the two ends of a generation need to connect.
+
+    Attributes:
+        directory: of the versions; for disk.
+        init_method, world_size, device: of the process group; for a collective.
+    """
+
+    kind: Kind
+    generation: int
+    directory: NotRequired[str]
+    init_method: NotRequired[str]
+    world_size: NotRequired[int]
+    device: NotRequired[str]
+
+
 def drain(channel: Channel) -> None:
     """Discard what is in a channel."""
     with contextlib.suppress(ChannelTimeout):
@@ -65,7 +81,7 @@ def drain(channel: Channel) -> None:
 
 
 def make_receiver(
-    target: WeightTarget, options: Mapping[str, Any], pipe: Channel, rank: int, layout: Layout
+    target: WeightTarget, options: SyncOptions, pipe: Channel, rank: int, layout: Layout
 ) -> WeightReceiver:
     """Return the receiver of a rollout process.
 
@@ -78,14 +94,29 @@ def make_receiver(
     """
     if options["kind"] == "memory":
         return MemoryReceiver(target, pipe, layout)
-    if options["kind"] == "disk":
+    if "directory" in options:
         return DiskReceiver(target, Path(options["directory"]), layout)
     return CollectiveReceiver(target, _sync_group(options, rank + 1, find_s=_FIND_S), layout)
 
 
-def _sync_group(options: Mapping[str, Any], rank: int, **further: Any) -> SyncGroup:
-    device = torch.device(options["device"])
-    return SyncGroup(options["init_method"], rank, options["world_size"], device, connect_s=_CONNECT_S, **further)
+def _sync_group(
+    options: SyncOptions,
+    rank: int,
+    check: Check = no_check,
+    rendezvous: Store | None = None,
+    find_s: float | None = None,
+) -> SyncGroup:
+    assert "init_method" in options and "world_size" in options and "device" in options
+    return SyncGroup(
+        options["init_method"],
+        rank,
+        options["world_size"],
+        torch.device(options["device"]),
+        connect_s=_CONNECT_S,
+        check=check,
+        rendezvous=rendezvous,
+        find_s=find_s,
+    )
 
 
 class ReceiverThread:
@@ -146,7 +177,7 @@ class Sender(ABC):
         """
 
     @abstractmethod
-    def open(self, options: Mapping[str, object], check: Check = no_check) -> None:
+    def open(self, options: SyncOptions, check: Check = no_check) -> None:
         """Begin a generation; for a collective sync the receivers must be connecting meanwhile.
 
         Raises:
@@ -194,14 +225,14 @@ class LocalSender(Sender):
         self._rendezvous = open_rendezvous(init_method, world_size)
         return init_method
 
-    def open(self, options: Mapping[str, Any], check: Check = no_check) -> None:
+    def open(self, options: SyncOptions, check: Check = no_check) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
         self.close()
         if self.gathers_only:
             self.sender = GatherOnly(self.trained)
         elif options["kind"] == "memory":
             self.sender = MemorySender(self.pipes, self.trained)
-        elif options["kind"] == "disk":
+        elif "directory" in options:
             self.sender = DiskSender(Path(options["directory"]), self.trained)
             if self.sender.version is not None:  # the ranks that gather would not agree on what the next sync contains
                 raise WeightSyncError(f"{options['directory']} already holds weights", "remove it")
@@ -251,7 +282,7 @@ class SendingWorker(Worker):
         return self.sending.rendezvous(world_size)
 
     @dispatch("one_to_all")
-    def open_sender(self, options: Mapping[str, object]) -> Problem | None:
+    def open_sender(self, options: SyncOptions) -> Problem | None:
         """See Sender.open."""
         return self._attempt(lambda sending: sending.open(options))
 
@@ -303,8 +334,8 @@ class RemoteSender(Sender):
             ) from error
         return where
 
-    def open(self, options: Mapping[str, Any], check: Check = no_check) -> None:
-        self._raise_first(self._call("open_sender", dict(options), check=check))
+    def open(self, options: SyncOptions, check: Check = no_check) -> None:
+        self._raise_first(self._call("open_sender", options, check=check))
         self._rendezvous = None
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
@@ -376,26 +407,29 @@ class WeightChannel:
         device: str = "cpu",
         timeout_s: float = 600.0,
     ) -> None:
-        self.kind, self.sender, self.pipes, self.answers = kind, sender, pipes, answers
+        self.kind: Kind = kind
+        self.sender, self.pipes, self.answers = sender, pipes, answers
         self.directory, self.device, self.timeout_s = directory, device, timeout_s
         self.generation = 0
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> SyncOptions:
         """Begin a new generation: return what the receivers need to connect. ``open`` follows."""
         self.close()
         self.generation += 1
-        options: dict[str, object] = {"kind": self.kind, "generation": self.generation}
+        options: SyncOptions = {"kind": self.kind, "generation": self.generation}
         if self.kind == "disk":
-            return options | {"directory": str(self.directory)}
+            options["directory"] = str(self.directory)
+            return options
         if self.kind == "collective":
             world_size = len(self.answers) + 1
             where = self.sender.rendezvous(world_size)
-            return options | {"init_method": where, "world_size": world_size, "device": self.device}
+            options.update(init_method=where, world_size=world_size, device=self.device)
+            return options
         for pipe in self.pipes:
             drain(pipe)
         return options
 
-    def open(self, options: Mapping[str, object], check: Check = no_check) -> None:
+    def open(self, options: SyncOptions, check: Check = no_check) -> None:
         """See Sender.open."""
         self.sender.open(options, check)
 

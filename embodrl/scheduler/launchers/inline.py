@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from embodrl.errors import WorkerError
 from embodrl.processes.serve import describe_error
@@ -43,7 +42,7 @@ class _InlineWorker(Running):
     def started(self) -> Future[Outcome]:
         return self._started
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         args, kwargs = CODEC.copied((args, kwargs))
         start = time.perf_counter()
