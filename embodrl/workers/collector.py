@@ -328,6 +328,7 @@ def rollout_metrics(metas: Sequence[ShardMeta]) -> Metrics:
     return stats.metrics() | times | combine_extras(metas)
 
 
+@dataclass(frozen=True)
 class EpisodeSchedule:
     """Which episodes an iteration begins with.
 
@@ -338,9 +339,15 @@ class EpisodeSchedule:
         share: whose rows are asked for.
     """
 
-    def __init__(self, config: Config, num_envs: int, num_tasks: int, share: Share = WHOLE) -> None:
-        self.config, self.num_envs, self.num_tasks = config, num_envs, num_tasks
-        self.rows = share.rows(num_envs)
+    config: Config
+    num_envs: int
+    num_tasks: int
+    share: Share = WHOLE
+
+    @property
+    def rows(self) -> slice:
+        """Of the share."""
+        return self.share.rows(self.num_envs)
 
     def draw(self, iteration: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return reset seeds ``int64[b]`` and tasks ``int32[b]`` of the share, equal within a group."""

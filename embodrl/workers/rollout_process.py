@@ -34,20 +34,6 @@ def channel_names(rank: int) -> dict[str, str]:
     return {name: f"{name}_{rank}" for name in ("stop", "weights", "answers")}
 
 
-class _Weights:
-    """Accepts weights for a process: for its collector, or for its engine alone."""
-
-    def __init__(self, process: RolloutProcess) -> None:
-        self._process = process
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        process = self._process
-        # The present version arrives again when another process was restarted: the update in progress continues.
-        again = process.engine.version == version
-        target = process.engine if again or process.is_asynchronous else process.collector
-        target.update_weights(weights, version)
-
-
 class RolloutProcess(Worker):
     """Collects and evaluates for the driver, which calls the methods; ``call`` numbers its requests.
 
@@ -111,10 +97,15 @@ class RolloutProcess(Worker):
         """Receive weights from a new generation of the channel (``WeightChannel.options``)."""
         if self._receiver is not None:
             self._receiver.close()
-        target = _Weights(self)
-        layout = layout_of(self.policy)
-        receiver = make_receiver(target, options, self.channels["weights"], self.rank, layout)
+        receiver = make_receiver(self, options, self.channels["weights"], self.rank, layout_of(self.policy))
         self._receiver = ReceiverThread(receiver, self.channels["answers"], options["generation"])
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Accept weights: a ``WeightTarget``, called by the receiver's thread."""
+        # The present version arrives again when another process was restarted: the update in progress continues.
+        again = self.engine.version == version
+        target = self.engine if again or self.is_asynchronous else self.collector
+        target.update_weights(weights, version)
 
     def close(self) -> None:
         """End the simulators."""
