@@ -35,6 +35,7 @@ from embodrl.errors import (
     WorkerError,
 )
 from embodrl.fields import Fields
+from embodrl.hybrid_engines.process_groups import cause_of
 from embodrl.hybrid_engines.weight_sync.base import (
     Check,
     GatherOnly,
@@ -69,7 +70,6 @@ _POLL_S = 0.2
 _CONNECT_S = 600.0  # a rollout process connects once its present batch is done
 _FIND_S = 15.0  # until the sender has opened its rendezvous; it may have given up meanwhile
 _CANCEL_S = 2.0
-_NOTICE_S = 5.0  # within which the death of a process is noticed
 
 
 def choose_weight_sync(deployment: Deployment, kind: str = "auto") -> Kind:
@@ -352,7 +352,7 @@ class RemoteSender:
                     self._release(failure, rendezvous)
             answer = handle.result()
         except WorkerError as error:
-            cause = error if handle is None else _cause(handle, error)
+            cause = error if handle is None else cause_of(handle, error)
             self.group.kill()  # without one of them the others would wait for ever
             raise WorkerError(cause.message, cause.hint, cause.rank) from cause
         if failure is not None:
@@ -366,13 +366,6 @@ class RemoteSender:
                 cancel_rendezvous(open_rendezvous(rendezvous, len(self.pipes) + 1, False, _CANCEL_S))
         if isinstance(failure, WorkerDied):
             drain(list(self.pipes.values())[failure.rank])
-
-
-def _cause(handle: Handle, error: WorkerError) -> WorkerError:
-    """Return the death of a process if another one reported it as an error of its connection."""
-    wait(handle.futures.values(), _NOTICE_S)  # the report may arrive first
-    errors = [future.exception() for future in handle.futures.values() if future.done()]
-    return next((found for found in errors if isinstance(found, WorkerDied)), error)
 
 
 class WeightChannel:

@@ -20,6 +20,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright
 
 from embodrl.errors import EmbodrlError, IncompleteSyncError
 from embodrl.fields import Fields, parse_fields
+from embodrl.hybrid_engines.process_groups import loopback_only
 from embodrl.hybrid_engines.weight_sync.base import (
     HINT,
     Check,
@@ -118,7 +119,9 @@ class SyncGroup:
             find_s = connect_s if find_s is None else find_s
             store = open_rendezvous(init_method, world_size, rank == SENDER, find_s)
             self._wait_for_all(store, connect_s, check)
-            self._connection = self._connect(store, timedelta(seconds=timeout_s))
+            where = urlsplit(init_method)
+            with loopback_only(where.scheme == "file" or where.hostname in ("127.0.0.1", "localhost", "::1")):
+                self._connection = self._connect(store, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise IncompleteSyncError(
                 f"{world_size} processes of a weight sync did not connect at {init_method}: {error}",

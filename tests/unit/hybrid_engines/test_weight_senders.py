@@ -18,6 +18,7 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.errors import IncompleteSyncError, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
+from embodrl.hybrid_engines.process_groups import cause_of
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of, num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.collective import SyncGroup
@@ -29,7 +30,6 @@ from embodrl.scheduler.group import Handle, WorkerGroup
 from embodrl.scheduler.launchers.base import Outcome, free_port
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
-from embodrl.workers import weights
 from embodrl.workers.actor import launch_trainers
 from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.weights import ReceiverThread, RemoteSender, Route, WeightChannel
@@ -294,7 +294,7 @@ def test_the_death_of_a_process_is_the_cause_of_what_another_raises():
     thread = threading.Timer(0.2, futures[1].set_exception, (died,))
     thread.start()
     handle = SimpleNamespace(futures=futures)
-    assert weights._cause(handle, told) is died  # type: ignore[arg-type]
+    assert cause_of(handle, told) is died  # type: ignore[arg-type]
     futures[1] = Future()
     futures[1].set_result(None)
-    assert weights._cause(handle, told) is told  # type: ignore[arg-type]
+    assert cause_of(handle, told) is told  # type: ignore[arg-type]
