@@ -14,7 +14,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.runs.load import load_config as _load_config
 
 if TYPE_CHECKING:
-    from embodrl.config.schema import Config
+    from embodrl.config.rules.verbs import Verb
     from embodrl.models.base import VLAPolicy
     from embodrl.runs.collect import CollectResult
     from embodrl.runs.evaluate import EvaluationResult
@@ -93,7 +93,7 @@ def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResu
     Raises:
         EmbodrlError: the configuration is invalid, something is missing, or the run failed.
     """
-    loaded = _measured(_load(config, overrides))
+    loaded = _measured(_load(config, overrides, "train"))
     from embodrl.runs.train import train as run
 
     with _torch_settings():
@@ -106,6 +106,7 @@ def evaluate(
     *,
     policy: VLAPolicy | str | Path | None = None,
     output_dir: str | Path | None = None,
+    trust: bool = False,
 ) -> EvaluationResult:
     """Measure a policy on fixed seeds, as `embodrl eval`.
 
@@ -114,6 +115,7 @@ def evaluate(
         overrides: as for ``load_config``.
         policy: a policy, or the path of a run, a checkpoint or a policy directory; None takes the configured one.
         output_dir: new or empty; None makes one in the run's directory or outputs/.
+        trust: settings of a run may run code, whoever started it.
 
     Returns:
         ``success_rate`` with its 95 % ``interval``, a record per episode in ``episodes``, ``report`` and ``videos``.
@@ -130,9 +132,9 @@ def evaluate(
         source = find_policy(Path(policy))
         make = source.make_policy
         if config is None:
-            config, overrides = source.load_config(list(overrides)), ()
+            config, overrides = source.load_config(list(overrides), trust), ()
         else:
-            chosen = _load(config, overrides)
+            chosen = _load(config, overrides, "eval")
             if source.policy_dir is not None:
                 section = {"warm_start": str(source.policy_dir), "model_path": None}
                 model = chosen.config.model.model_copy(update=section)
@@ -141,7 +143,7 @@ def evaluate(
     elif policy is not None:
         given = policy
         make = lambda _: given  # noqa: E731
-    loaded = _measured(_load(config, overrides))
+    loaded = _measured(_load(config, overrides, "eval"))
     with _torch_settings():
         return run(loaded, output_dir=Path(output_dir) if output_dir else None, make_policy=make)
 
@@ -159,7 +161,7 @@ def collect(config: ConfigLike = None, overrides: Sequence[str] = ()) -> Collect
     Raises:
         EmbodrlError: the configuration is invalid, something is missing, or the experts or the simulator failed.
     """
-    loaded = _measured(_load(config, overrides, collecting=True))
+    loaded = _measured(_load(config, overrides, "collect"))
     from embodrl.runs.collect import collect as run
 
     return run(loaded.config)
@@ -175,7 +177,7 @@ def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
     Raises:
         EmbodrlError: the configuration is invalid, there are no demonstrations, or the loss is not finite.
     """
-    loaded = _load(config, overrides)
+    loaded = _load(config, overrides, "sft")
     if loaded.config.sft.eval_interval:
         loaded = _measured(loaded)
     from embodrl.runs.sft import sft as run
@@ -184,7 +186,9 @@ def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
         return SftResult(Path(loaded.config.sft.output_dir), run(loaded))
 
 
-def load_policy(path: str | Path, device: str = "auto", overrides: Sequence[str] = ()) -> VLAPolicy:
+def load_policy(
+    path: str | Path, device: str = "auto", overrides: Sequence[str] = (), *, trust: bool = False
+) -> VLAPolicy:
     """Load a trained policy for inference.
 
     >>> policy = embodrl.load_policy("outputs/my-run")                      # doctest: +SKIP
@@ -195,6 +199,7 @@ def load_policy(path: str | Path, device: str = "auto", overrides: Sequence[str]
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         overrides: of the run's configuration; for a policy outside of a run the configuration that it was trained
             with, e.g. ``["model=pi0", "model.num_action_chunks=8"]``.
+        trust: settings of a run may run code, whoever started it.
 
     Returns:
         The policy in evaluation mode; see ``VLAPolicy.predict``.
@@ -209,11 +214,11 @@ def load_policy(path: str | Path, device: str = "auto", overrides: Sequence[str]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     source = find_policy(Path(path))
-    return source.make_policy(source.load_config(list(overrides)).config, torch.device(device))
+    return source.make_policy(source.load_config(list(overrides), trust).config, torch.device(device))
 
 
 def follow_weights(
-    run_dir: str | Path, versions: int | None = None, wait_s: float = 600.0
+    run_dir: str | Path, versions: int | None = None, wait_s: float = 600.0, trust: bool = False
 ) -> Iterator[tuple[int, EvaluationResult]]:
     """Evaluate every new version of the weights that a run publishes (``rollout.publish_weights=true``).
 
@@ -224,6 +229,7 @@ def follow_weights(
         run_dir: of the run.
         versions: stop after so many; None: never.
         wait_s: stop when no new version came for so many seconds.
+        trust: the run's settings may run code, whoever started it.
 
     Yields:
         The version, that is the number of updates that the weights have seen, and its evaluation.
@@ -235,16 +241,16 @@ def follow_weights(
     from embodrl.hybrid_engines.weight_sync.buckets import layout_of
     from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
     from embodrl.runs.evaluate import evaluation_of
-    from embodrl.runs.files import CONFIG_FILE
-    from embodrl.runs.load import load_run
+    from embodrl.runs.settings import load_saved
     from embodrl.workers.env import make_pool
     from embodrl.workers.evaluator import Evaluator
     from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
     run_dir = Path(run_dir)
-    config = load_run(run_dir / CONFIG_FILE).config
+    loaded, _ = load_saved(run_dir, [], "eval", resuming=True, trust=trust)
+    config = loaded.config
     with _torch_settings():
-        configure_torch(config)
+        configure_torch(config, loaded.deployment.of("rollout")[0])
         policy = build_policy(config)
         engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, 0, num_threads(config))
         receiver = DiskReceiver(engine, run_dir / "weights", layout_of(policy))
@@ -262,7 +268,7 @@ def follow_weights(
             receiver.close()
 
 
-def _load(config: ConfigLike, overrides: Sequence[str], collecting: bool = False) -> LoadedConfig:
+def _load(config: ConfigLike, overrides: Sequence[str], verb: Verb | None = None) -> LoadedConfig:
     if isinstance(overrides, str):
         overrides = [overrides]
     if isinstance(config, LoadedConfig):
@@ -275,8 +281,8 @@ def _load(config: ConfigLike, overrides: Sequence[str], collecting: bool = False
         return config
     if config is None or isinstance(config, (str, Path, Mapping)):
         source = Path(config) if isinstance(config, str) else config
-        return _load_config(list(overrides), source, collecting=collecting)
-    return _load_config([*config, *overrides], None, collecting=collecting)
+        return _load_config(list(overrides), source, verb)
+    return _load_config([*config, *overrides], None, verb)
 
 
 def _measured(loaded: LoadedConfig) -> LoadedConfig:
@@ -287,10 +293,7 @@ def _measured(loaded: LoadedConfig) -> LoadedConfig:
 
     from embodrl.runs.measure import measure_processes
 
-    number = measure_processes(loaded.config, loaded.processes, logging.getLogger(__name__).info)
-    config: Config = loaded.config
-    env = config.env.model_copy(update={"num_processes": number})
-    return loaded.with_config(config.model_copy(update={"env": env}))
+    return loaded.with_processes(measure_processes(loaded.config, loaded.processes, logging.getLogger(__name__).info))
 
 
 @contextmanager

@@ -36,7 +36,14 @@ def test_blocks_are_disjoint_and_run(family: str) -> None:
 
 def test_the_layers_that_tensor_parallelism_cuts() -> None:
     names = {family: len(decoder_layers(build(family))) for family in FAMILIES}
-    assert names == {"openvla": 2, "openvla_oft": 2, "pi0": 4, "pi05": 4, "gr00t": 2}  # pi: PaliGemma and the expert
+    assert names == {
+        "openvla": 2,
+        "openvla_oft": 2,
+        "pi0": 4,
+        "pi05": 4,
+        "gr00t": 2,
+        "smolvla": 4,
+    }  # pi: PaliGemma and the expert
 
 
 def test_bytes_of_a_state() -> None:
@@ -63,7 +70,7 @@ def test_buckets_keep_the_order_and_the_size() -> None:
     ],
 )
 def test_who_trains_in_processes_of_their_own(arguments: tuple[str, ...], own: bool) -> None:
-    assert load_config(list(arguments), planning=True).deployment.trains_in_processes is own
+    assert load_config(list(arguments), verb="plan").deployment.trains_in_processes is own
 
 
 @pytest.mark.parametrize(
@@ -84,7 +91,7 @@ def test_who_trains_in_processes_of_their_own(arguments: tuple[str, ...], own: b
     ],
 )
 def test_several_training_processes_write_shards(arguments: tuple[str, ...], sharded: bool) -> None:
-    loaded = load_config(["cluster.device=cpu", *arguments], planning=True)
+    loaded = load_config(["cluster.device=cpu", *arguments], verb="plan")
     assert saves_shards(loaded.config, loaded.deployment) is sharded
 
 
@@ -94,7 +101,7 @@ def test_a_plan_divides_what_fsdp_cuts() -> None:
     batches = ("actor.global_batch_size=8", "actor.micro_batch_size=1")
 
     def needed(*more: str) -> dict[str, int]:
-        plan = make_plan(load_config([*settings, *batches, *more], planning=True))
+        plan = make_plan(load_config([*settings, *batches, *more], verb="plan"))
         return next(memory.needed for memory in plan.memory.memories if memory.device == 0)
 
     one = needed("cluster.component_placement={actor:0,rollout:4,env:0-7}")
