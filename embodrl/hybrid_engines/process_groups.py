@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
@@ -20,8 +20,6 @@ from embodrl.errors import WorkerDied, WorkerError
 from embodrl.hybrid_engines.training.sharding import DP, TP
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_NOTICE_S = 5.0
-"""Within which the death of a process is noticed."""
 _CONNECTION = re.compile(r"gloo|NCCL|Timed out|[Cc]onnection (closed|reset|refused)|DistStoreError")
 
 
@@ -79,18 +77,13 @@ class Call(Protocol):
 
 
 def cause_of(call: Call, error: WorkerError) -> WorkerError:
-    """Return what is behind the first error of a collective call.
+    """Return what is behind an error of a collective call.
 
-    A process that dies or stops answering is noticed first by those that wait for it: they raise the errors of their
-    connections, and would be blamed for them.
+    A process that lives and does not take part is noticed by those that wait for it: they raise the errors of their
+    connections, and would be blamed for them. (A death is known by then.)
     """
-    futures: Collection[Future[object]] = call.futures.values()
-    wait(futures, _NOTICE_S)
-    errors = [future.exception() for future in futures if future.done()]
-    if died := [found for found in errors if isinstance(found, WorkerDied)]:
-        return died[0]
     silent = sorted(rank for rank, future in call.futures.items() if not future.done())
-    if not silent or not _CONNECTION.search(error.message):
+    if isinstance(error, WorkerDied) or not silent or not _CONNECTION.search(error.message):
         return error
     ranks = f"rank {', '.join(map(str, silent))}"
     return WorkerError(

@@ -19,6 +19,7 @@ from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
+from embodrl.processes.memory import MemoryWatch
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -101,6 +102,7 @@ def build(
         EmbodrlError: what a backend needs is missing.
     """
     log_dir, keep_frames = run_dir / "logs", needs_frames(config)
+    closing.enter_context(MemoryWatch())
     launcher = make_launcher(config, deployment)
     if launcher is not None:
         closing.callback(launcher.close)

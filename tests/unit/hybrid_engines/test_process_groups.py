@@ -98,12 +98,11 @@ def call_of(*answers: object) -> SimpleNamespace:
     return SimpleNamespace(futures=futures)
 
 
-def test_the_cause_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embodrl.hybrid_engines.process_groups._NOTICE_S", 0.01)
+def test_the_cause_of_an_error() -> None:
     lost = WorkerRaised("actor[0] raised RuntimeError in update: Connection closed by peer [127.0.0.1]", "", 0)
     own: WorkerError = WorkerRaised("actor[0] raised ValueError in update: no rows", "", 0)
     died = WorkerDied("actor[1] was killed", "", 1)
-    assert cause_of(call_of(lost, died), lost) is died
+    assert cause_of(call_of(None, died), died) is died
     assert cause_of(call_of(lost, "done"), lost) is lost
     assert cause_of(call_of(own, None), own) is own, "the other one waits for it"
     assert cause_of(call_of(lost, "done", None), lost).rank == 2

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.errors import IncompleteSyncError, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
-from embodrl.hybrid_engines.process_groups import cause_of
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of, num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.collective import SyncGroup
