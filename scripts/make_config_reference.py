@@ -16,9 +16,9 @@ from pydantic_core import PydanticUndefined
 
 from embodrl.config.check import allowed_values, model_of
 from embodrl.config.compose import describe, groups, presets
+from embodrl.config.explain import flow
 from embodrl.config.rules import Rule, shipped_rules
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
-from embodrl.config.show import flow
 from embodrl.pipelines.select import PIPELINE_RULE
 from embodrl.specs import ENVS, MODELS
 

@@ -82,24 +82,23 @@ def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: in
     sums divided by a fixed length, so that long episodes are not played down (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
 
     Args:
-        episodes: E of them.
-        num_elements: ``int64[T,B]``, valid elements of each chunk.
+        episodes: of the rollout.
+        num_elements: ``int64[T,B]``, elements of each chunk that train; an episode without any does not count.
         rollout_length: elements of an environment that is never idle.
         by_episode: see above.
 
     Returns:
-        ``float32[T,B]``, 0 where there is no valid action.
+        ``float32[T,B]``, 0 where nothing trains.
     """
     index = episodes.index
-    live = index >= 0
+    live = (index >= 0) & (num_elements > 0)
     total = float(num_elements[live].sum())
     weights = torch.zeros(index.shape, device=index.device)
-    if not len(episodes) or not total:
-        return weights
-    if not by_episode:
-        weights[live] = total / (len(episodes) * rollout_length)
+    if not total:
         return weights
     length = torch.zeros(len(episodes), device=index.device)
     length.index_add_(0, index[live], num_elements[live].float())
-    weights[live] = (total / (len(episodes) * length))[index[live]]
+    num_episodes = int((length > 0).sum())
+    per_chunk = length[index[live]] if by_episode else float(rollout_length)
+    weights[live] = total / (num_episodes * per_chunk)
     return weights

@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3"]
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return ``exp(log_ratio)`` with the log ratio clamped to +-20, as verl does.
+
+    The exponential of a float32 overflows at 89: the clipped surrogate stays finite there, its gradient becomes NaN.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
@@ -15,6 +25,7 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator)
 
     With ``x = logprobs - ref_logprobs``: k1 is ``x``, unbiased and of either sign; k2 is ``x^2 / 2``, biased and never
     negative; k3 is ``exp(-x) - 1 + x``, unbiased and never negative (DeepSeekMath, arXiv 2402.03300, eq. 4).
+    k3 is capped at 10 per token, as in verl: a token that the policy hardly draws would outweigh all others.
 
     Args:
         logprobs: ``float32[...]`` of the policy.
@@ -27,7 +38,8 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator)
     if estimator == "k2":
         return 0.5 * x.square()
     # expm1 keeps it from falling below 0 by rounding where the two are close
-    return torch.expm1(-x) + x
+    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.expm1(-x) + x).clamp(max=MAX_K3)
 
 
 def policy_drift(log_ratio: Tensor, cap: float = 2.0) -> Tensor:

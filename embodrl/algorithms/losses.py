@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from embodrl.algorithms.kl import KlEstimator, kl_per_token, policy_drift
+from embodrl.algorithms.kl import MAX_LOG_RATIO, KlEstimator, bounded_exp, kl_per_token, policy_drift
 from embodrl.errors import EmbodrlError
 
 Level = Literal["token_level", "action_level", "chunk_level"]
@@ -107,7 +107,7 @@ def _surrogate(
     log_ratio: Tensor, weight: Tensor, kind: Surrogate, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return the clipped surrogate, and where a ratio is outside its range; all broadcast to ``log_ratio``."""
-    ratio = log_ratio.exp()
+    ratio = bounded_exp(log_ratio)
     if kind == "ratio":
         value, clipped = ratio, ratio.clamp(1.0 - low, 1.0 + high)
     else:
@@ -157,7 +157,8 @@ def actor_loss(
         logprob_type: level of the ratio; chunk level needs K = 1.
         clip_ratio_low: the ratio is clipped from below to 1 - low.
         clip_ratio_high: and from above to 1 + high.
-        clip_ratio_dual: with a negative advantage no ratio counts for more than this; None for no such limit.
+        clip_ratio_dual: with a negative advantage no ratio counts for more than this; None for no limit but that of
+            ``bounded_exp``.
         length_normalized_ratio: the ratio of an action or chunk is the geometric mean over its tokens.
         surrogate: what the advantage multiplies.
         drift_coef: weight of the KL from the policy that acted.
@@ -253,8 +254,9 @@ def _ratio_metrics(
 ) -> dict[str, Tensor]:
     with torch.no_grad():
         # expm1 keeps the estimator non-negative where the ratio is close to 1.
-        kl = token_log_ratio.expm1() - token_log_ratio
-        ratio = log_ratio.exp()
+        bounded = token_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        kl = bounded.expm1() - bounded
+        ratio = bounded_exp(log_ratio)
         if behavior_weights is not None:
             # Both are means under the proximal policy, of tokens that another one drew: those that it would hardly
             # draw have ratios without bound.

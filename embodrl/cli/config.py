@@ -55,7 +55,7 @@ def validate(overrides: Overrides = None, config: ConfigFile = None, debug: Debu
     """
 
     def action() -> None:
-        from embodrl.config.show import summary
+        from embodrl.config.explain import summary
 
         loaded = load(overrides, config)
         print("The configuration is valid.")
@@ -86,7 +86,7 @@ def diff(
     """
 
     def action() -> None:
-        from embodrl.config.diff import differences, side
+        from embodrl.config.explain import differences, side
 
         one, other = (side(first), side(second)) if second else (side(""), side(first))
         rows = differences(one, other)

@@ -9,19 +9,16 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from embodrl.config.nodes import Node, lookup, origin_of
+from embodrl.config.nodes import Node, copy, lookup, origin_of, put
 from embodrl.config.schema import (
-    DEFAULT_ENV,
-    DEFAULT_MODEL,
     Config,
     env_settings,
     model_settings,
     schema_for,
 )
-from embodrl.config.tree import copy, put
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
-from embodrl.specs import ENVS, MODELS
+from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS, MODELS
 
 TAGS = {"env": "env_type", "model": "model_type"}
 """Sections whose settings depend on one of them, which names a spec."""

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.config.check import schema_keys, schema_of, unknown_key
-from embodrl.config.nodes import Node, Origin, from_plain, lookup, read_yaml
-from embodrl.config.renamed import present_preset
-from embodrl.config.tree import merge, put
+from embodrl.config.nodes import Node, Origin, from_plain, lookup, merge, put, read_yaml
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
 
@@ -156,6 +154,37 @@ def _syntax_hint(text: str) -> str:
         if value.count(opening) < value.count(closing):
             return f"remove the '{closing}' that closes nothing, or put the text into quotes"
     return ""
+
+
+RENAMED_VALUES = {("rollout.backend", "huggingface"): "native"}
+"""(key, former value) -> present value."""
+RENAMED_PRESETS = {("rollout", "huggingface"): "native"}
+"""(preset group, former name) -> present name."""
+
+
+def present_preset(group: str, name: object, origin: str, notes: list[ConfigProblem]) -> object:
+    """Return the present name of a preset; a former one is noted."""
+    present = RENAMED_PRESETS.get((group, name)) if isinstance(name, str) else None
+    if present is None:
+        return name
+    notes.append(_renamed(group, str(name), present, origin))
+    return present
+
+
+def replace_former_values(tree: Node) -> list[ConfigProblem]:
+    """Replace former values in a tree; return a note for each."""
+    notes: list[ConfigProblem] = []
+    for (key, former), present in RENAMED_VALUES.items():
+        node = lookup(tree, key)
+        if node is not None and node.value == former:
+            node.value = present
+            notes.append(_renamed(key, former, present, str(node.origin)))
+    return notes
+
+
+def _renamed(key: str, former: str, present: str, origin: str) -> ConfigProblem:
+    message = f"'{former}' is now called '{present}'"
+    return ConfigProblem(key, message, origin, hint=f"write {key}={present}", code="renamed")
 
 
 def check_choice(group: str, name: object, origin: str) -> ConfigProblem | None:

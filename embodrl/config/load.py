@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from embodrl.config.check import allowed_values, prune, schema_of, validate
-from embodrl.config.compose import Composition, compose, compose_resolved
+from embodrl.config.compose import Composition, compose, compose_resolved, replace_former_values
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
-from embodrl.config.renamed import replace_former_values
 from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
@@ -74,7 +73,7 @@ class LoadedConfig:
 
     def to_yaml(self, with_origin: bool = False) -> str:
         """Return the whole configuration as YAML that ``load_resolved`` reads, with origins as comments if wanted."""
-        from embodrl.config.show import to_yaml
+        from embodrl.config.explain import to_yaml
 
         return to_yaml(self.config, self.origins if with_origin else None)
 

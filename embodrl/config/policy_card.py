@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from embodrl.config.model_schema import ModelConfig
-from embodrl.config.schema import Config
+from embodrl.config.schema import Config, ModelConfig
 from embodrl.specs import ENVS, MODELS
 
 CARD_FILE = "embodrl.json"

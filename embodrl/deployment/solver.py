@@ -24,8 +24,8 @@ from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
 
 if TYPE_CHECKING:  # the rules of the configuration read deployments, so this package is below it
-    from embodrl.config.cluster_schema import ClusterConfig, HardwareConfig
     from embodrl.config.schema import Config
+    from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig
 
 SINGLE_PROCESS = {"actor": ("native",), "rollout": ("native", "vllm")}
 """Backends that are one process on one device."""

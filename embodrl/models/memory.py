@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import ModelConfig
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.registry import build_policy

@@ -8,6 +8,7 @@ a ``Codec`` was extended with. In the description everything that JSON lacks is 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -21,6 +22,9 @@ from embodrl.errors import MessageError
 _LENGTH = struct.Struct("<Q")
 _ARRAY_KINDS = "biufU"
 _ALIGNMENT = 64  # a cache line
+_SHOWN = 200  # characters of an error about a message that another process wrote
+# All that parsing invalid JSON, shapes, offsets and tags can lead to, whatever another process sends.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
 _ARRAY, _BYTES, _TUPLE, _DICT, _OBJECTS = "__ndarray__", "__bytes__", "__tuple__", "__dict__", "__objects__"
 
 Read = Callable[[int, int], Any]
@@ -93,9 +97,10 @@ class Codec:
         """
         try:
             return self.restore(json.loads(bytes(description)), read)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             raise MessageError(
-                f"a message can't be read: {error}", "run the same version of embodrl in all processes"
+                f"a message can't be read: {type(error).__name__}: {str(error)[:_SHOWN]}",
+                "run the same version of embodrl in all processes",
             ) from error
 
     def encode(self, value: object) -> bytes:
@@ -185,7 +190,7 @@ class Codec:
         if tag == _DICT:
             return {key: self.restore(part, read) for key, part in content}
         if tag == _BYTES:
-            return bytes(read(*content))
+            return bytes(_take(read, *content))
         if tag == _OBJECTS:
             parts, shape = content
             array = np.empty(len(parts), dtype=object)
@@ -196,12 +201,24 @@ class Codec:
 
 
 def _restore_array(read: Read, name: str, shape: list[int], start: int, scalar: bool = False) -> object:
-    dtype = np.dtype(name)
-    if dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"array of dtype {name} refused")
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    array = np.frombuffer(read(start, num_bytes), np.uint8).view(dtype).reshape(shape)
+    dtype = np.dtype(str(name))
+    if dtype.kind not in _ARRAY_KINDS or not dtype.itemsize:
+        raise ValueError(f"array of dtype {str(name)[:_SHOWN]} refused")
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError("an array has a negative size")
+    num_bytes = math.prod(shape) * dtype.itemsize  # of Python's integers, which do not overflow
+    array = np.frombuffer(_take(read, start, num_bytes), np.uint8).view(dtype).reshape(shape)
     return array[()] if scalar else array
+
+
+def _take(read: Read, start: int, count: int) -> memoryview:
+    """Return ``count`` bytes of memory from ``start``, all of which must be there."""
+    if type(start) is not int or type(count) is not int or start < 0 or count < 0:
+        raise ValueError(f"{count} bytes at {start} can't be read")
+    memory = memoryview(read(start, count))
+    if memory.nbytes != count:
+        raise ValueError(f"{count} bytes at {start} announced, {memory.nbytes} sent")
+    return memory
 
 
 def aligned(count: int) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import array
 import enum
+import fcntl
 import mmap
 import os
 import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,12 @@ _FD_BYTES = array.array("i").itemsize
 # Computed once: operators of the flags' enumeration cost as much as the system call.
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_CUT_SHORT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_FD_BYTES)
+_MAX_DESCRIPTION_BYTES = 256 << 20
+_BLOCK_BYTES = 512  # the unit of st_blocks, on every file system
+FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of memory that two processes map: neither can end the other by a bus error."""
 
 
 class Kind(enum.IntEnum):
@@ -46,6 +53,9 @@ class Kind(enum.IntEnum):
     OK = 16
     RAISED = 17
     ITEM = 32
+
+
+_KINDS = frozenset(map(int, Kind))
 
 
 class PeerGoneError(Exception):
@@ -109,6 +119,12 @@ class Sender:
             TimeoutError: ``time.monotonic()`` passed the deadline first.
         """
         description, blobs = (b"", []) if frame.value is None else self._codec.pack(frame.value)
+        if len(description) > _MAX_DESCRIPTION_BYTES:
+            raise MessageError(
+                f"a message has {len(description) >> 20} MiB beside its arrays, at most"
+                f" {_MAX_DESCRIPTION_BYTES >> 20} are read",
+                "send arrays instead of lists",
+            )
         memory, num_bytes = -1, 0
         if blobs or len(description) > _INLINE_BYTES:
             memory, num_bytes = _memory_file(description, blobs)
@@ -146,27 +162,92 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         MessageError: it can't be read.
     """
     try:
-        data, ancillary, _, _ = sock.recvmsg(_HEADER.size + _INLINE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
+        data, ancillary, flags, _ = sock.recvmsg(_HEADER.size + _INLINE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
     except BlockingIOError:
         return None
     except ConnectionResetError as error:
         raise PeerGoneError from error
-    if not data:
-        raise PeerGoneError
-    kind, number, argument, length, num_bytes = _HEADER.unpack_from(data)
-    if not ancillary:
-        value = codec.read_from(data[_HEADER.size :], lambda *_: b"") if length else None
-        return Frame(Kind(kind), number, argument, value)
     descriptors = array.array("i")
     for _, _, content in ancillary:
         descriptors.frombytes(content[: len(content) // _FD_BYTES * _FD_BYTES])
     try:
-        view = memoryview(mmap.mmap(descriptors[0], num_bytes))
+        if not data and _hung_up(sock):
+            raise PeerGoneError
+        if flags & _CUT_SHORT:
+            raise MessageError(
+                f"a frame arrived in part: {len(data)} bytes, {len(descriptors)} memory files",
+                "raise the limit of open files (ulimit -n) if it is reached",
+            )
+        return parse_frame(data, descriptors, codec)
     finally:
-        os.close(descriptors[0])
-    body = view[aligned(length) :]
-    value = codec.read_from(view[:length], lambda start, count: body[start : start + count])
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _hung_up(sock: socket.socket) -> bool:
+    """Return whether the other end is closed; an empty frame looks the same to ``recvmsg``."""
+    poller = select.poll()
+    poller.register(sock, 0)
+    return bool(poller.poll(0))
+
+
+def parse_frame(data: bytes, descriptors: Sequence[int], codec: Codec = PLAIN) -> Frame:
+    """Return the frame in a message and its memory file, if it has one. Everything in it is checked: the sender may
+    be a simulator whose native code writes where it likes.
+
+    Args:
+        data: the message.
+        descriptors: of the memory file that came with it; the caller closes them.
+        codec: of the value.
+
+    Raises:
+        MessageError: it is no valid frame.
+    """
+    if len(data) < _HEADER.size:
+        raise _invalid(f"it has {len(data)} bytes, its header alone {_HEADER.size}")
+    kind, number, argument, length, num_bytes = _HEADER.unpack_from(data)
+    if kind not in _KINDS:
+        raise _invalid(f"there is no kind {kind}")
+    inline = len(data) - _HEADER.size
+    if len(descriptors) != bool(num_bytes) or inline != (0 if num_bytes else length):
+        raise _invalid(
+            f"it announces {length} bytes and {num_bytes} in a memory file, and holds {inline} bytes and"
+            f" {len(descriptors)} memory files"
+        )
+    value = None
+    if num_bytes:
+        view = _map(descriptors[0], length, num_bytes)
+        body = view[aligned(length) :]
+        value = codec.read_from(view[:length], lambda start, count: body[start : start + count])
+    elif length:
+        value = codec.read_from(data[_HEADER.size :], lambda *_: b"")
     return Frame(Kind(kind), number, argument, value)
+
+
+def _map(memory: int, length: int, num_bytes: int) -> memoryview:
+    """Map a memory file with a description of ``length`` bytes.
+
+    It is sealed against shrinking and its pages exist, as reading a page that is gone, or that no memory is left for,
+    is a bus error, which would end this process.
+    """
+    try:
+        seals, found = fcntl.fcntl(memory, fcntl.F_GET_SEALS), os.fstat(memory)
+    except OSError as error:
+        raise _invalid(f"its descriptor is no memory file ({error.strerror})") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise _invalid("its memory file is not sealed")
+    if found.st_size != num_bytes or found.st_blocks * _BLOCK_BYTES < num_bytes:
+        raise _invalid(f"its memory file has {found.st_size} bytes, {found.st_blocks * _BLOCK_BYTES} of them written")
+    if not 0 < length <= min(_MAX_DESCRIPTION_BYTES, num_bytes):
+        raise _invalid(f"its description has {length} of {num_bytes} bytes")
+    try:
+        return memoryview(mmap.mmap(memory, num_bytes))
+    except (OSError, ValueError, OverflowError) as error:
+        raise _invalid(f"its memory file of {num_bytes} bytes can't be mapped ({error})") from error
+
+
+def _invalid(problem: str) -> MessageError:
+    return MessageError(f"invalid frame: {problem}", "run the same version of embodrl in all processes")
 
 
 class Connection(Sender):
@@ -215,13 +296,14 @@ def _memory_file(description: bytes, blobs: list[Any]) -> tuple[int, int]:
     """Return a memory file with the description and the blobs, each at its start in the body, and its size."""
     body = aligned(len(description))
     total = body + sum(aligned(blob.nbytes) for blob in blobs)
-    memory = os.memfd_create("embodrl-message")
+    memory = os.memfd_create("embodrl-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Not through a mapping: faulting in new pages takes longer than the copy, and a full memory is a bus error.
         os.ftruncate(memory, total)
         _write(memory, memoryview(description), 0)
         for start, blob in placed(blobs):
             _write(memory, memoryview(blob), body + start)
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, FIXED_SIZE)
     except OSError as error:
         os.close(memory)
         raise MessageError(

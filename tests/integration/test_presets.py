@@ -23,7 +23,8 @@ SMALL = (
     "runner.eval_at_start=false",
     "actor.optim.lr_scheduler=constant",
 )
-IN_GROUPS = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6", "algorithm.group_size=4")
+WHOLE = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6")
+IN_GROUPS = (*WHOLE, "algorithm.group_size=4")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def _settings_of_torch() -> Iterator[None]:
 def run(tmp_path: Path, preset: str, iterations: int, *overrides: str) -> list[dict[str, Any]]:
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
-    groups = () if preset in ("ppo", "reinforce_pp") else IN_GROUPS
+    groups = {"ppo": (), "reinforce_pp": WHOLE}.get(preset, IN_GROUPS)
     arguments = [f"algorithm={preset}", *SMALL, *groups, f"runner.max_iterations={iterations}", *overrides]
     loaded = load_config([*arguments, f"runner.output_dir={tmp_path / 'run'}"], config)
     assert train(loaded).exit_code == 0

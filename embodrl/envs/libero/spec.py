@@ -8,8 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
-from embodrl.config.schema import EnvConfig
-from embodrl.config.section import NonNegativeInt
+from embodrl.config.schema import EnvConfig, NonNegativeInt
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES
 from embodrl.names import nearest
 from embodrl.specs import SimulatorSpec, TaskSuite

@@ -8,8 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
-from embodrl.config.schema import EnvConfig
-from embodrl.config.section import Fraction
+from embodrl.config.schema import EnvConfig, Fraction
 from embodrl.envs.maniskill.tasks import INSTRUCTIONS
 from embodrl.specs import SimulatorSpec
 

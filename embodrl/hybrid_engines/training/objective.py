@@ -16,7 +16,7 @@ from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.names import call_named
-from embodrl.registry import LOSSES
+from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
 
 
@@ -63,19 +63,35 @@ def checked_loss(output: object, name: str) -> LossOutput:
     )
 
 
-def chunk_weights(batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor | None:
-    """Return ``float32[T,B]`` for ``algorithm.loss_agg``; None where every ratio counts the same."""
+def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
+    """Return ``float32[T,B]`` for ``algorithm.loss_agg``; None where every ratio counts the same.
+
+    Args:
+        batch: the rollout.
+        trained: ``bool[T,B]``, the chunks that ``flatten_chunks`` keeps.
+        algorithm: how the loss is aggregated.
+    """
     if algorithm.loss_agg == "token_mean":
         return None
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-    num_elements = element_counts(batch.valid, batch.logprobs.shape[-1], algorithm.logprob_type)
+    valid = batch.valid & trained.unsqueeze(-1)
+    num_elements = element_counts(valid, batch.logprobs.shape[-1], algorithm.logprob_type)
     whole = element_counts(torch.ones_like(batch.valid), batch.logprobs.shape[-1], algorithm.logprob_type)
     length = int(whole[:, 0].sum()) if whole.numel() else 0
     return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
 
 
+def trained_chunks(batch: TrajectoryBatch, advantages: Advantages) -> Tensor:
+    """Return ``bool[T,B]``: chunks with a valid action and an advantage.
+
+    Critic-free estimators give none to episodes that a fault ended; counted nevertheless, these would shrink the
+    gradient of all others.
+    """
+    return batch.valid.any(-1) & advantages.valid.any(-1)
+
+
 def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tensor | None = None) -> TrajectoryBatch:
-    """Return the chunks of a rollout that have a valid action, as rows: time and environments become one axis.
+    """Return the chunks of a rollout that train, as rows: time and environments become one axis.
 
     The columns ``advantages``, ``returns`` and, if given, ``weights`` are added to what a loss may ask for.
     """
@@ -83,7 +99,7 @@ def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tens
     rows = batch.select(*(name for name in asked if name in batch)).replace(
         advantages=advantages.advantages, returns=advantages.returns, weights=weights
     )
-    chosen = batch.valid.any(-1).flatten().nonzero().squeeze(-1)
+    chosen = trained_chunks(batch, advantages).flatten().nonzero().squeeze(-1)
     flat = rows.fold()
     return flat if len(chosen) == len(flat) else flat[chosen]
 

@@ -26,13 +26,19 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, StateShapes, check_fit
-from embodrl.hybrid_engines.training.objective import chunk_weights, flatten_chunks, is_largest, make_loss
+from embodrl.hybrid_engines.training.objective import (
+    chunk_weights,
+    flatten_chunks,
+    is_largest,
+    make_loss,
+    trained_chunks,
+)
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
 from embodrl.hybrid_engines.training.sharded_checkpoint import FileFacts, load_state, save_state
 from embodrl.hybrid_engines.training.sharding import whole
 from embodrl.models.base import VLAPolicy
-from embodrl.registry import LOSSES
+from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -141,14 +147,15 @@ class PolicyTrainEngine(TrainEngine):
         generator: torch.Generator,
     ) -> dict[str, float]:
         self.onload()
-        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        needs_values = LOSSES.entry(algorithm.loss_type).needs_values
         critic_warmup = self._critic_warmup(algorithm)
         rates = learning_rates(self.config.optim, self.version, self.total_iterations, critic_warmup)
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
         loss_fn = make_loss(self.evaluate, algorithm, needs_values)
         staleness = staleness_of(batch.policy_version, batch.valid, self.version)
         proximal = proximal_columns(batch, algorithm, self._policy_staleness(batch, algorithm))
-        chunks = flatten_chunks(batch.replace(**proximal), advantages, chunk_weights(batch, algorithm))
+        weights = chunk_weights(batch, trained_chunks(batch, advantages), algorithm)
+        chunks = flatten_chunks(batch.replace(**proximal), advantages, weights)
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
         first_kl: Tensor | float | None = None
@@ -211,7 +218,7 @@ class PolicyTrainEngine(TrainEngine):
 
     def _critic_warmup(self, algorithm: AlgorithmConfig) -> int:
         """Return how many of the first updates leave the policy as it is."""
-        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        needs_values = LOSSES.entry(algorithm.loss_type).needs_values
         return self.config.optim.critic_warmup_iterations if needs_values and self.value_parameters else 0
 
     def _policy_staleness(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
@@ -298,7 +305,7 @@ class PolicyTrainEngine(TrainEngine):
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
     def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
-        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        needs_values = LOSSES.entry(algorithm.loss_type).needs_values
         changed = self._policy_staleness(batch, algorithm) > 0
         stale = changed
         if needs_values:

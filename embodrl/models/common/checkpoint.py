@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import ModelConfig
 from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.models.base import LoadReport
 from embodrl.models.common.config_file import CONFIG_FILE, read_file

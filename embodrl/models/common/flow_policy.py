@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import FlowConfig, FlowModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.flow import NoiseHead, Sampler, Velocity, integrate, standard_normal
+from embodrl.models.common.flow_spec import FlowConfig, FlowModelConfig
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.value_head import ValueHead
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams

@@ -1,16 +1,48 @@
-"""What the specs of flow-matching families share: facts and rules. Imports no torch."""
+"""What the specs of flow-matching families share: settings, facts and rules. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
-from embodrl.config.model_schema import FlowModelConfig
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
+from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
 
 VALUE_INPUTS = ("prefix", "suffix")
 TRAINABLE = ("all", "lora", "action_expert", "head")
 RL = "Gaussian log-probs of denoising steps: flow_sde, flow_noise"
 ACTIONS = "continuous chunk by flow matching"
+
+
+class SiglipConfig(Section):
+    """SigLIP of pi0, pi0.5 and GR00T, all of whose blocks are run."""
+
+    width: PositiveInt = Field(default=96, description="embedding dimension")
+    depth: PositiveInt = Field(default=3, description="blocks")
+    num_heads: PositiveInt = Field(default=3, description="attention heads; divides width")
+    mlp_dim: PositiveInt = Field(default=384, description="hidden units of the MLP")
+
+
+class FlowConfig(Section):
+    """Sampling of flow policies (pi0, pi0.5, GR00T) and the noise that makes it a distribution."""
+
+    method: Literal["flow_sde", "flow_noise"] = Field(
+        default="flow_sde",
+        description="flow_sde: one random denoising step is stochastic; flow_noise: all are, with learned noise",
+    )
+    num_steps: PositiveInt = Field(default=4, description="denoising steps")
+    noise_level: PositiveFloat = Field(default=0.5, description="eta of flow_sde")
+    noise_std_min: PositiveFloat = Field(default=0.08, description="least standard deviation of flow_noise, a step")
+    noise_std_max: PositiveFloat = Field(default=0.16, description="largest one; above noise_std_min")
+
+
+class FlowModelConfig(ModelConfig):
+    """A policy that draws actions by flow matching."""
+
+    flow: FlowConfig = Field(default=FlowConfig(), description="sampling of flow policies")
+
 
 FLOW = RuleSet()
 
@@ -55,3 +87,32 @@ def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
     if config.model.model_path is not None and reads and not config.env.include_state:
         message = f"{config.model.model_type} reads the robot's state, and gets zeros: env.include_state is false"
         yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
+
+
+def divides(part: str, whole: str, small: int, large: int) -> Iterator[Finding]:
+    """The value ``small`` of the key ``part`` divides the value ``large`` of the key ``whole``."""
+    if large % small:
+        message = f"{small} does not divide {whole} = {large}: {large} / {small} leaves {large % small}"
+        hint = f"change it, or set {whole} to {multiples(large, small)}"
+        yield Finding(part, message, hint, f"a divisor of {large}", others=(whole,))
+
+
+def even(key: str, value: int, why: str) -> Iterator[Finding]:
+    """The value of a key is even."""
+    if value % 2:
+        yield Finding(key, f"{value} is odd; {why}", f"set it to {multiples(value, 2)}", "an even number")
+
+
+def at_most(key: str, value: int, limit_key: str, limit: int, what: str) -> Iterator[Finding]:
+    """The value of a key is at most that of another."""
+    if value > limit:
+        message = f"{what}: {value}, and {limit_key} is {limit}"
+        hint = f"set it to {limit} or less, or {limit_key} to {value} or more"
+        yield Finding(key, message, hint, f"1 to {limit}", others=(limit_key,))
+
+
+def chunk_fits(model: ModelConfig, base: str, horizon: int, max_action_dim: int) -> Iterator[Finding]:
+    """A chunk of actions fits into what the network predicts."""
+    chunk, dims = model.num_action_chunks, model.action_dim
+    yield from at_most("model.num_action_chunks", chunk, f"{base}.action_horizon", horizon, "actions to run")
+    yield from at_most("model.action_dim", dims, f"{base}.max_action_dim", max_action_dim, "action dimensions")

@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import torch
 
-from embodrl.config.model_schema import FlowModelConfig, ModelConfig
+from embodrl.config.schema import ModelConfig
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import NoiseHead
+from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.value_head import ValueHead
 from embodrl.storage.files import write_safetensors
 

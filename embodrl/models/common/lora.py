@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import LoraConfig
+from embodrl.config.schema import LoraConfig
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.init import new_generator

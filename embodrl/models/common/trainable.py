@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.lora import OWN_HEADS, add_adapters

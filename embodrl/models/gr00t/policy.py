@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import FlowModelConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.dit import KeyValue
 from embodrl.models.common.flow import NoiseHead, Velocity, reversed_velocity
 from embodrl.models.common.flow_policy import FlowPolicy
+from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict

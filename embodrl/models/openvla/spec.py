@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.model_schema import ModelConfig
 from embodrl.config.rules.base import Context, Finding, RuleSet, divisors, multiples
 from embodrl.config.rules.model import BUILTIN
-from embodrl.config.section import PositiveInt, Section
+from embodrl.config.schema import ModelConfig, PositiveInt, Section
 from embodrl.specs import ModelSpec
 
 VOCABULARY = 32064

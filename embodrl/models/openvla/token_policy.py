@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import ModelConfig
 from embodrl.data.rng import RandomSource, draw_rows
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy

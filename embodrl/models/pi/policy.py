@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embodrl.config.model_schema import FlowModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.flow import NoiseHead, Velocity
 from embodrl.models.common.flow_policy import FlowPolicy
+from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.gemma import GemmaLayer
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict

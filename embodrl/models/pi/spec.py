@@ -6,11 +6,21 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.model_schema import FlowModelConfig, SiglipConfig
 from embodrl.config.rules.base import Context, Finding, RuleSet
-from embodrl.config.rules.dimensions import at_most, chunk_fits, divides, even
-from embodrl.config.section import PositiveInt, Section
-from embodrl.models.common.flow_spec import ACTIONS, FLOW, RL, TRAINABLE, VALUE_INPUTS
+from embodrl.config.schema import PositiveInt, Section
+from embodrl.models.common.flow_spec import (
+    ACTIONS,
+    FLOW,
+    RL,
+    TRAINABLE,
+    VALUE_INPUTS,
+    FlowModelConfig,
+    SiglipConfig,
+    at_most,
+    chunk_fits,
+    divides,
+    even,
+)
 from embodrl.specs import ModelSpec
 
 

@@ -204,3 +204,26 @@ def test_parts_with_the_counts_of_the_whole_add_up_to_it(seed: int, level: str, 
     torch.testing.assert_close(parts[0].loss + parts[1].loss, whole.loss)
     for name, value in whole.metrics.items():
         torch.testing.assert_close(parts[0].metrics[name] + parts[1].metrics[name], value)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [25.0, 89.0, 200.0, -200.0])
+def test_huge_log_ratios_give_finite_losses_and_gradients(level: str, advantage: float, log_ratio: float) -> None:
+    logprobs = torch.tensor([log_ratio, 0.1]).view(2, 1, 1).requires_grad_()
+    output = actor_loss(
+        logprobs=logprobs,
+        old_logprobs=torch.zeros(2, 1, 1),
+        advantages=torch.full((2, 1), advantage),
+        valid=torch.ones(2, 1, dtype=torch.bool),
+        clip_ratio_dual=3.0,
+        ref_logprobs=torch.zeros(2, 1, 1),
+        kl_coef=0.1,
+        **settings_of(level),
+    )
+    output.loss.backward()
+    assert output.loss.isfinite() and all(value.isfinite() for value in output.metrics.values())
+    assert logprobs.grad is not None and logprobs.grad.isfinite().all()
+    # The ordinary element still learns: -A r / 2 of the surrogate and the gradient of 0.1 k3 / 2.
+    expected = -advantage * math.exp(0.1) / 2 + 0.1 * (1 - math.exp(-0.1)) / 2
+    assert float(logprobs.grad[1]) == pytest.approx(expected, rel=1e-5)

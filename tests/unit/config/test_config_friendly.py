@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from embodrl.config import load_config
+from embodrl.config.explain import summary
 from embodrl.names import nearest
 from embodrl.runs.files import run_directory
 
@@ -69,3 +70,10 @@ def test_case_does_not_count_for_the_nearest_name() -> None:
 def test_a_run_is_named_after_the_algorithm_that_was_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_directory(load_config(["env=toy"]).config).name.startswith("toy-openvla-ppo-")
+
+
+def test_the_summary_counts_minibatches_below_the_limit() -> None:
+    changes = "env.train.total_num_envs=4 env.max_episode_steps=20 algorithm.group_size=2 algorithm.update_epoch=3"
+    loaded = load_config(["env=toy", "algorithm=grpo", "model.warm_start=null", *changes.split()])
+    # 4 environments, 2 rollouts of 4 chunks each: 32 chunks, one minibatch per epoch
+    assert "3 optimizer steps of up to 160 chunks" in summary(loaded.config)

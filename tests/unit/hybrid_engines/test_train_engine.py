@@ -18,7 +18,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.objective import flatten_chunks
+from embodrl.hybrid_engines.training.objective import chunk_weights, flatten_chunks, trained_chunks
 from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.hybrid_engines.training.schedule import learning_rates
 
@@ -115,6 +115,32 @@ def test_a_chunk_without_valid_actions_is_not_trained_on() -> None:
     clean = make_engine(ToyPolicy())
     expected = clean.update(batch, compute_advantages(batch, ALGORITHM), ALGORITHM, torch.Generator().manual_seed(0))
     assert metrics == expected
+
+
+def lost_episode(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Return the rollout with the last episode of environment 0 ended by a fault of the simulator."""
+    valid, truncated = batch.valid.clone(), batch.truncated.clone()
+    terminated = batch.terminated.clone()
+    valid[-1, 0], terminated[-1, 0], truncated[-1, 0] = False, False, True
+    return batch.replace(valid=valid, terminated=terminated, truncated=truncated)
+
+
+@pytest.mark.parametrize("loss_agg", ["token_mean", "episode_mean", "fixed_length"])
+def test_lost_episodes_do_not_shrink_the_gradient(loss_agg: str) -> None:
+    config = AlgorithmConfig(adv_type="grpo", loss_type="actor", gamma=1.0, loss_agg=loss_agg)
+    batch = lost_episode(toy_rollout(ToyPolicy()))
+    estimate = compute_advantages(batch, config)
+    trained = trained_chunks(batch, estimate)
+    lost = batch.valid.any(-1) & ~trained
+    assert lost.any() and trained.any()
+    without = batch.replace(valid=batch.valid & trained.unsqueeze(-1))
+    weights = chunk_weights(batch, trained, config)
+    rows = flatten_chunks(batch, estimate, weights)
+    assert len(rows) == int(trained.sum())
+    if weights is not None:  # as if the lost episodes had never begun
+        expected = chunk_weights(without, trained, config)
+        assert expected is not None
+        torch.testing.assert_close(weights[trained], expected[trained])
 
 
 def test_minibatches_cover_every_chunk_once_an_epoch_and_differ_by_at_most_one() -> None:

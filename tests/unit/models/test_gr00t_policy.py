@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodrl.config.model_schema import FlowConfig, SiglipConfig, ValueHeadConfig
+from embodrl.config.schema import ValueHeadConfig
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.base import LoadReport
+from embodrl.models.common.flow_spec import FlowConfig, SiglipConfig
 from embodrl.models.gr00t import build as gr00t_build
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.spec import Gr00tArchitectureConfig, Gr00tModelConfig

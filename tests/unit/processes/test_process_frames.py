@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import array
 import errno
+import fcntl
+import json
 import os
+import random
 import signal
+import socket
+import struct
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +20,16 @@ import torch
 from expect import raises_code
 
 from embodrl.errors import MessageError
-from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, receive_now, socket_pair
+from embodrl.processes.frames import (
+    FIXED_SIZE,
+    Connection,
+    Frame,
+    Kind,
+    PeerGoneError,
+    parse_frame,
+    receive_now,
+    socket_pair,
+)
 from embodrl.scheduler.messages import CODEC
 
 VALUE = {"weights": torch.arange(5000.0), "empty": np.zeros(0, np.uint8), "rows": np.arange(35, dtype=np.int16)}
@@ -105,3 +121,149 @@ def test_a_death_is_noticed_though_a_grandchild_holds_the_socket_and_last_words_
     os.waitpid(child, 0)
     os.close(pidfd)
     connection.close()
+
+
+HEADER = struct.Struct("<BQQQQ")
+
+
+def memory_file(content, size=None, seals=FIXED_SIZE):
+    memory = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.pwrite(memory, content, 0)
+    os.ftruncate(memory, len(content) if size is None else size)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
+    return memory
+
+
+def captured(value):
+    """The message and the content of the memory file that a value is sent as."""
+    ours, theirs = socket_pair()
+    with ours, theirs:
+        Connection(ours).send(Frame(Kind.OK, 1, 4, value))
+        data, ancillary, _, _ = theirs.recvmsg(1 << 16, socket.CMSG_SPACE(8))
+    if not ancillary:
+        return data, None
+    descriptors = array.array("i", ancillary[0][2])
+    content = os.pread(descriptors[0], 1 << 20, 0)
+    os.close(descriptors[0])
+    return data, content
+
+
+def mutate(content, rng):
+    """Overwrite, delete, repeat or insert some bytes."""
+    changed = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at = rng.randrange(len(changed) + 1)
+        kind = rng.randrange(5)
+        if kind == 0:
+            changed[at : at + 1] = rng.randbytes(1)
+        elif kind == 1:
+            changed[at : at + 8] = rng.choice((b"\xff" * 8, b"\0" * 8, b"[" * 8, b"9" * 8, b"-1e99999"))
+        elif kind == 2:
+            del changed[at : at + rng.randrange(1, 9)]
+        elif kind == 3:
+            changed[at:at] = changed[at : at + rng.randrange(1, 33)]
+        else:
+            changed[at:at] = rng.choice((b"]", b"}", b'"', b",", b"__ndarray__", b"null", b"NaN"))
+    return bytes(changed)
+
+
+def test_mutated_frames_are_read_or_refused_and_nothing_else():
+    rng = random.Random(7)
+    values = [
+        None,
+        {"text": "ü", "numbers": [1, 2.5, None, True], 3: (1, 2)},
+        {"state": np.arange(12.0).reshape(3, 4), "raw": b"abc", "words": np.array(["a", "bcd"])},
+        {"objects": np.array([[1, "x"]], dtype=object), "scalar": np.float32(2), "deep": [[[[[(1,)]]]]]},
+    ]
+    frames = [captured(value) for value in values]
+    refused = 0
+    for _ in range(4000):
+        data, content = rng.choice(frames)
+        in_memory = content is not None and rng.random() < 0.7
+        descriptors = []
+        if content is not None:
+            descriptors.append(memory_file(mutate(content, rng) if in_memory else content))
+        if in_memory and rng.random() < 0.9:  # a header that agrees with the changed size
+            kind, number, argument, length, _ = HEADER.unpack(data)
+            data = HEADER.pack(kind, number, argument, length, os.fstat(descriptors[0]).st_size)
+        try:
+            frame = parse_frame(data if in_memory else mutate(data, rng), descriptors)
+            assert isinstance(frame.kind, Kind)
+        except MessageError:
+            refused += 1
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+    assert 1000 < refused < 4000
+
+
+DEEP = b"[" * 200_000 + b"]" * 200_000
+HUGE = json.dumps({"__ndarray__": ["<f8", [2**40], 0]}).encode()
+WRAPS = json.dumps({"__ndarray__": ["<f8", [2**31, 2**33, 2**70], 0]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("description", "words"),
+    [
+        (DEEP, "RecursionError"),
+        (HUGE, "8796093022208 bytes at 0 announced"),
+        (WRAPS, "announced"),
+        (b'{"__ndarray__": ["<f8", [-1], 0]}', "negative size"),
+        (b'{"__ndarray__": ["O", [1], 0]}', "refused"),
+        (b'{"__bytes__": [-4, 4]}', "4 bytes at -4"),
+        (b'{"__unknown__": 1}', "__unknown__"),
+        (b"{", "JSON"),
+    ],
+)
+def test_descriptions_that_announce_what_is_not_there_are_refused(description, words):
+    memory = memory_file(description)
+    try:
+        header = HEADER.pack(Kind.OK, 0, 0, len(description), len(description))
+        with raises_code("message", MessageError) as raised:
+            parse_frame(header, [memory])
+        assert words in raised.value.message
+    finally:
+        os.close(memory)
+
+
+def test_memory_files_that_could_be_a_bus_error_are_refused():
+    content = b"1".ljust(5000)
+    header = HEADER.pack(Kind.OK, 0, 0, 1, 5000)
+    cases = {
+        "not sealed": memory_file(content, seals=0),
+        "has 4096 bytes": memory_file(content, 4096),
+        "of them written": memory_file(b"1", 5000),
+        "no memory file": os.open(os.devnull, os.O_RDONLY),
+    }
+    for words, memory in cases.items():
+        with raises_code("message", MessageError) as raised:
+            parse_frame(header, [memory])
+        assert words in raised.value.message
+        os.close(memory)
+    whole = memory_file(content)
+    assert parse_frame(header, [whole]).value == 1
+    for descriptors in ([], [whole, whole]):
+        with raises_code("message", MessageError):
+            parse_frame(header, descriptors)
+    os.close(whole)
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\x10", HEADER.pack(99, 0, 0, 0, 0), HEADER.pack(16, 0, 0, 9, 0), b"x" * 9000]
+)
+def test_a_message_that_is_no_frame_is_refused_and_leaves_no_descriptor_open(message):
+    ours, theirs = socket_pair()
+    with ours, theirs:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        memory = memory_file(b"1")
+        ours.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory] * 3))])
+        os.close(memory)
+        with raises_code("message", MessageError):
+            receive_now(theirs)
+        ours.sendmsg([message])
+        with raises_code("message", MessageError):
+            receive_now(theirs)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        ours.close()
+        with pytest.raises(PeerGoneError):
+            receive_now(theirs)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, cast
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from embodrl.config.model_schema import ModelConfig
+from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.megatron.core import tensor_group
 from embodrl.hybrid_engines.training.megatron.layout import parallelize

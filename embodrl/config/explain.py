@@ -1,14 +1,19 @@
-"""Writes a configuration as YAML, in the order of the schema, with the origin of each value as a comment."""
+"""A configuration as text: YAML with the origin of each value, a summary, and the differences between two."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
+from embodrl.config.load import leaf_keys, load_config, load_run
 from embodrl.config.nodes import Origin, parse_scalar
 from embodrl.config.schema import Config
+from embodrl.errors import UsageError
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./@+-]*")
 YAML_1_1_BOOLEANS = ("y", "n", "yes", "no", "on", "off")
@@ -86,14 +91,58 @@ def summary(config: Config) -> str:
     chunks_an_env = train.max_steps_per_rollout_epoch // config.model.num_action_chunks * algorithm.rollout_epoch
     chunks = train.total_num_envs * chunks_an_env
     steps = chunks * config.model.num_action_chunks
-    updates = chunks // actor.global_batch_size * algorithm.update_epoch
+    updates = -(-chunks // actor.global_batch_size) * algorithm.update_epoch
     stages, processes = config.rollout.pipeline_stages, config.env.num_processes
     return "\n".join(
         [
             f"environments: {train.total_num_envs} in {processes} processes, {stages} pipeline stage(s)",
-            f"rollout:      {chunks_an_env} chunks of {config.model.num_action_chunks} actions an environment"
+            f"rollout:      {chunks_an_env} chunks of {config.model.num_action_chunks} actions per environment"
             f" = {chunks} chunks, {steps} environment steps",
-            f"update:       {updates} optimizer steps of {actor.global_batch_size} chunks",
+            f"update:       {updates} optimizer steps of up to {actor.global_batch_size} chunks",
             f"run:          {runner.max_iterations} iterations, {steps * runner.max_iterations} environment steps",
         ]
     )
+
+
+MISSING = "-"
+
+
+def side(text: str) -> dict[str, object]:
+    """Return the values of a run, of a YAML file, or of settings separated by blanks ("" is the defaults).
+
+    Raises:
+        ConfigError: the configuration is invalid.
+        UsageError: there is no such run or file.
+    """
+    path = Path(text).expanduser()
+    if text and "=" not in text and not path.exists():
+        raise UsageError(
+            f"{text} is neither a run, nor a YAML file, nor settings",
+            'settings are written key=value, several of them in quotes: "env=toy runner.seed=3"',
+            code="config-diff-side",
+        )
+    if text and "=" not in text and (path / "config.yaml").is_file():
+        return load_run(path / "config.yaml", resuming=True).config.model_dump(mode="json")
+    if text and "=" not in text:
+        return load_config([], path).config.model_dump(mode="json")
+    return load_config(shlex.split(text)).config.model_dump(mode="json")
+
+
+def differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """Return ``(key, value of one, value of other)`` of every setting that differs; "-" where one has no such key."""
+    keys = dict.fromkeys([*leaf_keys(one), *leaf_keys(other)])
+    rows = [(key, _value(one, key), _value(other, key)) for key in keys]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def _value(values: object, key: str) -> str:
+    found: object = values
+    for part in key.split("."):
+        if isinstance(found, list):
+            items = cast(list[object], found)
+            found = items[int(part)] if part.isdigit() and int(part) < len(items) else MISSING
+        elif isinstance(found, dict):
+            found = cast(dict[str, object], found).get(part, MISSING)
+        else:
+            return MISSING
+    return MISSING if found is MISSING else flow(found)

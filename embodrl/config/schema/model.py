@@ -6,16 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.section import PositiveFloat, PositiveInt, Section
-
-
-class SiglipConfig(Section):
-    """SigLIP of pi0, pi0.5 and GR00T, all of whose blocks are run."""
-
-    width: PositiveInt = Field(default=96, description="embedding dimension")
-    depth: PositiveInt = Field(default=3, description="blocks")
-    num_heads: PositiveInt = Field(default=3, description="attention heads; divides width")
-    mlp_dim: PositiveInt = Field(default=384, description="hidden units of the MLP")
+from embodrl.config.schema.section import PositiveInt, Section
 
 
 class LoraConfig(Section):
@@ -26,19 +17,6 @@ class LoraConfig(Section):
     target_modules: tuple[str, ...] = Field(
         default=(), description="last parts of the names of linear layers, e.g. q_proj; empty: every one of the network"
     )
-
-
-class FlowConfig(Section):
-    """Sampling of flow policies (pi0, pi0.5, GR00T) and the noise that makes it a distribution."""
-
-    method: Literal["flow_sde", "flow_noise"] = Field(
-        default="flow_sde",
-        description="flow_sde: one random denoising step is stochastic; flow_noise: all are, with learned noise",
-    )
-    num_steps: PositiveInt = Field(default=4, description="denoising steps")
-    noise_level: PositiveFloat = Field(default=0.5, description="eta of flow_sde")
-    noise_std_min: PositiveFloat = Field(default=0.08, description="least standard deviation of flow_noise, a step")
-    noise_std_max: PositiveFloat = Field(default=0.16, description="largest one; above noise_std_min")
 
 
 class ValueHeadConfig(Section):
@@ -94,9 +72,3 @@ class ModelConfig(Section):
         description="last action dimension: as_is; libero: 0..1 (1 open) becomes -1 open, +1 closed; bridge: 0..1"
         " becomes -1 closed, +1 open",
     )
-
-
-class FlowModelConfig(ModelConfig):
-    """A policy that draws actions by flow matching."""
-
-    flow: FlowConfig = Field(default=FlowConfig(), description="sampling of flow policies")

@@ -6,7 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from embodrl.config.schema.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class SamplingConfig(Section):

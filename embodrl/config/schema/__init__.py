@@ -1,0 +1,77 @@
+"""The typed configuration, without logic: one module per section. Imports no torch.
+
+Every field's description is its documentation: docs/configuration.md is generated from it.
+"""
+
+from embodrl.config.schema.algorithm import (
+    AlgorithmConfig,
+    DecoupledConfig,
+    FilterConfig,
+    KlConfig,
+    SamplingConfig,
+    SrpoConfig,
+)
+from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig, NodeGroupConfig
+from embodrl.config.schema.config import Config, config_class, defaults_of, schema_for
+from embodrl.config.schema.engines import ActorConfig, FsdpConfig, OptimConfig, RolloutConfig, VllmConfig
+from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
+from embodrl.config.schema.model import LoraConfig, ModelConfig, ValueHeadConfig
+from embodrl.config.schema.run import CollectConfig, LoggerConfig, PipelineConfig, RewardConfig, RunnerConfig, SftConfig
+from embodrl.config.schema.section import (
+    Fraction,
+    GroupRanks,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Ranks,
+    Section,
+    Seed,
+)
+from embodrl.config.schema.tagged import env_settings, model_settings
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "CameraConfig",
+    "ClusterConfig",
+    "CollectConfig",
+    "Config",
+    "DecoupledConfig",
+    "EnvConfig",
+    "EnvEvalConfig",
+    "EnvTrainConfig",
+    "FilterConfig",
+    "Fraction",
+    "FsdpConfig",
+    "GroupRanks",
+    "HardwareConfig",
+    "KlConfig",
+    "LoggerConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "NodeGroupConfig",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "OptimConfig",
+    "PipelineConfig",
+    "PositiveFloat",
+    "PositiveInt",
+    "Ranks",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunnerConfig",
+    "SamplingConfig",
+    "Section",
+    "Seed",
+    "SftConfig",
+    "SrpoConfig",
+    "ValueHeadConfig",
+    "VideoConfig",
+    "VllmConfig",
+    "config_class",
+    "defaults_of",
+    "env_settings",
+    "model_settings",
+    "schema_for",
+]

@@ -1,0 +1,80 @@
+"""The whole configuration. Unknown keys are errors; cross-field rules are in ``config/rules``."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any, cast
+
+from pydantic import Field, SerializeAsAny, ValidationInfo, create_model, field_validator
+
+from embodrl.config.schema.algorithm import AlgorithmConfig
+from embodrl.config.schema.cluster import ClusterConfig
+from embodrl.config.schema.engines import ActorConfig, RolloutConfig
+from embodrl.config.schema.env import EnvConfig
+from embodrl.config.schema.model import ModelConfig
+from embodrl.config.schema.run import CollectConfig, PipelineConfig, RewardConfig, RunnerConfig, SftConfig
+from embodrl.config.schema.section import Section
+from embodrl.config.schema.tagged import env_settings, model_settings
+from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL
+
+
+class Config(Section):
+    """A whole run."""
+
+    env: SerializeAsAny[EnvConfig] = Field(
+        default_factory=lambda: env_settings(DEFAULT_ENV)(), description="simulator and tasks"
+    )
+    model: SerializeAsAny[ModelConfig] = Field(
+        default_factory=lambda: model_settings(DEFAULT_MODEL)(), description="the policy"
+    )
+    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
+    reward: RewardConfig = Field(default=RewardConfig(), description="a custom reward function")
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
+    actor: ActorConfig = Field(default=ActorConfig(), description="training backend and optimizer")
+    rollout: RolloutConfig = Field(default=RolloutConfig(), description="inference backend")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="devices and placement")
+    runner: RunnerConfig = Field(default=RunnerConfig(), description="loop, evaluation, checkpoints, logs")
+    collect: CollectConfig = Field(default=CollectConfig(), description="demonstrations by scripted experts")
+    sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
+    extensions: tuple[str, ...] = Field(
+        default=(), description="modules imported first, which may register models and environments"
+    )
+
+    @field_validator("env", "model", mode="before")
+    @classmethod
+    def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
+        """Validate a section that depends on its type with the settings of that type."""
+        if not isinstance(value, dict):
+            return value
+        section = cast(dict[str, object], value)
+        if info.field_name == "env":
+            settings: type[Section] = env_settings(section.get("env_type", DEFAULT_ENV))
+        else:
+            settings = model_settings(section.get("model_type", DEFAULT_MODEL))
+        # in JSON mode lists become tuples, although types are strict
+        return (
+            settings.model_validate_json(json.dumps(section))
+            if info.mode == "json"
+            else settings.model_validate(section)
+        )
+
+
+@lru_cache(maxsize=64)
+def config_class(env: type[EnvConfig], model: type[ModelConfig]) -> type[Config]:
+    """Return the class of a configuration whose sections ``env`` and ``model`` are of these classes."""
+    sections: dict[str, Any] = {
+        name: (cls, Field(default=cls(), description=Config.model_fields[name].description))
+        for name, cls in (("env", env), ("model", model))
+    }
+    return create_model("Config", __base__=Config, **sections)
+
+
+def schema_for(env_type: object, model_type: object) -> type[Config]:
+    """Return the schema of a configuration with this simulator and model; the common settings for unknown ones."""
+    return config_class(env_settings(env_type), model_settings(model_type))
+
+
+def defaults_of(config: Config) -> Config:
+    """Return the defaults of a configuration with this simulator and model."""
+    return Config(env=type(config.env)(), model=type(config.model)())

@@ -1,0 +1,143 @@
+"""Section ``env``: simulator, tasks, cameras, processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from embodrl.config.schema.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
+from embodrl.specs import DEFAULT_ENV
+
+
+class CameraConfig(Section):
+    """A camera of the simulator that the policy sees."""
+
+    name: str = Field(default="base_camera", description="camera name in the simulator")
+    height: PositiveInt = Field(default=64, description="pixels")
+    width: PositiveInt = Field(default=64, description="pixels")
+    fov_rad: PositiveFloat | None = Field(
+        default=None, description="vertical field of view in radians; null keeps the task's own"
+    )
+    eye: tuple[float, float, float] | None = Field(
+        default=None, description="camera position in metres; null keeps the task's own"
+    )
+    target: tuple[float, float, float] | None = Field(
+        default=None, description="point looked at, in metres; goes with eye"
+    )
+
+
+class EnvTrainConfig(Section):
+    """Environments that gather experience."""
+
+    total_num_envs: PositiveInt = Field(default=32, description="environments over all processes")
+    max_steps_per_rollout_epoch: PositiveInt = Field(
+        default=100, description="environment steps per environment and rollout epoch"
+    )
+    auto_reset: bool = Field(
+        default=True, description="start a new episode when one has ended, at the end of its chunk"
+    )
+    ignore_terminations: bool = Field(default=False, description="only the step limit ends an episode")
+    use_fixed_reset_state_ids: bool = Field(
+        default=False,
+        description="every rollout starts from the same initial states (seeds and tasks) instead of fresh ones",
+    )
+    seed: Seed = Field(default=0, description="reset seeds are drawn from it, runner.seed and the iteration")
+
+
+class EnvEvalConfig(Section):
+    """Environments that measure the policy on fixed seeds."""
+
+    total_num_envs: PositiveInt = Field(
+        default=32,
+        description="environments over all processes in `embodrl eval` and `sft`; `train` evaluates in those of"
+        " env.train",
+    )
+    num_episodes: PositiveInt = Field(default=128, description="episodes an evaluation, spread evenly over the tasks")
+    seed: Seed = Field(default=1_000_000, description="reset seed of the first episode; episode i uses seed + i")
+
+
+class VideoConfig(Section):
+    """Evaluation videos."""
+
+    enabled: bool = Field(default=True, description="write videos of the last evaluation")
+    every_eval: bool = Field(default=False, description="write videos of every evaluation, not only of the last")
+    num_episodes: PositiveInt = Field(default=6, description="episodes filmed, the first ones of the fixed seeds")
+    height: PositiveInt = Field(default=256, description="pixels")
+    width: PositiveInt = Field(default=256, description="pixels")
+    fps: PositiveInt | None = Field(
+        default=None,
+        description="frames a second, of which each step gives one; null is the simulator's own rate of control: 20 of"
+        " ManiSkill and LIBERO, 80 of Meta-World, and what an environment of Gymnasium tells",
+    )
+
+
+class EnvConfig(Section):
+    """Simulator, tasks and how they are run: what all simulators share.
+
+    A simulator with settings of its own derives a class from this one, adds fields with defaults, and names the class
+    in its spec; what it adds is validated like the rest and passed to its VectorEnv.
+    """
+
+    env_type: str = Field(default=DEFAULT_ENV, description="a name of `embodrl list envs`")
+    tasks: tuple[str, ...] = Field(
+        default=("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1
+    )
+    max_episode_steps: PositiveInt = Field(
+        default=50, description="environment steps after which an episode is truncated"
+    )
+    reward_mode: Literal["dense_delta", "dense", "sparse"] = Field(
+        default="dense_delta",
+        description="dense: the simulator's own reward; dense_delta: its change from step to step; sparse: none; each"
+        " plus success_bonus",
+    )
+    success_bonus: NonNegativeFloat = Field(default=1.0, description="reward at the first success of an episode")
+    cameras: tuple[CameraConfig, ...] = Field(
+        default=(CameraConfig(),), description="what the policy sees", min_length=1
+    )
+    include_state: bool = Field(
+        default=False, description="add robot joint positions and velocities to the observation"
+    )
+    render_detail: Literal["auto", "full", "fast"] = Field(
+        default="auto",
+        description="fast leaves out shadows, reflections, anti-aliasing and most triangles of large meshes (ManiSkill:"
+        " 95 % of the robot's triangles and nearly all of the ground's); full draws as the simulator does; auto is fast"
+        " where a CPU draws",
+    )
+    num_processes: PositiveInt = Field(
+        default=2,
+        description="simulator processes (EnvManagers); auto measures at the first start which number is fastest, and"
+        " keeps the result",
+    )
+    pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
+    enable_offload: bool = Field(
+        default=False,
+        description="free the simulators while the policy trains; their states are kept, and they come back to the bit",
+    )
+    offload_level: Literal["process", "simulator"] = Field(
+        default="process",
+        description="process: end the simulator processes, which frees all of their memory; simulator: only what the"
+        " simulators hold, which comes back sooner",
+    )
+    python: str | None = Field(
+        default=None,
+        description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
+        " there is one; null is this one",
+    )
+    start_timeout_s: PositiveFloat = Field(default=180.0, description="seconds a process may take to come up")
+    reset_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a reset may take")
+    step_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a chunk may take")
+    max_restarts: NonNegativeInt = Field(
+        default=10,
+        description="restarts of simulators that died, hung or raised; one more stops the run, and so does"
+        " one more chunk of an environment that can't be true (see the next two) without a valid one in between",
+    )
+    max_abs_reward: PositiveFloat = Field(
+        default=1e6, description="a reward beyond it is taken for a fault of the simulator, as one that is no number is"
+    )
+    max_abs_state: PositiveFloat = Field(
+        default=1e6, description="the same of each number of the robot's state; see include_state"
+    )
+    train: EnvTrainConfig = Field(default=EnvTrainConfig(), description="environments that gather experience")
+    eval: EnvEvalConfig = Field(default=EnvEvalConfig(), description="environments that measure the policy")
+    video: VideoConfig = Field(default=VideoConfig(), description="evaluation videos")

@@ -1,0 +1,153 @@
+"""Sections ``reward``, ``pipeline``, ``runner``, ``collect`` and ``sft``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from embodrl.config.schema.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+)
+
+
+class RewardConfig(Section):
+    """A reward function of the user's."""
+
+    fn: str | None = Field(
+        default=None, description="module:function, sync or async, from an episode to its reward; null for none"
+    )
+    timeout_s: PositiveFloat = Field(default=15.0, description="seconds a call may take")
+    retries: NonNegativeInt = Field(default=2, description="further attempts after a call that failed or took too long")
+    max_concurrency: PositiveInt = Field(default=16, description="calls at the same time")
+    on_error: Literal["drop", "raise"] = Field(
+        default="drop", description="drop: an episode without a reward is not trained on, and counted; raise: stop"
+    )
+
+
+class PipelineConfig(Section):
+    """The graph that an iteration walks."""
+
+    name: str | None = Field(
+        default=None,
+        description="a name of `embodrl list pipelines`; null takes the one that belongs to the algorithm's settings",
+    )
+    fn: str | None = Field(
+        default=None, description="custom module:function, from the configuration to a Pipeline; null for none"
+    )
+
+
+class LoggerConfig(Section):
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: bool = Field(default=True, description="write DIR/tensorboard")
+    wandb_mode: Literal["off", "offline", "online"] = Field(
+        default="off", description="Weights & Biases; needs the extra `wandb`"
+    )
+    wandb_project: str = Field(default="embodrl", description="W&B project")
+    console: Literal["auto", "rich", "plain", "off"] = Field(
+        default="auto", description="auto is rich on a terminal and plain lines elsewhere"
+    )
+
+
+class RunnerConfig(Section):
+    """The loop."""
+
+    name: str = Field(default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
+    output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
+    max_iterations: PositiveInt = Field(default=40, description="rollout + update cycles")
+    max_staleness: NonNegativeInt = Field(
+        default=0,
+        description="updates that rollouts may run ahead: 0 takes turns, 1 plays the next rollout while training, more"
+        " let rollouts run freely; best with algorithm.decoupled",
+    )
+    seed: Seed = Field(default=0, description="of everything random")
+    eval_interval: NonNegativeInt = Field(
+        default=10, description="iterations between evaluations; 0 for none; the last one always counts"
+    )
+    eval_at_start: bool = Field(default=True, description="evaluate before the first update")
+    save_interval: PositiveInt = Field(
+        default=10, description="iterations between checkpoints; the last one is always saved"
+    )
+    checkpoint_format: Literal["auto", "full", "sharded"] = Field(
+        default="auto",
+        description="full: the main process writes whole tensors; sharded: every training process writes what it holds"
+        " (torch.distributed.checkpoint); auto is sharded with several training processes. Any resumes from either",
+    )
+    keep_last_n: PositiveInt = Field(default=2, description="checkpoints kept")
+    keep_best: bool = Field(
+        default=True,
+        description="export the policy with the best evaluation to policy_best, and keep the checkpoint of that"
+        " iteration, if one was saved (checkpoints/best), beyond keep_last_n",
+    )
+    logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics go")
+
+
+class CollectConfig(Section):
+    """`embodrl collect`."""
+
+    output_dir: str = Field(default="data/demos", description="directory of the demonstrations, new or empty")
+    format: Literal["lerobot", "raw"] = Field(
+        default="lerobot",
+        description="lerobot: a LeRobot data set (v3.0), of parquet and MP4 files; raw: safetensors, every pixel",
+    )
+    fps: PositiveInt | None = Field(
+        default=None,
+        description="frames a second that a LeRobot data set states; null is the simulator's own rate of control, as"
+        " for env.video.fps",
+    )
+    video_crf: int = Field(
+        default=0,
+        ge=0,
+        le=51,
+        description="of a LeRobot data set's videos: 0 keeps every pixel as it is, 6 is hardly visible, 18 is small",
+    )
+    num_episodes: PositiveInt = Field(
+        default=400, description="episodes to keep over all tasks; successful ones unless keep_failures"
+    )
+    noise_std: NonNegativeFloat = Field(
+        default=0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
+    )
+    noise_fraction: Fraction = Field(default=0.7, description="part of the episodes with noise")
+    seed: Seed = Field(default=500_000, description="first reset seed")
+    keep_failures: bool = Field(default=False, description="keep episodes that failed, too")
+
+
+class SftConfig(Section):
+    """`embodrl sft`."""
+
+    data_dir: str = Field(
+        default="data/demos", description="made by `embodrl collect` or `convert`, or any LeRobot dataset"
+    )
+    cameras: tuple[str, ...] | None = Field(
+        default=None,
+        description="cameras of a LeRobot data set, in the order of env.cameras; null takes those of the same names",
+    )
+    output_dir: str = Field(default="outputs/sft", description="directory of the policy")
+    max_steps: PositiveInt = Field(default=1000, description="optimizer steps")
+    batch_size: PositiveInt = Field(default=64, description="frames a step")
+    lr: PositiveFloat = Field(default=4e-4, description="peak learning rate")
+    lr_warmup_steps: NonNegativeInt = Field(default=50, description="linear warm-up")
+    weight_decay: NonNegativeFloat = Field(default=0.01, description="AdamW weight decay")
+    label_smoothing_bins: NonNegativeFloat = Field(
+        default=4.0, description="standard deviation, in bins, of the Gaussian target; 0 is one-hot"
+    )
+    random_shift_px: NonNegativeInt = Field(default=0, description="largest random shift of the image, in pixels")
+    max_episodes: PositiveInt | None = Field(default=None, description="use only the first episodes")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None,
+        description="frames per forward and backward pass of a process; null: all at once, on a CPU one part per core",
+    )
+    log_interval: PositiveInt = Field(default=25, description="steps between log lines")
+    save_interval: NonNegativeInt = Field(
+        default=0, description="steps between checkpoints; 0 for one at the end or when stopped"
+    )
+    eval_interval: NonNegativeInt = Field(
+        default=0, description="steps between evaluations in the simulator; 0 for none"
+    )
