@@ -123,7 +123,7 @@ def resume(directory: Path, overrides: list[str]) -> int:
     Raises:
         CheckpointError: there is no intact checkpoint.
     """
-    loaded = load_run(directory / CONFIG_FILE, overrides, resuming=True).with_absolute_paths()
+    loaded = load_run(directory / CONFIG_FILE, overrides, "sft", resuming=True).with_absolute_paths()
     config = loaded.config
     with run_lock(directory), RunLog(directory / LOG_FILE):
         checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()

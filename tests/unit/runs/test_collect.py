@@ -193,7 +193,7 @@ def test_the_state_before_each_action_is_kept(tmp_path: Path, include_state: boo
 def test_tasks_without_an_expert_are_refused(arguments: tuple[str, ...], key: str, says: str, hint: str) -> None:
     wrong = (*arguments, "collect.fps=0")
     with pytest.raises(ConfigError) as caught:
-        load_config(list(wrong), collecting=True)
+        load_config(list(wrong), verb="collect")
     problems = {problem.key: problem for problem in caught.value.problems}
     assert set(problems) == {key, "collect.fps"}
     assert says in problems[key].message and hint in problems[key].hint
@@ -205,7 +205,7 @@ def test_tasks_without_an_expert_are_refused(arguments: tuple[str, ...], key: st
 
 @pytest.mark.parametrize("preset", ["maniskill_mix", "metaworld", "toy"])
 def test_tasks_with_an_expert_are_not(preset: str) -> None:
-    load_config([f"env={preset}"], collecting=True)
+    load_config([f"env={preset}"], verb="collect")
 
 
 def test_the_tasks_that_have_experts_are_known() -> None:
