@@ -237,7 +237,8 @@ def collect(config: Config) -> CollectResult:
         finally:
             # A second signal, too, leaves what is complete. Without an episode there is nothing to be told.
             if collector.kept.any():
-                collector.close()
+                with stop.saving():
+                    collector.close()
             else:
                 writer.abort()
         kept = int(collector.kept.sum())

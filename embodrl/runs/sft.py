@@ -183,8 +183,9 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
         write_config(directory, loaded.to_yaml())
         stop.graceful = True
         trainer.run()
-        engine.fetch()
-        export_policy(policy, directory / POLICY_DIR, config)
+        with stop.saving():
+            engine.fetch()
+            export_policy(policy, directory / POLICY_DIR, config)
         if trainer.step < settings.max_steps:
             progress.message(
                 f"stopped by a signal after {trainer.step} of {settings.max_steps} steps;"
@@ -250,7 +251,8 @@ class Trainer:
             if settings.eval_interval and self.step % settings.eval_interval == 0 and not self.stop:
                 self._evaluate()
         if self._saved_step != self.step:
-            self.save()
+            with self.stop.saving():
+                self.save()
 
     def _is_due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.sft.max_steps

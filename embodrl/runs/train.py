@@ -178,7 +178,8 @@ class Runner:
         except InterruptedError:
             pass  # the run is as it was before the rollout, or its evaluation is still pending
         if not self.saved:
-            self._save()
+            with self.stop.saving():
+                self._save()
         self.engine.onload()
         if self.finished:  # its policy is exported
             self.engine.fetch()
@@ -266,7 +267,8 @@ class Runner:
         if last or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
             self.collector.forget_history()
-            self._save()
+            with self.stop.saving():
+                self._save()
             self._rest()
 
     def _rest(self) -> None:
@@ -455,7 +457,7 @@ def _execute(
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
-    with StopSignal() as stop, console:
+    with StopSignal(config.runner.stop_timeout_s) as stop, console:
         console.message(f"run: {run_dir}, log: {run_dir / LOG_FILE}")
 
         def stopped() -> bool:
