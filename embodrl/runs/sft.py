@@ -179,6 +179,7 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
         trainer = Trainer(config, directory, policy, engine, batches, metrics, progress, stop, sharded)
         if checkpoint is not None:
             trainer.restore(checkpoint)
+            progress.start_at(trainer.step)
             progress.message(f"resuming from {checkpoint.path}")
         write_config(directory, loaded.to_yaml())
         stop.graceful = True

@@ -51,13 +51,16 @@ def write_checksums(directory: Path, added: Collection[str] | None = None) -> No
     write_json_file(path, content)
 
 
-def check_checksums(directory: Path, only: list[str] | None = None, size_only: str | None = None) -> bool:
+def check_checksums(
+    directory: Path, only: Collection[str] | None = None, complete: bool = False, size_only: str | None = None
+) -> bool:
     """Compare files with ``checksums.json``.
 
     Args:
         directory: that holds the list.
         only: relative paths of the files to check; by default all that are listed. Files that are not listed are
             not checked: a user may add some.
+        complete: all of ``only`` must be listed.
         size_only: suffix of files of which the size alone is compared, e.g. large ones that are checked elsewhere.
 
     Returns:
@@ -71,7 +74,7 @@ def check_checksums(directory: Path, only: list[str] | None = None, size_only: s
     if not path.is_file():
         return False
     listed = read_fields(path, hint=_HINT)
-    problems: list[str] = []
+    problems = [f"{name}: not in {CHECKSUMS}" for name in only or () if complete and name not in listed]
     for name in listed:
         if only is None or name in only:
             entry = listed.fields(name)

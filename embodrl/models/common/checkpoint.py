@@ -175,13 +175,14 @@ def stored_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
-        with _readable(path), safe_open(path, framework="pt") as reader:
+        with readable(path), safe_open(path, framework="pt") as reader:
             shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
     return shapes
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Turn the library's errors of a safetensors file that the block reads into ``CheckpointError``."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -275,7 +276,7 @@ def load_strict(
     state: dict[str, Tensor] = {}
     with contextlib.nullcontext() if on_meta else _hashed_meanwhile(files):
         for path in files:
-            with _readable(path), safe_open(path, framework="pt", device="cpu" if on_meta else str(device)) as reader:
+            with readable(path), safe_open(path, framework="pt", device="cpu" if on_meta else str(device)) as reader:
                 for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     name = aliases.get(stored) or stored
                     if stored in ignore:

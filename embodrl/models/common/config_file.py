@@ -28,6 +28,9 @@ _RANGES = {
     **dict.fromkeys(("action_dim", "max_action_dim", "max_state_dim", "action_horizon"), (1, 4096)),
     "num_images": (1, 64),
     "num_registers": (0, 1024),
+    "num_steps": (1, 1000),
+    "scale_factor": (1, 64),
+    "self_attention_every": (0, 512),
     "relative_dims": (0, 4096),
     "num_timestep_buckets": (1, 2**20),
     "vocab_size": (1, 2**22),
@@ -112,6 +115,8 @@ def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
         return ("openvla_oft",) if "keep_stop_token" in own else OPENVLA_FAMILIES
     if kind == "gr00t_n1_5":
         return ("gr00t",)
+    if raw.get("type") == "smolvla":
+        return ("smolvla",)
     variant = own.get("variant", raw.get("type"))
     if variant in PI_FAMILIES:
         return (str(variant),)

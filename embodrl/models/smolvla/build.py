@@ -1,0 +1,86 @@
+"""From a ModelConfig to a SmolVLA policy: a checkpoint in lerobot's layout, or the tiny size."""
+
+from __future__ import annotations
+
+import torch
+
+from embodrl.models.base import LoadReport
+from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE, fields_of
+from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.init import new_generator
+from embodrl.models.pi.config import Normalization
+from embodrl.models.pi.stats import choose, identity_set
+from embodrl.models.pi.tokenizer import tiny_tokenizer
+from embodrl.models.smolvla import files
+from embodrl.models.smolvla.config import SmolVlaConfig
+from embodrl.models.smolvla.modeling import SmolVlaModel, init_weights
+from embodrl.models.smolvla.policy import SmolVlaPolicy
+from embodrl.models.smolvla.processing import SmolProcessor
+from embodrl.models.smolvla.spec import SmolVlaModelConfig
+
+TINY_STATS_KEY = "maniskill"
+_SIZES = ("siglip", "vlm", "expert", "scale_factor", "max_action_dim", "action_horizon")
+
+
+def build_smolvla(
+    config: SmolVlaModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[SmolVlaPolicy, LoadReport]:
+    """Build the policy that a configuration asks for.
+
+    With ``model_path`` it is a checkpoint in lerobot's layout, from a directory or the Hugging Face hub. Without, it
+    has the dimensions of ``smolvla`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
+    ``device``.
+
+    Args:
+        config: the section ``model``.
+        device: where the policy lives.
+        dtype: of its weights; value and noise heads are always float32.
+        seed: of weights that come from no checkpoint.
+
+    Raises:
+        CheckpointError: no such checkpoint, or it does not fit.
+    """
+    device = torch.device(device)
+    directory, report = checkpoint.locate(config)
+    tokenizer = tiny_tokenizer()
+    model_config = SmolVlaConfig.from_architecture(config.smolvla, tokenizer.vocab_size)
+    methods = Normalization("mean_std", "mean_std", files.LEROBOT_EPS)
+    sets = {TINY_STATS_KEY: fields_of(identity_set(config.action_dim), "built-in statistics")}
+    weights, aliases, ignore = [], {}, {}
+    if directory is not None:
+        tiny = model_config
+        model_config = SmolVlaConfig.read(directory / CONFIG_FILE)
+        if config.model_path is None:
+            checkpoint.check_size(model_config, tiny, _SIZES, directory, "model.smolvla")
+        weights = checkpoint.weight_files(directory)
+        sets, methods = files.read_stats(directory, weights)
+        tokenizer = files.load_tokenizer(directory, model_config)
+        names = checkpoint.stored_shapes(weights)
+        aliases, ignore = files.aliases_and_ignored(names)
+        checkpoint.check_layers([aliases.get(name, name) for name in names], files.layers(model_config), directory)
+    stats = choose(sets, config.unnorm_key, methods, config.action_dim, report.source)
+    generator = new_generator(device, seed)
+    with torch.device("meta"):
+        model = SmolVlaModel(model_config)
+    checkpoint.fill(
+        model,
+        weights,
+        report,
+        lambda: init_weights(model, generator),
+        device=device,
+        dtype=dtype,
+        aliases=aliases,
+        ignore=ignore,
+    )
+    feature_dim = model_config.expert.width
+    value_dim = feature_dim if config.value_head.input == "suffix" else model_config.vlm.width
+    policy = SmolVlaPolicy(
+        model,
+        SmolProcessor(tokenizer, model_config, stats.state),
+        stats,
+        config,
+        build_value_head(config, value_dim, directory, report, device, generator),
+        build_noise_head(config, feature_dim, model_config.max_action_dim, directory, report, device, generator),
+    )
+    return policy, report
