@@ -126,7 +126,7 @@ def test_statistics_among_the_weights(saved: Path) -> None:
             stem = f"{un}normalize_{part}.{robot}buffer_{name}"
             weights |= {f"{stem}.mean": torch.full((dims,), mean), f"{stem}.std": torch.ones(dims)}
     save_file(weights, saved / "model.safetensors")
-    with raises_code("policy-file") as caught:
+    with raises_code("checkpoint") as caught:
         load(saved)
     assert "so100" in str(caught.value) and "so101-red" in str(caught.value)
     policy = load(saved, unnorm_key="so101-red")
