@@ -25,7 +25,7 @@ from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.build import trainers_send
 from embodrl.scheduler.channel import LocalChannel, SharedChannel
-from embodrl.scheduler.group import Handle, WorkerGroup
+from embodrl.scheduler.group import Handle, WorkerGroup, first_cause
 from embodrl.scheduler.launchers.base import Outcome, free_port
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -286,14 +286,14 @@ def test_shards_are_gathered_a_bucket_at_a_time_and_only_those_that_travel(tmp_p
 
 
 def test_the_death_of_a_process_is_the_cause_of_what_another_raises():
-    """A lost connection is told at once by who waits at its other end, before the death itself is noticed."""
-    told, died = WorkerRaised("actor[0] raised RuntimeError", "", 0), WorkerDied("actor[1] was killed", "", 1)
+    """A lost connection is reported at once by the process at its other end, before the death itself is noticed."""
+    lost, died = WorkerRaised("actor[0] raised RuntimeError", "", 0), WorkerDied("actor[1] was killed", "", 1)
     futures = {0: Future(), 1: Future()}
-    futures[0].set_exception(told)
+    futures[0].set_exception(lost)
     thread = threading.Timer(0.2, futures[1].set_exception, (died,))
     thread.start()
     handle = SimpleNamespace(futures=futures)
-    assert cause_of(handle, told) is died  # type: ignore[arg-type]
+    assert first_cause(lost, [handle]) is died  # type: ignore[list-item]
     futures[1] = Future()
     futures[1].set_result(None)
-    assert cause_of(handle, told) is told  # type: ignore[arg-type]
+    assert first_cause(lost, [handle]) is lost  # type: ignore[list-item]
