@@ -390,7 +390,7 @@ RULES = [
         "auto, bf16",
         ("actor.precision=fp32", "rollout.precision=fp32", "actor.param_dtype=bf16"),
     ),
-    Wrong("beta of 1", "actor.optim.betas.1", "for ever", ("actor.optim.betas=[0.9,1.0]",)),
+    Wrong("beta of 1", "actor.optim.betas.1", "below 1", ("actor.optim.betas=[0.9,1.0]",)),
     Wrong(
         "critic's warm-up for ever",
         "actor.optim.critic_warmup_iterations",
