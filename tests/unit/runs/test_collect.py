@@ -8,8 +8,8 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.config.schema import Config
-from embodrl.data.demos import DemoWriter
 from embodrl.data.load import load_demos
+from embodrl.data.raw import RawWriter
 from embodrl.envs.experts import EXPERTS
 from embodrl.envs.pool.pool import FaultCounts
 from embodrl.envs.toy.env import ToyVectorEnv
@@ -65,7 +65,7 @@ class LocalPool:
 
 
 def collect(settings: Config, pool: LocalPool, should_stop=lambda: False) -> Collector:
-    collector = Collector(settings, pool, DemoWriter(Path(settings.collect.output_dir)), should_stop)
+    collector = Collector(settings, pool, RawWriter(Path(settings.collect.output_dir)), should_stop)
     collector.run(Progress("collect", 1, "episodes", "off"))
     collector.close()
     return collector
