@@ -187,6 +187,10 @@ class CheckpointError(EmbodrlError):
         self.report = report
 
 
+class PolicyFileError(CheckpointError):
+    """A file of a policy directory is invalid: config, statistics, index of shards, weights or tokenizer."""
+
+
 class EnvError(EmbodrlError):
     """A simulator process failed."""
 
