@@ -65,9 +65,9 @@ _EXPORTS = {
     # Registries.
     "register_model": "embodrl.models.registry:SupportedModel.register",
     "register_env": "embodrl.envs.registry:SupportedEnv.register",
-    "register_advantage": "embodrl.registry:ADVANTAGES.register_function",
-    "register_loss": "embodrl.registry:LOSSES.register_function",
-    "register_pipeline": "embodrl.registry:PIPELINES.register",
+    "register_advantage": "embodrl.specs:ADVANTAGES.register_function",
+    "register_loss": "embodrl.specs:LOSSES.register_function",
+    "register_pipeline": "embodrl.specs:PIPELINES.add",
     # Coroutines, and other libraries' batches.
     **dict.fromkeys(("AsyncTaskRunner", "TaskResult"), "embodrl.workers.task_runner"),
     **dict.fromkeys(
@@ -128,7 +128,7 @@ if TYPE_CHECKING:
     from embodrl.models.registry import SupportedModel
     from embodrl.pipelines.context import Context as PipelineContext  # noqa: F401
     from embodrl.pipelines.graph import Pipeline as Pipeline
-    from embodrl.registry import ADVANTAGES, LOSSES, PIPELINES
+    from embodrl.specs import ADVANTAGES, LOSSES, PIPELINES
     from embodrl.specs import ModelSpec as ModelSpec
     from embodrl.specs import SimulatorSpec as SimulatorSpec
     from embodrl.types import CameraSpec as CameraSpec
@@ -150,7 +150,7 @@ if TYPE_CHECKING:
     register_env = SupportedEnv.register
     register_advantage = ADVANTAGES.register_function
     register_loss = LOSSES.register_function
-    register_pipeline = PIPELINES.register
+    register_pipeline = PIPELINES.add
 
 
 def __getattr__(name: str) -> Any:

@@ -1,19 +1,20 @@
-"""What embodrl knows about simulators and model families: one spec each, found by name without importing torch.
+"""What embodrl knows about simulators, model families, algorithms and pipelines: one spec each, without torch.
 
-Built-in specs stand in ``embodrl/envs/<simulator>/spec.py`` and ``embodrl/models/<family>/spec.py``. Others come from a
-module named in ``extensions``, or from an installed package with an entry point in the group ``embodrl.envs`` or
-``embodrl.models``; an entry point is imported when its name is first asked for.
+Built-in specs stand with what they describe: ``embodrl/envs/<simulator>/spec.py``, ``embodrl/models/<family>/spec.py``,
+``embodrl/algorithms/spec.py``, ``embodrl/pipelines/builtin.py``. Others come from a module named in ``extensions``; for
+simulators and models also from an installed package with an entry point in the group ``embodrl.envs`` or
+``embodrl.models``, which is imported when its name is first asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from embodrl.errors import EmbodrlError, UnknownNameError
-from embodrl.names import import_object, nearest
+from embodrl.errors import EmbodrlError
+from embodrl.names import import_function, import_object, nearest, parameters_of
+from embodrl.registry import Entry, Registry
 
 if TYPE_CHECKING:
     from typing import Self  # simulators may live in a Python 3.10, which lacks it
@@ -28,20 +29,14 @@ READABLE = ("cameras", "image_size", "reward_mode", "success_bonus", "render_det
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What both kinds of spec have.
+class Spec(Entry):
+    """What the specs of simulators and model families have in common.
 
     Attributes:
-        name: as in ``env.env_type`` or ``model.model_type``.
-        target: ``module:attribute``, imported on first use, or the object itself.
-        description: one line for ``embodrl list``.
         actions: what an action means, for ``embodrl list``.
         rules: checks of the configuration that run when this spec is chosen.
     """
 
-    name: str
-    target: Any
-    description: str = ""
     actions: str = ""
     rules: tuple[RuleSet, ...] = ()
 
@@ -54,9 +49,9 @@ class Spec:
 
     def __post_init__(self) -> None:
         for name in (*self.COUNTS, *self.FLAGS, *self.NAMES):
-            value = getattr(self, name)
+            value: object = getattr(self, name)
             if name in self.NAMES and isinstance(value, list):
-                value = tuple(value)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+                value = tuple(cast(list[object], value))
                 object.__setattr__(self, name, value)
             wanted = self._expected(name, value)
             if wanted:
@@ -71,26 +66,9 @@ class Spec:
         if name in self.COUNTS:
             is_count = value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
             return "" if is_count else "an integer above 0, or None"
-        is_names = value is None or (isinstance(value, tuple) and all(isinstance(item, str) for item in value))  # pyright: ignore[reportUnknownVariableType]
+        items = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
+        is_names = value is None or all(isinstance(item, str) for item in items)
         return "" if is_names else "a list of names"
-
-    @classmethod
-    def make(cls, name: str, target: Any, description: str, facts: Mapping[str, Any]) -> Self:
-        """Return a spec from facts given by name.
-
-        Raises:
-            EmbodrlError: a fact is unknown, with the nearest known name, or its value is invalid.
-        """
-        known = [each.name for each in fields(cls) if each.name not in ("name", "target", "description")]
-        for fact in facts:
-            if fact not in known:
-                near = nearest(fact, known)
-                raise EmbodrlError(
-                    f"'{name}' is registered with an unknown fact '{fact}'",
-                    f"did you mean '{near}'?" if near else f"known facts: {', '.join(known)}",
-                    code="spec-fact-unknown",
-                )
-        return cls(name=name, target=target, description=description, **facts)
 
 
 @dataclass(frozen=True)
@@ -232,137 +210,123 @@ class ModelSpec(Spec):
     NAMES = ("value_inputs", "trainable")
 
 
-S = TypeVar("S", bound=Spec)
+@dataclass(frozen=True, kw_only=True)
+class FunctionSpec(Entry):
+    """An advantage estimator or a loss; what validation needs to know about it.
 
-
-class SpecRegistry(Generic[S]):
-    """Specs by name: built in, registered, or of an entry point of an installed package.
-
-    Args:
-        kind: in words, for messages.
-        cls: of the specs.
-        group: of the entry points. Each names a spec (``module:SPEC``), or a module that registers its name.
-        builtin: name -> ``module:SPEC``.
+    Attributes:
+        needs_values: it works with the values of a critic.
+        needs_groups: it compares episodes of a group.
+        ignores: settings of the section ``algorithm`` that it does not read.
+        parameters: what a custom function names in its signature, and so gets; None for built-in ones.
     """
 
-    def __init__(self, kind: str, cls: type[S], group: str, builtin: Mapping[str, str]) -> None:
-        self.kind, self.cls, self.group = kind, cls, group
-        self.builtin = dict(builtin)
-        self._entries: dict[str, S] = {}
-        self._points: dict[str, EntryPoint] | None = None
+    needs_values: bool = False
+    needs_groups: bool = False
+    ignores: tuple[str, ...] = ()
+    parameters: tuple[str, ...] | None = None
 
-    def register(self, spec: S) -> S:
-        """Add a spec.
 
-        Raises:
-            EmbodrlError: the name is taken by another target.
-        """
-        known = self._entries.get(spec.name)
-        if spec.name in self.builtin or (known is not None and known.target != spec.target):
-            raise EmbodrlError(f"{self.kind} '{spec.name}' is registered already", "choose another name")
-        self._entries[spec.name] = spec
-        return spec
+@dataclass(frozen=True)
+class FunctionArguments:
+    """What functions of one kind are called with, by name.
 
-    def add(self, name: str, target: Any, description: str = "", **facts: Any) -> S:
-        """Make a spec from facts given by name, and add it.
+    Attributes:
+        names: of all arguments.
+        values: those that only a critic provides.
+        groups: those that only groups of episodes provide.
+    """
 
-        Raises:
-            EmbodrlError: the name is taken, or a fact is unknown or invalid.
-        """
-        return self.register(self.cls.make(name, target, description, facts))
+    names: tuple[str, ...]
+    values: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
 
-    def names(self) -> list[str]:
-        """Return all names: built in, registered, then those of entry points."""
-        return list(dict.fromkeys((*self.builtin, *self._entries, *self._discovered())))
 
-    def entry(self, name: str) -> S:
-        """Return the spec of that name; its target is not imported.
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec(Entry):
+    """A pipeline. ``target`` is called with the configuration and returns a ``Pipeline``.
 
-        Raises:
-            UnknownNameError: no such name; lists the known ones and the nearest.
-            EmbodrlError: the entry point of that name can't be imported, or gives no spec.
-        """
-        if name in self.builtin and name not in self._entries:
-            self._entries[name] = import_object(self.builtin[name])
-        elif name not in self._entries and name in self._discovered():
-            self._entries[name] = self._load(self._discovered()[name])
-        if name not in self._entries:
-            near = nearest(name, self.names())
-            raise UnknownNameError(
-                f"unknown {self.kind} '{name}'; known: {', '.join(self.names())}",
-                f"did you mean '{near}'?" if near else f"choose a known {self.kind} or register yours",
-            )
-        return self._entries[name]
+    Attributes:
+        setting: key and value that make the algorithm what the pipeline's name says: ``pipeline=NAME`` with another
+            value is refused, and without a name the first pipeline whose setting holds is chosen.
+    """
 
-    def get(self, name: str) -> Any:
-        """Return the target of that name, importing it if need be.
+    setting: tuple[str, object] | None = None
+
+
+class FunctionRegistry(Registry[FunctionSpec]):
+    """A registry whose names may also be ``module:function``: what validation needs follows from the signature.
+
+    Args:
+        kind: of the functions.
+        builtin: name -> ``module:SPEC``.
+        arguments: where the ``FunctionArguments`` are, as ``module:attribute``.
+    """
+
+    def __init__(self, kind: str, builtin: Mapping[str, str], arguments: str) -> None:
+        super().__init__(kind, FunctionSpec, builtin=builtin)
+        self.arguments = arguments
+
+    def entry(self, name: str) -> FunctionSpec:
+        """Return the spec of a registered name, or one made from the signature of the function named.
 
         Raises:
-            EmbodrlError: there is no such name, or its module can't be imported.
+            EmbodrlError: there is no such name or function, or it has an unknown parameter without default.
         """
-        target = self.entry(name).target
-        if not isinstance(target, str):
-            return target
-        try:
-            return import_object(target)
-        except ModuleNotFoundError as error:
-            module = target.partition(":")[0]
-            if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
-                raise  # a module that the target's own module imports
+        if name in self.names() or ":" not in name:
+            return super().entry(name)
+        return self._of(name, import_function(name), "")
+
+    def register_function(self, name: str, function: Callable[..., object], description: str = "") -> None:
+        """Add a function under a name of its own, from a module that ``extensions`` names, or from a script.
+
+        Args:
+            name: for the configuration, e.g. ``algorithm.adv_type``.
+            function: called with the arguments that its parameters name.
+            description: one line for ``embodrl list``; by default the first line of its docstring.
+
+        Raises:
+            EmbodrlError: the name is taken, or a parameter without default is unknown.
+        """
+        self.register(self._of(name, function, description))
+
+    def _of(self, name: str, function: Callable[..., object], description: str) -> FunctionSpec:
+        known: FunctionArguments = import_object(self.arguments)
+        names, needed, takes_rest = parameters_of(function)
+        unknown = sorted(needed - set(known.names))
+        if unknown:
+            near = nearest(unknown[0], list(known.names))
             raise EmbodrlError(
-                f"{self.kind} '{name}' is registered as '{target}', and there is no module '{error.name}'",
-                "correct the name, or put the directory of the module on PYTHONPATH",
-                code="spec-target-missing",
-            ) from error
-
-    def all(self) -> list[S]:
-        """Return every spec; one of an entry point that can't be imported is left out."""
-        found: list[S] = []
-        for name in self.names():
-            try:
-                found.append(self.entry(name))
-            except EmbodrlError:
-                continue
-        return found
+                f"{self.kind} '{name}' has an unknown parameter '{unknown[0]}'",
+                (f"did you mean '{near}'? " if near else "")
+                + f"Available: {', '.join(known.names)}; any other parameter needs a default",
+                code="function-parameter-unknown",
+            )
+        return FunctionSpec(
+            name=name,
+            target=function,
+            description=description or (function.__doc__ or "").partition("\n")[0],
+            needs_values=not names.isdisjoint(known.values),
+            needs_groups=not names.isdisjoint(known.groups),
+            parameters=known.names if takes_rest else tuple(sorted(names)),
+        )
 
     def __contains__(self, name: object) -> bool:
-        return name in self.builtin or name in self._entries or name in self._discovered()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
-
-    def _discovered(self) -> dict[str, EntryPoint]:
-        if self._points is None:  # reading the metadata of all installed packages takes some milliseconds
-            self._points = {point.name: point for point in entry_points(group=self.group)}
-        return self._points
-
-    def _load(self, point: EntryPoint) -> S:
+        if super().__contains__(name):
+            return True
         try:
-            found = point.load()
-        except Exception as error:  # a package of somebody else may raise anything when it is imported
-            raise EmbodrlError(
-                f"{self.kind} '{point.name}' of the entry point '{point.value}' can't be imported:"
-                f" {type(error).__name__}: {error}",
-                "fix or uninstall the package that declares it",
-                code="entry-point-broken",
-            ) from error
-        spec = found if isinstance(found, self.cls) else self._entries.get(point.name)
-        if spec is None:
-            raise EmbodrlError(
-                f"the entry point '{point.value}' gives no {self.kind} '{point.name}'",
-                f"name a {self.cls.__name__}, or a module that registers '{point.name}'",
-                code="entry-point-broken",
-            )
-        return spec
+            return isinstance(name, str) and ":" in name and bool(self.entry(name))
+        except EmbodrlError:
+            return False
 
 
-ENVS = SpecRegistry(
+ENVS = Registry(
     "environment",
     SimulatorSpec,
     "embodrl.envs",
     {name: f"embodrl.envs.{name}.spec:SPEC" for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy")},
 )
-MODELS = SpecRegistry(
+MODELS = Registry(
     "model",
     ModelSpec,
     "embodrl.models",
@@ -376,6 +340,26 @@ MODELS = SpecRegistry(
 )
 
 
+ADVANTAGES = FunctionRegistry(
+    "advantage estimator",
+    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("gae", "grpo", "rloo", "reinforce_pp")},
+    "embodrl.algorithms.spec:ESTIMATOR_ARGUMENTS",
+)
+LOSSES = FunctionRegistry(
+    "loss",
+    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor")},
+    "embodrl.algorithms.spec:LOSS_ARGUMENTS",
+)
+PIPELINES = Registry(
+    "pipeline",
+    PipelineSpec,
+    builtin={
+        name: f"embodrl.pipelines.builtin:{name.upper()}"
+        for name in ("srpo", "dapo", "cpgd", "gspo", "ppo", "grpo", "rloo", "reinforce_pp")
+    },
+)
+
+
 class RegisteredName(str):
     """A string that is known to be a name of ``registry``; an enumeration that extensions can add members to.
 
@@ -384,7 +368,7 @@ class RegisteredName(str):
     """
 
     __slots__ = ()
-    registry: ClassVar[SpecRegistry[Any]]
+    registry: ClassVar[Registry[Any]]
 
     def __new__(cls, name: str) -> Self:
         if name not in cls.registry:

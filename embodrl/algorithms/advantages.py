@@ -18,7 +18,7 @@ from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.names import call_named
-from embodrl.registry import ADVANTAGES
+from embodrl.specs import ADVANTAGES
 
 RewardType = Literal["chunk_level", "action_level"]
 BootstrapType = Literal["truncation", "none"]

@@ -12,8 +12,8 @@ from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import Debug, execute
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.errors import ConfigError, ConfigProblem
-from embodrl.registry import ADVANTAGES, LOSSES, PIPELINES, Registry
-from embodrl.specs import ENVS, MODELS, SimulatorSpec, Spec
+from embodrl.registry import Registry
+from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, FunctionSpec, PipelineSpec, SimulatorSpec, Spec
 
 MODEL_FACTS = {
     "sizes": "parameters",
@@ -111,7 +111,7 @@ def rows(table: list[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in table)
 
 
-def entries(registry: Registry) -> list[tuple[str, str]]:
+def entries(registry: Registry[FunctionSpec] | Registry[PipelineSpec]) -> list[tuple[str, str]]:
     """Return the names and descriptions of a registry."""
     return [(name, registry.entry(name).description) for name in registry]
 

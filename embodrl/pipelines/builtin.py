@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from embodrl.config.schema import Config
 from embodrl.pipelines.graph import Pipeline
+from embodrl.specs import PipelineSpec
 
 NODES = "embodrl.pipelines.nodes"
 
@@ -85,3 +86,42 @@ def _add_logprobs(pipeline: Pipeline, config: Config, batch: str) -> str:
         pipeline.add_node("proximal", f"{NODES}:proximal", (batch,), "proximal")
         batch = "proximal"
     return batch
+
+
+SRPO = PipelineSpec(
+    name="srpo",
+    target=srpo,
+    description="rewards of failures by their likeness to successes",
+    setting=("algorithm.srpo.enabled", True),
+)
+DAPO = PipelineSpec(
+    name="dapo",
+    target=dapo,
+    description="groups with both successes and failures, from further rollouts",
+    setting=("algorithm.filter.enabled", True),
+)
+CPGD = PipelineSpec(
+    name="cpgd",
+    target=cpgd,
+    description="clipped log ratios and policy drift",
+    setting=("algorithm.surrogate", "log_ratio"),
+)
+GSPO = PipelineSpec(
+    name="gspo", target=gspo, description="one ratio per chunk", setting=("algorithm.length_normalized_ratio", True)
+)
+PPO = PipelineSpec(name="ppo", target=ppo, description="a critic and GAE", setting=("algorithm.adv_type", "gae"))
+GRPO = PipelineSpec(
+    name="grpo", target=grpo, description="returns compared within groups", setting=("algorithm.adv_type", "grpo")
+)
+RLOO = PipelineSpec(
+    name="rloo",
+    target=rloo,
+    description="returns less the mean of the others of the group",
+    setting=("algorithm.adv_type", "rloo"),
+)
+REINFORCE_PP = PipelineSpec(
+    name="reinforce_pp",
+    target=reinforce_pp,
+    description="rewards to come, without a baseline",
+    setting=("algorithm.adv_type", "reinforce_pp"),
+)

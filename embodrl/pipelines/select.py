@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from embodrl.config.rules.base import Context, Finding, Rule
+from embodrl.config.rules.base import Context, Finding, Rule, value_of
 from embodrl.config.rules.pipeline import misnamed
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
 from embodrl.names import import_function
 from embodrl.pipelines.graph import Graph, Pipeline
-from embodrl.registry import ADVANTAGES, PIPELINES
+from embodrl.specs import ADVANTAGES, PIPELINES
 
 
 @dataclass(frozen=True)
@@ -61,24 +60,15 @@ NEEDS = (
 )
 
 
-def value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def default_name(config: Config) -> str:
     """Return the built-in pipeline that belongs to the settings: the first registered one whose setting holds.
 
     With an estimator of the user's that is ``ppo`` if it asks for values, else ``grpo``.
     """
-    for name in PIPELINES:
-        key, value = PIPELINES.entry(name).facts.get("setting", ("", None))
-        if key and value_of(config, key) == value:
-            return name
-    return "ppo" if ADVANTAGES.entry(config.algorithm.adv_type).facts.get("needs_values") else "grpo"
+    for spec in PIPELINES.all():
+        if spec.setting is not None and value_of(config, spec.setting[0]) == spec.setting[1]:
+            return spec.name
+    return "ppo" if ADVANTAGES.entry(config.algorithm.adv_type).needs_values else "grpo"
 
 
 def make_pipeline(config: Config) -> Pipeline:

@@ -19,7 +19,7 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.registry import LOSSES
+from embodrl.specs import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
 NO_VERSION = -1
@@ -176,7 +176,7 @@ class LockstepRunner:
         self.keep_frames = keep_frames
         self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
         self.auto_reset = config.env.train.auto_reset
-        self.needs_values = bool(LOSSES.entry(config.algorithm.loss_type).facts.get("needs_values"))
+        self.needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
         self.seconds = Seconds()
         self.stats = EpisodeStats()
         self.generators: list[torch.Generator] | None = None

@@ -23,7 +23,7 @@ from embodrl.errors import EmbodrlError, EnvQuarantined, EnvRaised, EnvTimeout, 
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine, EpisodeEngine
 from embodrl.names import import_workflow
-from embodrl.registry import LOSSES
+from embodrl.specs import LOSSES
 from embodrl.workers.collector import WHOLE, Metrics, Share, SyncCollector
 from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, shard_meta
 from embodrl.workers.task_runner import AsyncTaskRunner, TaskResult
@@ -86,7 +86,7 @@ class WorkflowRunner:
         self.workflow: RolloutWorkflow = workflow
         self.num_envs = pool.spec.num_envs
         self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
-        self.needs_values = bool(LOSSES.entry(config.algorithm.loss_type).facts.get("needs_values"))
+        self.needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
         self.bootstrap = self.needs_values and config.algorithm.bootstrap_type == "truncation"
 
     def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:

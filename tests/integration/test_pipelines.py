@@ -18,8 +18,8 @@ from embodrl.errors import PipelineError
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Pipeline
-from embodrl.registry import PIPELINES
 from embodrl.runs.train import train
+from embodrl.specs import PIPELINES
 
 pytestmark = pytest.mark.slow
 SMALL = (

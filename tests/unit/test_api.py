@@ -157,10 +157,10 @@ def test_own_advantages_and_losses_have_names() -> None:
         """Mine."""
 
     embodrl.register_advantage("test_api_mine", mine)
-    from embodrl.registry import ADVANTAGES
+    from embodrl.specs import ADVANTAGES
 
     entry = ADVANTAGES.entry("test_api_mine")
-    assert entry.description == "Mine." and entry.facts["needs_values"] is False
+    assert entry.description == "Mine." and not entry.needs_values
     with raises_code("function-parameter-unknown"):
         embodrl.register_loss("test_api_wrong", lambda logprob: None)
 

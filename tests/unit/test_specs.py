@@ -14,8 +14,9 @@ from embodrl.config.explain import to_yaml
 from embodrl.envs.registry import SupportedEnv
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.models.registry import SupportedModel
+from embodrl.registry import Registry
 from embodrl.runs.load import load_config, load_run
-from embodrl.specs import ENVS, MODELS, SimulatorSpec, SpecRegistry
+from embodrl.specs import ENVS, MODELS, SimulatorSpec
 from embodrl.workers.env import env_kwargs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -118,7 +119,7 @@ def test_entry_points_of_installed_packages_are_known(tmp_path: Path, monkeypatc
         "from embodrl.specs import SimulatorSpec\nSPEC = SimulatorSpec(name='planet', target='planets:World')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry = SpecRegistry("environment", SimulatorSpec, "embodrl.envs", {})
+    registry = Registry("environment", SimulatorSpec, "embodrl.envs", {})
     assert "planet" in registry and "planets" not in sys.modules
     assert registry.entry("planet").target == "planets:World"
     assert "broken" in registry.names() and [spec.name for spec in registry.all()] == ["planet"]

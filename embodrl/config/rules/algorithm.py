@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.schema import DecoupledConfig, FilterConfig, KlConfig, SrpoConfig
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
-from embodrl.registry import ADVANTAGES, LOSSES, Registry
+from embodrl.specs import ADVANTAGES, LOSSES
 
 USER_FUNCTIONS = "docs/algorithms.md"
-PARTS: tuple[tuple[str, Registry], ...] = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
-
-
-def facts(context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the registry knows about the estimator and the loss."""
-    names = (context.config.algorithm.adv_type, context.config.algorithm.loss_type)
-    adv, loss = (
-        table.entry(name).facts if name in table else {} for name, (_, table) in zip(names, PARTS, strict=True)
-    )
-    return adv, loss
+PARTS = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
 
 
 @rule("algorithm.adv_type", "algorithm.loss_type")
@@ -46,14 +36,14 @@ def critic_is_complete(context: Context) -> Iterator[Finding]:
     algorithm = context.config.algorithm
     if algorithm.adv_type not in ADVANTAGES or algorithm.loss_type not in LOSSES:
         return
-    adv, loss = (bool(part.get("needs_values")) for part in facts(context))
+    adv, loss = context.estimator.needs_values, context.loss.needs_values
     both = ("algorithm.adv_type", "algorithm.loss_type")
     if adv and not loss:
         message = (
             f"adv_type '{algorithm.adv_type}' needs values, but loss_type '{algorithm.loss_type}' never trains them"
         )
         hint = "set algorithm.loss_type=actor_critic"
-        fitting = ", ".join(name for name in LOSSES if LOSSES.entry(name).facts.get("needs_values"))
+        fitting = ", ".join(name for name in LOSSES if LOSSES.entry(name).needs_values)
         yield Finding("algorithm.loss_type", message, hint, fitting, others=("algorithm.adv_type",))
     if loss and not adv:
         message = (
@@ -75,7 +65,7 @@ def critic_learns(context: Context) -> Iterator[Finding]:
     warm_up = context.config.actor.optim.critic_warmup_iterations
     if algorithm.loss_type not in LOSSES:
         return
-    if facts(context)[1].get("needs_values"):
+    if context.loss.needs_values:
         if algorithm.value_loss_coef == 0:
             message = "a weight of 0 leaves the value head as it started, and the advantages with it"
             yield Finding(
@@ -127,7 +117,7 @@ def levels_fit(context: Context) -> Iterator[Finding]:
 def groups_for_group_estimators(context: Context) -> Iterator[Finding]:
     """Estimators that compare the episodes of a group need groups."""
     algorithm = context.config.algorithm
-    if facts(context)[0].get("needs_groups") and algorithm.group_size < 2:
+    if context.estimator.needs_groups and algorithm.group_size < 2:
         message = f"adv_type '{algorithm.adv_type}' compares the episodes of a group; a group of 1 can't be compared"
         yield Finding("algorithm.group_size", message, "set it to 8", "at least 2", others=("algorithm.adv_type",))
 
@@ -216,7 +206,7 @@ def decoupled_level_fits(context: Context) -> Iterator[Finding]:
 
 def _not_taken_by_the_loss(context: Context, *names: str) -> list[str]:
     """Return those names that a loss of the user's has no parameters for."""
-    taken = facts(context)[1].get("parameters")
+    taken = context.loss.parameters
     return [] if taken is None else [name for name in names if name not in taken]
 
 
@@ -370,15 +360,15 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     """Yield keys of the algorithm, whether they have no effect, and why."""
     config = context.config
     algorithm, optim = config.algorithm, config.actor.optim
-    adv, loss = facts(context)
-    without_critic = not loss.get("needs_values")
+    adv, loss = context.estimator, context.loss
+    without_critic = not loss.needs_values
     no_critic = f"loss_type '{algorithm.loss_type}' has no critic"
     adv_type = f"adv_type is '{algorithm.adv_type}'"
     yield "algorithm.entropy_type", algorithm.entropy_bonus == 0, "algorithm.entropy_bonus is 0"
-    yield "algorithm.gae_lambda", algorithm.adv_type in ADVANTAGES.names()[1:], adv_type
+    yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
     for name in ("value_clip", "value_loss_coef", "huber_delta"):
         yield f"algorithm.{name}", without_critic, no_critic
-    yield "algorithm.bootstrap_type", not adv.get("needs_values"), f"adv_type '{algorithm.adv_type}' uses no values"
+    yield "algorithm.bootstrap_type", not adv.needs_values, f"adv_type '{algorithm.adv_type}' uses no values"
     yield "actor.optim.value_lr", not config.model.add_value_head, "model.add_value_head is false"
     yield "actor.optim.min_lr_ratio", optim.lr_scheduler == "constant", "lr_scheduler is 'constant'"
     summed = algorithm.adv_type in ("grpo", "rloo") and algorithm.gamma == 1
@@ -401,10 +391,10 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     # A function of the user's gets the settings that its parameters name, and no others.
     for part, keys in ((adv, ESTIMATOR_KEYS), (loss, LOSS_KEYS)):
         for name, key in keys.items():
-            unread = "parameters" in part and name not in part["parameters"]
+            unread = part.parameters is not None and name not in part.parameters
             yield f"algorithm.{key}", unread, f"your function has no parameter '{name}'"
-    without = "parameters" in loss and "kl_estimator" not in loss["parameters"] and algorithm.kl.placement == "loss"
-    yield "algorithm.kl.estimator", without, "your function has no parameter 'kl_estimator'"
+    unread = loss.parameters is not None and "kl_estimator" not in loss.parameters and algorithm.kl.placement == "loss"
+    yield "algorithm.kl.estimator", unread, "your function has no parameter 'kl_estimator'"
 
 
 ESTIMATOR_KEYS = {name: name for name in ("gamma", "gae_lambda", "reward_type", "bootstrap_type")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,7 +13,7 @@ from embodrl.config.nodes import Node, Origin, lookup, origin_of
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, defaults_of
 from embodrl.deployment import Deployment, Solution
 from embodrl.errors import ConfigProblem
-from embodrl.specs import ENVS, MODELS, ModelSpec, SimulatorSpec
+from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, FunctionSpec, ModelSpec, SimulatorSpec
 
 E = TypeVar("E", bound=EnvConfig)
 M = TypeVar("M", bound=ModelConfig)
@@ -85,6 +85,18 @@ class Context:
         """What is known about ``model.model_type``; None if there is no such family."""
         name = self.config.model.model_type
         return MODELS.entry(name) if name in MODELS else None
+
+    @property
+    def estimator(self) -> FunctionSpec:
+        """What is known about the advantage estimator; nothing if there is none of that name."""
+        name = self.config.algorithm.adv_type
+        return ADVANTAGES.entry(name) if name in ADVANTAGES else FunctionSpec(name=name, target=name)
+
+    @property
+    def loss(self) -> FunctionSpec:
+        """What is known about the loss; nothing if there is none of that name."""
+        name = self.config.algorithm.loss_type
+        return LOSSES.entry(name) if name in LOSSES else FunctionSpec(name=name, target=name)
 
     def env(self, settings: type[E]) -> E:
         """Return the section ``env`` of a simulator with these settings."""
@@ -178,6 +190,11 @@ class RuleSet:
 CORE = RuleSet()
 RULES, NOTES = CORE.rules, CORE.notes
 rule, note = CORE.rule, CORE.note
+
+
+def value_of(config: Config, key: str) -> object:
+    """Return the value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
 
 
 def what_is(text: str) -> str:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule
-from embodrl.registry import ADVANTAGES
 
 # `embodrl collect` gives up after so many; every attempt has the next seed.
 MAX_ATTEMPTS_PER_EPISODE = 10
@@ -123,11 +122,10 @@ def rollouts_without_reset_end_with_the_episode(context: Context) -> Iterator[Fi
 def groups_keep_step(context: Context) -> Iterator[Finding]:
     """Group estimators compare episodes from one initial state, so a group may not drift apart."""
     config = context.config
-    facts = ADVANTAGES.entry(config.algorithm.adv_type).facts if config.algorithm.adv_type in ADVANTAGES else {}
-    algorithm, train = config.algorithm, config.env.train
+    algorithm, train, grouped = config.algorithm, config.env.train, context.estimator.needs_groups
     by_group = algorithm.normalize_advantages and algorithm.normalization_scope == "group"
-    if (facts.get("needs_groups") or by_group) and train.auto_reset and not train.ignore_terminations:
-        key = "algorithm.adv_type" if facts.get("needs_groups") else "algorithm.normalization_scope"
+    if (grouped or by_group) and train.auto_reset and not train.ignore_terminations:
+        key = "algorithm.adv_type" if grouped else "algorithm.normalization_scope"
         yield Finding(
             "env.train.auto_reset",
             f"{key.rpartition('.')[2]} '{getattr(algorithm, key.rpartition('.')[2])}' compares the episodes of a group,"
@@ -140,9 +138,8 @@ def groups_keep_step(context: Context) -> Iterator[Finding]:
 @rule("env.train", "env.reward_mode", "algorithm.adv_type")
 def success_is_worth_ending(context: Context) -> Iterator[Finding]:
     """With sparse rewards an episode earns nothing after its success."""
-    config = context.config
-    facts = ADVANTAGES.entry(config.algorithm.adv_type).facts if config.algorithm.adv_type in ADVANTAGES else {}
-    if config.env.train.ignore_terminations and config.env.reward_mode == "sparse" and facts.get("needs_values"):
+    config, needs_values = context.config, context.estimator.needs_values
+    if config.env.train.ignore_terminations and config.env.reward_mode == "sparse" and needs_values:
         yield Finding(
             "env.train.ignore_terminations",
             "with reward_mode 'sparse' the steps after a success earn nothing, and a critic would learn that"

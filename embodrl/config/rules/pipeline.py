@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from embodrl.config.rules.base import Context, Finding, rule
+from embodrl.config.rules.base import Context, Finding, rule, value_of
 from embodrl.config.schema import Config
 from embodrl.names import nearest
-from embodrl.registry import PIPELINES
+from embodrl.specs import PIPELINES
 
 
 @rule("pipeline")
@@ -33,16 +32,12 @@ def pipeline_is_registered(context: Context) -> Iterator[Finding]:
 def misnamed(config: Config) -> tuple[str, str, str] | None:
     """Return the key that is not what the pipeline's name says, what it would be, and what it is; None if it is."""
     name = config.pipeline.name
-    key, value = (
-        PIPELINES.entry(name).facts.get("setting", ("", None)) if name is not None and name in PIPELINES else ("", None)
-    )
-    if not key:
+    setting = PIPELINES.entry(name).setting if name is not None and name in PIPELINES else None
+    if setting is None:
         return None
-    found: Any = config
-    for part in key.split("."):
-        found = getattr(found, part)
+    (key, value), found = setting, value_of(config, setting[0])
     # An estimator from elsewhere may stand in for a built-in one.
-    settings = [PIPELINES.entry(known).facts.get("setting") for known in PIPELINES]
+    settings = [spec.setting for spec in PIPELINES.all()]
     if found == value or (key == "algorithm.adv_type" and (key, found) not in settings):
         return None
     wanted, shown = (str(x).lower() if isinstance(x, bool) else str(x) for x in (value, found))

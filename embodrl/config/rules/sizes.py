@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, Finding, note, rule, value_of
 from embodrl.config.schema import Config
 
 MOST = {
@@ -38,20 +37,18 @@ USUAL: dict[str, tuple[float, float]] = {
 """What published runs stay within, with a wide margin."""
 
 
-def value_of(config: Config, key: str) -> Any:
-    """Return the value of a dotted key."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
+def number_of(config: Config, key: str) -> float | None:
+    """Return the number at a dotted key; None if it is null."""
+    value = value_of(config, key)
+    return value if isinstance(value, int | float) else None
 
 
 @rule(*MOST)
 def sizes_are_possible(context: Context) -> Iterator[Finding]:
     """Numbers of iterations, environments and items are below what any machine could hold or finish."""
     for key, most in MOST.items():
-        value = value_of(context.config, key)
-        if value > most:
+        value = number_of(context.config, key)
+        if value is not None and value > most:
             yield Finding(
                 key, f"{value} is larger than any machine could do", f"set it to at most {most}", f"1 to {most}"
             )
@@ -88,7 +85,7 @@ def images_fit_in_memory(context: Context) -> Iterator[Finding]:
 def values_are_usual(context: Context) -> Iterator[Finding]:
     """A learning rate, temperature, clip range, number of epochs or limit far outside of what published runs use."""
     for key, (low, high) in USUAL.items():
-        value = value_of(context.config, key)
+        value = number_of(context.config, key)
         if value is not None and context.by_user(key) and not low <= value <= high:
             usual = f"{low:g} to {high:g}" if high < float("inf") else f"at least {low:g}"
             yield Finding(key, f"{value:g} is far outside the usual range", "check the exponent and the unit", usual)

@@ -16,7 +16,7 @@ from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.names import call_named
-from embodrl.registry import LOSSES
+from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
 
 

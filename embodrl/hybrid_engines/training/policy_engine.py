@@ -38,7 +38,7 @@ from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rat
 from embodrl.hybrid_engines.training.sharded_checkpoint import FileFacts, load_state, save_state
 from embodrl.hybrid_engines.training.sharding import whole
 from embodrl.models.base import VLAPolicy
-from embodrl.registry import LOSSES
+from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class PolicyTrainEngine(TrainEngine):
         generator: torch.Generator,
     ) -> dict[str, float]:
         self.onload()
-        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        needs_values = LOSSES.entry(algorithm.loss_type).needs_values
         critic_warmup = self._critic_warmup(algorithm)
         rates = learning_rates(self.config.optim, self.version, self.total_iterations, critic_warmup)
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
@@ -218,7 +218,7 @@ class PolicyTrainEngine(TrainEngine):
 
     def _critic_warmup(self, algorithm: AlgorithmConfig) -> int:
         """Return how many of the first updates leave the policy as it is."""
-        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        needs_values = LOSSES.entry(algorithm.loss_type).needs_values
         return self.config.optim.critic_warmup_iterations if needs_values and self.value_parameters else 0
 
     def _policy_staleness(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
@@ -305,7 +305,7 @@ class PolicyTrainEngine(TrainEngine):
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
     def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
-        needs_values = bool(LOSSES.entry(algorithm.loss_type).facts.get("needs_values"))
+        needs_values = LOSSES.entry(algorithm.loss_type).needs_values
         changed = self._policy_staleness(batch, algorithm) > 0
         stale = changed
         if needs_values:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from embodrl.registry import Registry
+from embodrl.registry import Entry, Registry
 
-LAUNCHERS = Registry("launcher")
-LAUNCHERS.register(
+LAUNCHERS = Registry("launcher", Entry)
+LAUNCHERS.add(
     "inline", "embodrl.scheduler.launchers.inline:InlineLauncher", "all in this process, one after the other; to debug"
 )
-LAUNCHERS.register(
+LAUNCHERS.add(
     "process", "embodrl.scheduler.launchers.process:ProcessLauncher", "a process each on this machine, shared memory"
 )
-LAUNCHERS.register("ray", "embodrl.scheduler.launchers.ray:RayLauncher", "Ray actors, on several machines")
+LAUNCHERS.add("ray", "embodrl.scheduler.launchers.ray:RayLauncher", "Ray actors, on several machines")

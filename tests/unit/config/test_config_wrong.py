@@ -18,9 +18,8 @@ from expect import raises_code
 
 from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
-from embodrl.registry import ADVANTAGES, LOSSES
 from embodrl.runs.load import load_config
-from embodrl.specs import MODELS
+from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
 RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA
 CASES = FORM + RULES
@@ -98,7 +97,7 @@ def test_every_rule_is_broken_by_a_case(tmp_path: Path, monkeypatch: pytest.Monk
 def _more_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (ADVANTAGES, LOSSES, MODELS):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    ADVANTAGES.register("grouped", "nowhere:grouped", needs_values=False, needs_groups=True)
+    ADVANTAGES.add("grouped", "nowhere:grouped", needs_values=False, needs_groups=True)
     MODELS.add("headless", "nowhere:headless", value_head=False)
 
 

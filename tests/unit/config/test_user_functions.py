@@ -10,9 +10,8 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.names import call_named, import_function
-from embodrl.registry import ADVANTAGES, LOSSES
 from embodrl.runs.files import run_directory
-from embodrl.specs import MODELS
+from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
 ME = "test_user_functions"
 
@@ -38,17 +37,17 @@ def wrapping_loss(*, logprobs: Any, **rest: Any) -> None:
 
 
 def test_facts_follow_from_the_signature() -> None:
-    handed_on = LOSSES.entry(f"{ME}:wrapping_loss").facts["parameters"]
+    handed_on = LOSSES.entry(f"{ME}:wrapping_loss").parameters
     assert {"prox_logprobs", "behavior_weights", "kl_coef", "clip_ratio_dual"} <= set(handed_on)
-    assert set(LOSSES.entry(f"{ME}:plain_loss").facts["parameters"]) == {"logprobs", "advantages", "valid"}
+    assert set(LOSSES.entry(f"{ME}:plain_loss").parameters) == {"logprobs", "advantages", "valid"}
     entry = ADVANTAGES.entry(f"{ME}:with_values")
-    assert entry.facts["needs_values"] and not entry.facts["needs_groups"]
+    assert entry.needs_values and not entry.needs_groups
     assert entry.description == "An estimator with a critic."
-    grouped = ADVANTAGES.entry(f"{ME}:with_groups").facts
-    assert grouped["needs_groups"] and not grouped["needs_values"]
+    grouped = ADVANTAGES.entry(f"{ME}:with_groups")
+    assert grouped.needs_groups and not grouped.needs_values
     assert f"{ME}:with_groups" in ADVANTAGES and f"{ME}:nobody" not in ADVANTAGES and "gae" in ADVANTAGES
     assert ADVANTAGES.get(f"{ME}:with_groups") is with_groups
-    assert LOSSES.entry(f"{ME}:plain_loss").facts["needs_values"] is False
+    assert LOSSES.entry(f"{ME}:plain_loss").needs_values is False
     assert f"{ME}:with_values" not in MODELS, "models are registered"
     assert list(ADVANTAGES) == ["gae", "grpo", "rloo", "reinforce_pp"]
 

@@ -111,7 +111,7 @@ def test_the_api_page_lists_the_public_names(tmp_path: Path) -> None:
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n"
         "    from embodrl.models.registry import SupportedModel\n"
-        "    from embodrl.registry import LOSSES\n"
+        "    from embodrl.specs import LOSSES\n"
         "    from x import other as other\n"
         "    from x import train as train\n"
         "    from y import load_config as load_config\n"
@@ -123,7 +123,7 @@ def test_the_api_page_lists_the_public_names(tmp_path: Path) -> None:
         "load_config",
         "train",
         "models.registry.SupportedModel.register",
-        "registry.FunctionRegistry.register_function",
+        "specs.FunctionRegistry.register_function",
         "other",
     ]
     assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == ["Running", "Extension", "Other"]

@@ -1,0 +1,64 @@
+"""The built-in advantage estimators and losses, and what custom ones may ask for. Imports no torch.
+
+Shapes of the arguments are in docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from embodrl.specs import FunctionArguments, FunctionSpec
+
+ESTIMATOR_ARGUMENTS = FunctionArguments(
+    names=(
+        *("rewards", "values", "valid", "terminated", "truncated", "bootstrap_values", "success", "task_id"),
+        *("group_id", "gamma", "gae_lambda", "reward_type", "bootstrap_type"),
+    ),
+    values=("values", "bootstrap_values"),
+    groups=("group_id",),
+)
+LOSS_ARGUMENTS = FunctionArguments(
+    names=(
+        *("logprobs", "old_logprobs", "ref_logprobs", "prox_logprobs", "behavior_weights", "advantages", "valid"),
+        *("entropy", "values", "old_values", "returns", "weights", "counts", "logprob_type"),
+        *("length_normalized_ratio", "surrogate", "clip_ratio_low", "clip_ratio_high", "clip_ratio_dual"),
+        *("drift_coef", "value_clip", "value_loss_coef", "huber_delta", "entropy_type", "entropy_bonus", "kl_coef"),
+        "kl_estimator",
+    ),
+    values=("values", "old_values", "returns"),
+)
+
+GAE = FunctionSpec(
+    name="gae",
+    target="embodrl.algorithms.advantages:gae",
+    description="generalised advantage estimation",
+    needs_values=True,
+)
+GRPO = FunctionSpec(
+    name="grpo",
+    target="embodrl.algorithms.groups:grpo",
+    description="return of the episode less the mean of its group",
+    needs_groups=True,
+    ignores=("gae_lambda",),
+)
+RLOO = FunctionSpec(
+    name="rloo",
+    target="embodrl.algorithms.groups:rloo",
+    description="return of the episode less the mean of the others of its group",
+    needs_groups=True,
+    ignores=("gae_lambda",),
+)
+REINFORCE_PP = FunctionSpec(
+    name="reinforce_pp",
+    target="embodrl.algorithms.groups:reinforce_pp",
+    description="discounted rewards to come, without a baseline",
+    ignores=("gae_lambda",),
+)
+
+ACTOR_CRITIC = FunctionSpec(
+    name="actor_critic",
+    target="embodrl.algorithms.losses:actor_critic_loss",
+    description="PPO clip with a value loss",
+    needs_values=True,
+)
+ACTOR = FunctionSpec(
+    name="actor", target="embodrl.algorithms.losses:actor_loss", description="PPO clip without a critic"
+)
