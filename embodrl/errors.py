@@ -259,6 +259,10 @@ class WorkerDied(WorkerError):
     """A worker process ended without being asked to."""
 
 
+class WorkerHung(WorkerDied):
+    """A worker process was stopped, or hung, and was killed for it."""
+
+
 class WorkerTimeout(WorkerError):
     """A worker did not answer in time."""
 

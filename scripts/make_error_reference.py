@@ -59,6 +59,7 @@ CURES = {
     "worker": "look at RUN/logs; the message names the worker",
     "worker-died": "look at RUN/logs and at the kernel's log (out of memory?)",
     "worker-timeout": "look at RUN/logs for what the worker was doing",
+    "worker-hung": "see the state and the stack in its message; if it was only slow, raise cluster.heartbeat_timeout_s",
     "worker-raised": "the message has the worker's traceback",
     "rollout-engine": "look at the error it carries; `embodrl resume RUN` continues from the last checkpoint",
     "message": "send plain types, arrays and tensors only",

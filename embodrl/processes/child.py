@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import os
 import select
 import signal
@@ -13,15 +15,22 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.codec import PLAIN, Codec
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, socket_pair, wait_for
+from embodrl.processes.guard import VARIABLE, end_family, family
+from embodrl.processes.liveness import Limits, Liveness
 
 LOG_TAIL_BYTES = 4096
+LOG_BYTES = 8 << 20
+"""Largest size of a log; of a longer one the first and the last part are kept."""
+_LOG_KEPT_BYTES = 1 << 20
+_LOOK_S = 1.0
+_NUMBERS = itertools.count()
 _STACK_DUMP_S = 2.0
 _STACK_DUMP_PAUSE_S = 0.05  # the dump comes in several writes; a pause as long as this ends it
 _REAP_S = 10.0
@@ -44,8 +53,12 @@ def resident_bytes(pid: int | None) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+class ChildHungError(Exception):
+    """The process lives and does not work; the text says how that shows."""
+
+
 class ChildProcess:
-    """A running child in a process group of its own, so that what it starts ends with it.
+    """A running child in a process group and a family (``guard``) of its own, so that what it starts ends with it.
 
     The way down is always the same: a stack dump first if it hangs (a dead process has no stack), then SIGKILL to the
     whole group while the leader is not reaped (its id, which is the group's, can't be given to another process until
@@ -59,6 +72,9 @@ class ChildProcess:
         log_path: file that gets what the process prints; None for an unnamed one.
         pass_fds: file descriptors that it inherits, under the same numbers.
         stuck_error: raised if it does not end after SIGKILL.
+        name: for the list of processes; see ``guard``.
+        limits: when it counts as hung.
+        oom_score_adj: added to the kernel's score when memory runs out; a process with a higher score is killed first.
 
     Attributes:
         connection: to the child.
@@ -78,15 +94,24 @@ class ChildProcess:
         log_path: Path | None = None,
         pass_fds: Sequence[int] = (),
         stuck_error: type[EmbodrlError] = EmbodrlError,
+        name: str = "process",
+        limits: Limits | None = None,
+        oom_score_adj: int = 0,
     ) -> None:
         same_python = command[0] == sys.executable
+        self._family = f"{family()}/{name.replace('/', '_')}.{next(_NUMBERS)}"
+        self._looked = time.monotonic()
+        self._dropped_bytes = 0
         self.log_path, self._stuck_error = log_path, stuck_error
         self._reaping = threading.Lock()
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log: BinaryIO = tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")  # noqa: SIM115
         self._log_start = self._log.seek(0, os.SEEK_END)
+        flags = fcntl.fcntl(self._log, fcntl.F_GETFL)  # both sides write at the end, wherever that is: see _trim_log
+        fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)
         ours, theirs = socket_pair()
+        self._heartbeat = os.memfd_create("embodrl-heartbeat")
         # Another interpreter must not find the packages of this one.
         inherited = {k: v for k, v in os.environ.items() if same_python or k not in ("PYTHONPATH", "PYTHONHOME")}
         try:
@@ -95,22 +120,27 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                pass_fds=(theirs.fileno(), *pass_fds),
-                env={**inherited, "PYTHONUNBUFFERED": "1", **(environ or {})},
+                pass_fds=(theirs.fileno(), self._heartbeat, *pass_fds),
+                env={**inherited, "PYTHONUNBUFFERED": "1", **(environ or {}), VARIABLE: self._family},
                 process_group=0,  # Ctrl-C goes to the parent alone, which decides
             )
         except OSError:
             ours.close()
             self._log.close()
+            os.close(self._heartbeat)
             raise
         finally:
             theirs.close()
         self.pidfd = os.pidfd_open(self._popen.pid)
+        self._liveness = Liveness(self._popen.pid, self._heartbeat, limits or Limits())
+        with contextlib.suppress(OSError):  # it has ended already, or the system does not allow it
+            Path(f"/proc/{self._popen.pid}/oom_score_adj").write_text(str(oom_score_adj))
         self.connection = Connection(ours, codec, self.pidfd)
         message = {
             **start,
             "sys_path": sys.path if same_python else importable_in_other_python(),
             "started_by_main_thread": threading.current_thread() is threading.main_thread(),
+            "heartbeat_fd": self._heartbeat,
         }
         try:
             self.connection.send(Frame(Kind.START, value=message))
@@ -123,6 +153,45 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    def receive(self, deadline: float | None = None, busy: Callable[[], bool] = bool) -> Frame:
+        """Return the next frame; meanwhile look whether the process is alive, and bound the size of its log.
+
+        Args:
+            deadline: of ``time.monotonic()``; None waits until it is found dead or hung.
+            busy: whether it owes an answer, so that it must make progress.
+
+        Raises:
+            ChildHungError: it hangs, see ``liveness``.
+            PeerGoneError, TimeoutError, MessageError: see ``Connection.receive``.
+        """
+        while True:
+            now = time.monotonic()
+            if now - self._looked >= _LOOK_S:
+                self._looked = now
+                self._trim_log()
+                reason = self._liveness.look(busy())
+                if reason:
+                    raise ChildHungError(reason)
+            next_look = self._looked + _LOOK_S
+            try:
+                return self.connection.receive(next_look if deadline is None else min(next_look, deadline))
+            except TimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+
+    def _trim_log(self) -> None:
+        """Cut the middle out of a log that has become too long; what arrives meanwhile is appended behind."""
+        number = self._log.fileno()
+        size = os.fstat(number).st_size - self._log_start
+        if size <= LOG_BYTES:
+            return
+        head = self._log_start + _LOG_KEPT_BYTES
+        tail = os.pread(number, _LOG_KEPT_BYTES, self._log_start + size - _LOG_KEPT_BYTES)
+        self._dropped_bytes += size - 2 * _LOG_KEPT_BYTES
+        os.ftruncate(number, head)
+        note = f"\n--- embodrl dropped {self._dropped_bytes / 2**20:.0f} MiB of this log here: it grew too long ---\n"
+        os.write(number, note.encode() + tail)
 
     def exit_reason(self) -> str:
         """Describe how the process, which is known to be ending, ended; reaps it.
@@ -142,7 +211,7 @@ class ChildProcess:
         if self._log.closed:
             return ""
         size = os.fstat(self._log.fileno()).st_size
-        start = max(self._log_start, size - LOG_TAIL_BYTES)
+        start = max(min(self._log_start, size), size - LOG_TAIL_BYTES)
         return os.pread(self._log.fileno(), size - start, start).decode(errors="replace").strip()
 
     def dump_stack(self) -> None:
@@ -150,6 +219,8 @@ class ChildProcess:
 
         ``faulthandler`` answers SIGUSR1 from the C signal handler, so that it works while the interpreter is blocked.
         """
+        if self._liveness.is_stopped():
+            return  # it would handle no signal but SIGKILL
         before = size = os.fstat(self._log.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(signal.SIGUSR1)
@@ -186,7 +257,11 @@ class ChildProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._popen.pid, signal.SIGKILL)
             try:
-                return self._popen.wait(_REAP_S)
+                code = self._popen.wait(_REAP_S)
+                if self._family:  # what has left the process group is still of the family
+                    gone, self._family = self._family, ""
+                    end_family(gone)
+                return code
             except subprocess.TimeoutExpired as error:
                 raise self._stuck_error(
                     f"process {self._popen.pid} was killed and still exists {_REAP_S:.0f} s later",
@@ -199,4 +274,5 @@ class ChildProcess:
         self._log.close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
+            os.close(self._heartbeat)
         self.pidfd = -1

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from embodrl.errors import EmbodrlError, user_frames
 from embodrl.processes.codec import PLAIN, Codec
 from embodrl.processes.frames import Connection
+from embodrl.processes.liveness import start_beating
 
 logger = logging.getLogger("embodrl.processes")
 
@@ -44,6 +45,7 @@ def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, A
     connection = Connection(sock, codec)
     start: dict[str, Any] = connection.receive().value
     _die_with_parent(sock, start["started_by_main_thread"])
+    start_beating(start["heartbeat_fd"])
     sys.path[:0] = [path for path in start["sys_path"] if path not in sys.path]
     return connection, start
 

@@ -19,6 +19,7 @@ from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.liveness import Limits
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -62,7 +63,7 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
     if not (acts or trains):
         return None
     if config.cluster.launcher == "process":
-        return ProcessLauncher()
+        return ProcessLauncher(Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s))
     from embodrl.scheduler.launchers.ray import RayLauncher
 
     places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -157,7 +157,17 @@ class WorkerGroup:
         self._failed, self._pending = None, []
         rendezvous = self._launcher.rendezvous(f"{self.name}-{secrets.token_hex(4)}")
         self._jobs = [
-            Job(self.worker_class, self._kwargs, self.name, len(places), place, rendezvous, channels or {}, log_dir)
+            Job(
+                self.worker_class,
+                self._kwargs,
+                self.name,
+                len(places),
+                place,
+                rendezvous,
+                channels or {},
+                log_dir,
+                self.independent,
+            )
             for place in places
         ]
         try:
@@ -188,8 +198,9 @@ class WorkerGroup:
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """End the workers, by force those that do not go by themselves."""
-        for worker in self._workers:
-            worker.close(grace_s)
+        if self._workers:
+            with ThreadPoolExecutor(len(self._workers)) as threads:  # one that hangs takes its whole grace
+                list(threads.map(lambda worker: worker.close(grace_s), self._workers))
         self._leave()
 
     def kill(self) -> None:

@@ -153,9 +153,12 @@ def make_pool(
         cpus=cpus,
         numa_nodes=numa_nodes,
         python=interpreter_of(config),
-        timeouts=EnvTimeouts(env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s),
+        timeouts=EnvTimeouts(
+            env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s, config.cluster.heartbeat_timeout_s
+        ),
         log_dir=log_dir,
         extensions=config.extensions,
         max_restarts=env.max_restarts,
+        restart_window_s=config.cluster.restart_window_s,
         bounds=Bounds(env.max_abs_reward, env.max_abs_state),
     )

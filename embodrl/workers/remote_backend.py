@@ -25,6 +25,7 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.restarts import RestartBudget
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
@@ -126,7 +127,7 @@ class RemoteBackend(RolloutBackend):
         self._incarnations = [0 for _ in range(self.size)]
         self._pings: dict[int, Handle] = {}
         self._revival = threading.Lock()
-        self._restarts = 0
+        self._restarts = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
         self._version = 0
         self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = self._state_dict
         about = self.group.call_on(0, "about").result()
@@ -249,20 +250,19 @@ class RemoteBackend(RolloutBackend):
                 error = again
 
     def _count_restart(self, error: WorkerError) -> None:
-        rank, limit = error.rank, self.config.rollout.max_restarts
-        if self._restarts >= limit:
+        rank = error.rank
+        if not self._restarts.take():
             raise WorkerDied(
-                f"given up after {limit} restarts of rollout processes: {error.message}",
+                f"given up after {self._restarts.limit} restarts of rollout processes: {error.message}",
                 error.hint,
                 rank,
                 log_tail=error.log_tail,
             ) from error
-        self._restarts += 1
         self._incarnations[rank] += 1
         self._pings.pop(rank, None)
         self._known_faults[rank] = {}
         self.faults.count("rollout_restarts")
-        logger.warning("restart %d of %d of a rollout process: %s", self._restarts, limit, error.message)
+        logger.warning("restart %d of a rollout process: %s", self.faults.rollout_restarts, error.message)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.envs.pool.pool import EnvPool, FaultCounts
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.processes.restarts import RestartBudget
 
 SEEDS, TASKS = np.array([20, 21]), np.array([0, 1], np.int32)
 ACTIONS = np.full((2, 3, 7), 0.3, np.float32)
@@ -111,11 +112,14 @@ def test_a_process_that_outlives_its_kill_is_a_timeout_that_leaves_nothing_open(
         wait_until_gone([popen.pid])
 
 
-def test_counts_of_several_threads_add_up_to_the_limit_and_no_further():
-    faults, granted = FaultCounts(), []
+def test_restarts_of_several_threads_add_up_to_the_limit_and_no_further():
+    faults, budget, granted = FaultCounts(), RestartBudget(3000), []
 
     def restart_often():
-        granted.append(sum(faults.count("restarts", limit=3000) for _ in range(1000)))
+        allowed = sum(budget.take() for _ in range(1000))
+        for _ in range(allowed):
+            faults.count("restarts")
+        granted.append(allowed)
 
     threads = [threading.Thread(target=restart_often) for _ in range(4)]
     for thread in threads:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,6 +102,42 @@ class Trouble(Worker):
     @dispatch()
     def wait_for_ever(self) -> None:
         threading.Event().wait()
+
+    @dispatch()
+    def hold_the_lock(self, rank: int) -> None:
+        """Hang in native code that never releases the interpreter lock."""
+        if self.rank == rank:
+            ctypes.PyDLL(None).pause()
+
+    @dispatch()
+    def compute(self, rank: int, seconds: float) -> int:
+        """Use the processor for so long."""
+        if self.rank != rank:
+            return 0
+        rounds, end = 0, time.process_time() + seconds
+        while time.process_time() < end:
+            rounds += 1
+        return rounds
+
+    @dispatch()
+    def start_daemon(self) -> int:
+        """Start a process that leaves process group, session and terminal."""
+        code = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        return int(child.stdout.readline())
+
+    @dispatch()
+    def oom_score_adj(self) -> int:
+        return int(Path("/proc/self/oom_score_adj").read_text())
+
+    @dispatch()
+    def flood(self, num_bytes: int) -> None:
+        """Print so much; the first line and the last line say so."""
+        print("the first line")
+        for _ in range(num_bytes >> 16):
+            os.write(1, b"x" * 65535 + b"\n")
+        print("the last line", flush=True)
 
     @dispatch()
     def start_child(self) -> int:

@@ -53,3 +53,16 @@ class ClusterConfig(Section):
         default={"actor,rollout,env": "all"},
         description="components to devices, e.g. `actor,rollout: 0`; all, ranks, or `LABEL/ranks` in a node group",
     )
+    heartbeat_timeout_s: PositiveFloat = Field(
+        default=20.0,
+        description="seconds without a heartbeat after which a process that is stopped, or uses neither processor nor"
+        " disk, counts as hung: it is killed, and restarted where that is possible",
+    )
+    stall_timeout_s: PositiveFloat = Field(
+        default=600.0,
+        description="seconds that a call to an actor or rollout process may use neither processor nor disk",
+    )
+    restart_window_s: PositiveFloat = Field(
+        default=3600.0,
+        description="restarts that lie further back do not count towards env.max_restarts and rollout.max_restarts",
+    )

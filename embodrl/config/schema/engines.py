@@ -127,7 +127,9 @@ class RolloutConfig(Section):
         description="how rollout processes get new weights; auto: memory on one machine, else collective; shared: there"
         " are no such processes",
     )
-    max_restarts: int = Field(default=3, ge=0, description="restarts of rollout processes per run")
+    max_restarts: int = Field(
+        default=3, ge=0, description="restarts of rollout processes within cluster.restart_window_s"
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
     )

@@ -42,17 +42,10 @@ class FaultCounts:
     quarantined: int = 0
     rollout_restarts: int = 0
 
-    def count(self, name: str, number: int = 1, limit: int | None = None) -> bool:
-        """Count more of what ``name`` says, unless there are ``limit`` already: then return False.
-
-        Pools of several threads share these counts.
-        """
+    def count(self, name: str, number: int = 1) -> None:
+        """Count more of what ``name`` says. Pools of several threads share these counts."""
         with _COUNTING:
-            known = getattr(self, name)
-            if limit is not None and known >= limit:
-                return False
-            setattr(self, name, known + number)
-            return True
+            setattr(self, name, getattr(self, name) + number)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EmbodrlError, EnvError, EnvProtocolError, EnvRaised, EnvTimeout, EnvWorkerDied, MessageError
 from embodrl.fields import Fields
-from embodrl.processes.child import ChildProcess, resident_bytes
+from embodrl.processes.child import ChildHungError, ChildProcess, resident_bytes
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
+from embodrl.processes.liveness import Limits
 from embodrl.specs import ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 
@@ -31,6 +32,8 @@ logger = logging.getLogger("embodrl.envs")
 _CLOSE_GRACE_S = 5.0
 _SHOWN = 8
 _SHOWN_TEXT = 8000  # characters of an error that a simulator reports
+_OOM_SCORE_ADJ = 300
+"""If memory runs out, the kernel ends a simulator, which is restarted, before it ends the driver."""
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 # One simulator process is bound to one core: thread pools would only compete for it.
 SINGLE_THREADED = {
@@ -59,11 +62,13 @@ class EnvTimeouts:
         start_s: from its start until it is ready.
         reset_s: a reset, a state transfer or a call.
         step_s: a chunk.
+        heartbeat_s: without a heartbeat, while it is stopped or uses neither processor nor disk.
     """
 
     start_s: float = 180.0
     reset_s: float = 60.0
     step_s: float = 60.0
+    heartbeat_s: float = 20.0
 
 
 class EnvManager:
@@ -176,6 +181,9 @@ class EnvManager:
                 log_path=self._log_path,
                 pass_fds=[self._memory_fd],
                 stuck_error=EnvTimeout,
+                name=self.name,
+                limits=Limits(self.timeouts.heartbeat_s),
+                oom_score_adj=_OOM_SCORE_ADJ,
             )
         except OSError as error:
             self._drop()
@@ -466,7 +474,8 @@ class EnvManager:
         except PeerGoneError:
             raise self._died(f"before {kind.name}") from None
         except TimeoutError:
-            raise self._timed_out(f"taking a {kind.name} request", self.timeouts.reset_s) from None
+            seconds = self.timeouts.reset_s
+            raise self._timed_out(f"no answer within {seconds:g} s taking a {kind.name} request") from None
         self._pending = pending
         if kind in (Kind.RESET, Kind.STEP):
             self._slot = slot
@@ -478,11 +487,13 @@ class EnvManager:
             raise EnvError(f"{self}: no {kind.name} is under way", "send the request first")
         doing = f"{kind.name} {detail}".strip()
         try:
-            frame = process.connection.receive(time.monotonic() + timeout_s)
+            frame = process.receive(time.monotonic() + timeout_s)
         except PeerGoneError:
             raise self._died(f"during {doing}") from None
         except TimeoutError:
-            raise self._timed_out(f"during {doing}", timeout_s) from None
+            raise self._timed_out(f"no answer within {timeout_s:g} s during {doing}") from None
+        except ChildHungError as error:
+            raise self._timed_out(f"process {process.pid} {error} during {doing}") from None
         except MessageError as error:
             raise self._invalid(error, f"during {doing}") from None
         self._pending = None
@@ -539,10 +550,10 @@ class EnvManager:
         self._drop()
         return EnvWorkerDied(message, "look at the log for the cause")
 
-    def _timed_out(self, when: str, timeout_s: float) -> EnvTimeout:
+    def _timed_out(self, what: str) -> EnvTimeout:
         process = self._running()
         process.dump_stack()  # before the kill: a dead process has no stack
-        message = f"{self}: no answer within {timeout_s:g} s {when}; killed{self._log_excerpt(process)}"
+        message = f"{self}: {what}; killed{self._log_excerpt(process)}"
         self._drop()
         return EnvTimeout(message, "raise env.{start,reset,step}_timeout_s if the simulator is only slow")
 

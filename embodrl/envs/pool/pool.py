@@ -20,6 +20,7 @@ from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
@@ -45,10 +46,12 @@ class EnvPool:
 
     Args:
         managers: equal but for their number of environments.
-        max_restarts: process restarts over the life of the pool and its parts; episodes of one environment that broke
-            off so, without one in between that came to its own end.
+        max_restarts: process restarts of the pool and its parts within ``restart_window_s``; episodes of one
+            environment that broke off so, without one in between that came to its own end.
         faults: counts to go on with.
         bounds: of rewards and states.
+        restart_window_s: seconds.
+        budget: of restarts, shared with other pools; None makes one.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class EnvPool:
         max_restarts: int = 3,
         faults: FaultCounts | None = None,
         bounds: Bounds | None = None,
+        restart_window_s: float = WINDOW_S,
+        budget: RestartBudget | None = None,
     ) -> None:
         if not managers:
             raise EnvError("a pool needs at least one manager")
@@ -65,6 +70,7 @@ class EnvPool:
         self.max_restarts = max_restarts
         self.faults = faults or FaultCounts()
         self.bounds = bounds or Bounds()
+        self.budget = budget or RestartBudget(max_restarts, restart_window_s)
         self._spec: EnvSpec | None = None
         self._offsets: list[int] = []
         self._batch: list[ResultSlot] = []
@@ -88,6 +94,7 @@ class EnvPool:
         name: str = "env",
         max_restarts: int = 3,
         bounds: Bounds | None = None,
+        restart_window_s: float = WINDOW_S,
         **manager_options: Any,
     ) -> EnvPool:
         """Return a pool of even shards, not yet started.
@@ -103,6 +110,7 @@ class EnvPool:
             name: managers are called ``<name>/<number>``.
             max_restarts: see the class.
             bounds: see the class.
+            restart_window_s: see the class.
             manager_options: handed to every EnvManager.
         """
         if total_num_envs % num_processes:
@@ -123,7 +131,7 @@ class EnvPool:
             )
             for rank in range(num_processes)
         ]
-        return EnvPool(managers, max_restarts=max_restarts, bounds=bounds)
+        return EnvPool(managers, max_restarts=max_restarts, bounds=bounds, restart_window_s=restart_window_s)
 
     @property
     def spec(self) -> EnvSpec:
@@ -178,8 +186,10 @@ class EnvPool:
             )
         size = len(self.managers) // num_parts
         parts = (self.managers[start : start + size] for start in range(0, len(self.managers), size))
-        options = {"max_restarts": self.max_restarts, "faults": self.faults, "bounds": self.bounds}
-        return [EnvPool(part, **options) for part in parts]
+        return [
+            EnvPool(part, max_restarts=self.max_restarts, faults=self.faults, bounds=self.bounds, budget=self.budget)
+            for part in parts
+        ]
 
     def close(self) -> None:
         """End all processes."""
@@ -201,7 +211,7 @@ class EnvPool:
     def onload(self) -> None:
         """Bring back simulators that are away; see ``envs.offload.onload``."""
         away = [rank for rank, manager in enumerate(self.managers) if manager.is_offloaded]
-        onload(self.managers, lambda: self.faults.count("restarts", limit=self.max_restarts))
+        onload(self.managers, self._may_restart)
         self._ask_again(away)
 
     def _ask_again(self, ranks: Sequence[int]) -> None:
@@ -399,19 +409,25 @@ class EnvPool:
             )
         return observation
 
+    def _may_restart(self) -> bool:
+        allowed = self.budget.take()
+        if allowed:
+            self.faults.count("restarts")
+        return allowed
+
     def _recover(self, rank: int, error: EnvError) -> Observation:
         """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up."""
         manager = self.managers[rank]
         if isinstance(error, EnvRaised) and not manager.has_stepped:
             raise error  # wrong code, not a rare fault: a new process would raise again
         while True:
-            if not self.faults.count("restarts", limit=self.max_restarts):
+            if not self._may_restart():
                 raise type(error)(
-                    f"given up after {self.max_restarts} restarts (env.max_restarts), rank {rank} of"
+                    f"given up after {self.budget} (env.max_restarts), rank {rank} of"
                     f" {len(self.managers)}: {error.message}",
                     error.hint,
                 ) from error
-            logger.warning("restart %d of %d: %s", self.faults.restarts, self.max_restarts, error.message)
+            logger.warning("restart %d: %s", self.faults.restarts, error.message)
             forget_frames(error)
             try:
                 manager.restart()

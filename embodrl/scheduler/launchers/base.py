@@ -43,6 +43,7 @@ class Job:
         rendezvous: for ``torch.distributed``.
         channels: by name, made by the same launcher.
         log_dir: where its output goes; None keeps it for error messages only.
+        restarts: it can be replaced, as no other worker waits for it.
     """
 
     worker_class: type[Worker]
@@ -53,6 +54,7 @@ class Job:
     rendezvous: str = ""
     channels: Mapping[str, Channel] = field(default_factory=dict[str, Channel])
     log_dir: Path | None = None
+    restarts: bool = False
 
     @property
     def rank(self) -> int:

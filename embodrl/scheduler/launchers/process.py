@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerTimeout
-from embodrl.processes.child import ChildProcess
+from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerHung, WorkerTimeout
+from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
+from embodrl.processes.liveness import Limits
 from embodrl.scheduler.channel import Channel, SharedChannel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised, settle
 from embodrl.scheduler.launchers.host import context_message, environment
@@ -31,7 +32,7 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class _ProcessWorker(Running):
-    def __init__(self, job: Job, on_death: Callable[[WorkerError], None]) -> None:
+    def __init__(self, job: Job, on_death: Callable[[WorkerError], None], limits: Limits) -> None:
         self._job, self._on_death = job, on_death
         shared = _shared_channels(job)
         context = context_message(job.group, job.rank, job.world_size, job.place, job.rendezvous)
@@ -51,6 +52,10 @@ class _ProcessWorker(Running):
             None if job.log_dir is None else job.log_dir / f"{job.group}_{job.rank}.log",
             [number for channel in shared.values() for number in channel.descriptors],
             WorkerTimeout,
+            job.name,
+            limits,
+            # If memory runs out, what can be restarted goes first; simulators have 300.
+            oom_score_adj=200 if job.restarts else 100,
         )
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -87,10 +92,16 @@ class _ProcessWorker(Running):
 
     def _listen(self) -> None:
         """Complete calls until the process has gone; what it sent before its end still counts."""
-        with contextlib.suppress(PeerGoneError, OSError):
+        hung = ""
+        try:
             while True:
-                self._complete(self._child.connection.receive())
-        self._on_exit()
+                self._complete(self._child.receive(busy=lambda: bool(self._pending)))
+        except (PeerGoneError, OSError):
+            pass
+        except ChildHungError as error:
+            hung = f"{error}; killed"
+            self._child.dump_stack()
+        self._on_exit(hung)
 
     def _complete(self, frame: Frame) -> None:
         with self._lock:
@@ -101,16 +112,24 @@ class _ProcessWorker(Running):
         else:
             settle(future, raised(self._job.name, self._job.rank, frame.value, self._child.log_tail()))
 
-    def _on_exit(self) -> None:
+    def _on_exit(self, hung: str) -> None:
         """Fail what is pending, and notify the group unless this end was asked for."""
         try:
-            reason = self._child.exit_reason()
+            if hung:
+                self._child.end_group()
+            reason = hung or self._child.exit_reason()
         except WorkerTimeout as error:
             reason = error.message
+        hint = "see its last output; `embodrl doctor` checks memory and drivers"
+        if hung:
+            hint = (
+                "its stack is in its last output, unless it was stopped; if it was only slow, raise"
+                " cluster.heartbeat_timeout_s or cluster.stall_timeout_s"
+            )
         with self._lock:
-            error = WorkerDied(
+            error = (WorkerHung if hung and not self._closing else WorkerDied)(
                 f"{self._job.name} {'was closed' if self._closing else reason}",
-                "" if self._closing else "see its last output; `embodrl doctor` checks memory and drivers",
+                "" if self._closing else hint,
                 self._job.rank,
                 log_tail="" if self._closing else self._child.log_tail(),
             )
@@ -157,9 +176,14 @@ def _shared_channels(job: Job) -> dict[str, SharedChannel]:
 
 
 class ProcessLauncher(Launcher):
-    """Processes of this machine, each bound to the cores and the memory of its place."""
+    """Processes of this machine, each bound to the cores and the memory of its place.
 
-    def __init__(self) -> None:
+    Args:
+        limits: when one counts as hung.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
         self._directory = tempfile.TemporaryDirectory(prefix="embodrl-")
         self._channels: list[SharedChannel] = []
 
@@ -169,7 +193,7 @@ class ProcessLauncher(Launcher):
                 f"{job.name} is placed on machine {job.place.node}, and the launcher 'process' knows only this one",
                 "use the launcher 'ray', or place everything on machine 0",
             )
-        return _ProcessWorker(job, on_death)
+        return _ProcessWorker(job, on_death, self._limits)
 
     def channel(self, name: str, capacity: int = 2) -> Channel:
         self._channels.append(SharedChannel(name, capacity))

@@ -14,6 +14,7 @@ from test_rollout import config_of, worker_of
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.processes.restarts import RestartBudget
 from embodrl.scheduler.group import Handle
 from embodrl.workers.collector import EpisodeSchedule, RolloutState, Share, SyncCollector, share_config
 from embodrl.workers.lockstep import EpisodeStats, Seconds
@@ -132,7 +133,7 @@ def group_of(*failures: Exception) -> tuple[RemoteBackend, Group]:
     rollouts, group = RemoteBackend.__new__(RemoteBackend), Group(*failures)
     rollouts.config = config_of("rollout.max_restarts=2")
     rollouts.group = group  # type: ignore[assignment]
-    rollouts._restarts, rollouts.faults = 0, FaultCounts()
+    rollouts._restarts, rollouts.faults = RestartBudget(2), FaultCounts()
     rollouts._incarnations, rollouts._pings, rollouts._new = [0, 0], {}, set()
     rollouts._known_faults = [{"restarts": 3}, {"restarts": 4}]
     return rollouts, group

@@ -1,0 +1,183 @@
+"""Heartbeats of child processes, and the verdict that one hangs.
+
+A thread of the child counts up in a memory file; whatever stops all threads (SIGSTOP, native code that never releases
+the interpreter lock, a frozen machine) stops the count. A silent process is only called hung if the kernel confirms it:
+it is stopped, or uses neither processor nor disk. One that computes while it holds the lock gets ``stall_s``, as does
+one that lives but makes no progress in a call (a collective whose peer never comes, say).
+
+The parent reads the memory file with ``pread`` instead of mapping it: a child that shrinks it can't cause a bus error.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_BEAT_S = 0.5
+_BEAT = struct.Struct("<Q")
+_MAX_STEP_S = 2.0  # what a look may add at most: this process may have been stopped itself
+_MIN_CPU = 0.05  # of one core; threads that wait for the interpreter lock use about 0.01
+_MIN_IO_BYTES_PER_S = 65536
+_HURRIED_S = 3.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_STOPPED, _WAITS_FOR_DISK_OR_CORE = "Tt", "DR"
+
+hurry = threading.Event()
+"""Set once this process is to end soon: from then on, a silence of ``_HURRIED_S`` counts as hung."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a child counts as hung, in seconds.
+
+    Attributes:
+        heartbeat_s: without a heartbeat, while it is stopped or uses neither processor nor disk.
+        stall_s: in a call without using processor or disk, its children included; or without a heartbeat at all.
+    """
+
+    heartbeat_s: float = 20.0
+    stall_s: float = 600.0
+
+
+def start_beating(memory_fd: int) -> None:
+    """Let a thread of this process beat until its end."""
+
+    def beat() -> None:
+        for count in range(1, 1 << 62):
+            os.pwrite(memory_fd, _BEAT.pack(count), 0)
+            time.sleep(_BEAT_S)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Of processor and disk, by a process so far."""
+
+    state: str
+    cpu_s: float
+    major_faults: int
+    io_bytes: int
+
+    @staticmethod
+    def of(pid: int) -> _Use | None:
+        try:
+            # The name, in parentheses, may contain anything; the fields after it are numbers, from the state (3rd) on.
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            counted = _io_bytes(pid)
+        except (OSError, IndexError):
+            return None
+        return _Use(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, int(fields[9]), counted)
+
+    def progressed_since(self, before: _Use, seconds: float) -> bool:
+        return (
+            self.cpu_s - before.cpu_s >= _MIN_CPU * seconds
+            or self.major_faults > before.major_faults
+            or self.io_bytes - before.io_bytes >= _MIN_IO_BYTES_PER_S * seconds
+        )
+
+
+def _io_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:  # of another user, or hidden
+        return 0
+    return sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of all processes that a process has started, theirs included."""
+    children: dict[int, list[int]] = {}
+    for process in Path("/proc").glob("[1-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        children.setdefault(parent, []).append(int(process.name))
+    found = list(children.get(pid, ()))
+    for child in found:  # grows meanwhile
+        found += children.get(child, ())
+    return found
+
+
+class Liveness:
+    """What a parent knows of a child's life.
+
+    Args:
+        pid: of the child.
+        memory_fd: of its heartbeat; stays the caller's.
+        limits: when it counts as hung.
+    """
+
+    def __init__(self, pid: int, memory_fd: int, limits: Limits) -> None:
+        self.pid, self.limits, self._fd = pid, limits, memory_fd
+        self._looked = time.monotonic()
+        self._beat = b""
+        self._use = _Use.of(pid)
+        self._family: dict[int, _Use] = {}
+        self._silent_s = self._idle_s = self._stalled_s = 0.0
+
+    def look(self, busy: bool) -> str:
+        """Return why the child counts as hung; "" while it does not. To be called about once a second.
+
+        Args:
+            busy: it owes an answer.
+        """
+        now = time.monotonic()
+        elapsed, self._looked = min(now - self._looked, _MAX_STEP_S), now
+        beat, before = os.pread(self._fd, _BEAT.size, 0), self._use
+        self._use = use = _Use.of(self.pid)
+        if use is None or before is None or elapsed <= 0:
+            return ""  # it has ended, which its pidfd reports
+        self._silent_s = 0.0 if beat != self._beat else self._silent_s + elapsed
+        self._beat = beat
+        progressed = use.progressed_since(before, elapsed)
+        self._idle_s = 0.0 if progressed else self._idle_s + elapsed
+        self._stalled_s = 0.0 if progressed or not busy else self._stalled_s + elapsed
+        return self._verdict(use)
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal or a debugger has stopped the child."""
+        use = _Use.of(self.pid)
+        return use is not None and use.state in _STOPPED
+
+    def _verdict(self, use: _Use) -> str:
+        limit = min(self.limits.heartbeat_s, _HURRIED_S) if hurry.is_set() else self.limits.heartbeat_s
+        silent = f"no heartbeat for {self._silent_s:.0f} s"
+        if self._silent_s >= limit and use.state in _STOPPED:
+            return f"is stopped by a signal (state {use.state}): {silent}"
+        # The first window of idleness may have begun a little after the last beat.
+        if self._silent_s >= limit and self._idle_s >= limit - _MAX_STEP_S and use.state not in _WAITS_FOR_DISK_OR_CORE:
+            return (
+                f"hangs (state {use.state}, waits in {self._wait_channel()}): {silent}, and it uses no processor time"
+            )
+        if self._silent_s >= self.limits.stall_s:
+            return f"hangs (state {use.state}): {silent}; native code holds the interpreter lock"
+        if self._stalled_s >= self.limits.stall_s:
+            stalled = self._stalled_s
+            if self._family_progressed():
+                self._stalled_s = 0.0
+                return ""
+            return (
+                f"makes no progress (state {use.state}, waits in {self._wait_channel()}): a call has used no processor"
+                f" time for {stalled:.0f} s"
+            )
+        return ""
+
+    def _family_progressed(self) -> bool:
+        """Return whether a child of the child works: since the last time that this was asked, or for the first time."""
+        before, seconds = self._family, self.limits.stall_s
+        self._family = {pid: use for pid in descendants(self.pid) if (use := _Use.of(pid)) is not None}
+        return any(
+            pid not in before or use.progressed_since(before[pid], seconds / 10) for pid, use in self._family.items()
+        )
+
+    def _wait_channel(self) -> str:
+        try:
+            return Path(f"/proc/{self.pid}/wchan").read_text().strip("0\n") or "user code"
+        except OSError:
+            return "an unknown place"

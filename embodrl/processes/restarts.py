@@ -1,0 +1,38 @@
+"""How often processes may be restarted. The count is per window: the rare faults of a long run must not add up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+WINDOW_S = 3600.0
+
+
+class RestartBudget:
+    """Allows restarts; several threads may share it.
+
+    Args:
+        limit: restarts within the window.
+        window_s: seconds.
+    """
+
+    def __init__(self, limit: int, window_s: float = WINDOW_S) -> None:
+        self.limit, self.window_s = limit, window_s
+        self._times: deque[float] = deque()
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Count a restart; False if the window has seen ``limit`` of them already."""
+        now = time.monotonic()
+        with self._lock:
+            while self._times and now - self._times[0] > self.window_s:
+                self._times.popleft()
+            if len(self._times) >= self.limit:
+                return False
+            self._times.append(now)
+            return True
+
+    def __str__(self) -> str:
+        window = f"{self.window_s / 60:.0f} min" if self.window_s >= 120 else f"{self.window_s:g} s"
+        return f"{self.limit} restarts within {window}"

@@ -1,0 +1,139 @@
+"""Processes that live and do not work, and what they leave: found by heartbeat or progress, named, ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from expect import raises_code
+from worker_classes import Trouble
+
+from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
+from embodrl.errors import EnvTimeout, WorkerDied
+from embodrl.processes.child import LOG_BYTES
+from embodrl.processes.liveness import Limits
+from embodrl.processes.restarts import RestartBudget
+from embodrl.scheduler.group import WorkerGroup
+from embodrl.scheduler.launchers.process import ProcessLauncher
+
+HELPERS = Path(__file__).resolve().parents[1] / "helpers"
+START_S, SOON_S = 240.0, 120.0
+IMPATIENT = Limits(heartbeat_s=2.0, stall_s=3.0)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[ProcessLauncher]:
+    found = ProcessLauncher(IMPATIENT)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def group(launcher: ProcessLauncher, tmp_path: Path) -> Iterator[WorkerGroup]:
+    found = WorkerGroup(Trouble, "trouble").launch(2, launcher, log_dir=tmp_path, timeout_s=START_S)
+    yield found
+    found.kill()
+
+
+def gone(pidfd: int) -> bool:
+    """Return whether a process ends, by itself, soon."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(SOON_S * 1000))
+
+
+def test_a_stopped_worker_fails_the_calls_of_all_ranks_and_is_named(group: WorkerGroup) -> None:
+    pids = group.pid().result(SOON_S)
+    watched = os.pidfd_open(pids[1])
+    handle = group.wait_for_ever()  # as in a collective: rank 0 lives, and waits for rank 1
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match=r"trouble\[1\] is stopped by a signal \(state T\)") as caught:
+        handle.result(SOON_S)
+    assert caught.value.code == "worker-hung" and caught.value.rank == 1
+    assert gone(watched)
+
+
+def test_a_worker_that_holds_the_interpreter_lock_is_named_with_its_stack(group: WorkerGroup) -> None:
+    with pytest.raises(WorkerDied, match=r"trouble\[0\] hangs .*no heartbeat") as caught:
+        group.hold_the_lock(0).result(SOON_S)
+    assert caught.value.code == "worker-hung" and "hold_the_lock" in caught.value.log_tail
+
+
+def test_a_worker_that_lives_and_makes_no_progress_is_named_with_its_stack(group: WorkerGroup) -> None:
+    with pytest.raises(WorkerDied, match=r"makes no progress") as caught:
+        group.wait_for_ever().result(SOON_S)
+    assert caught.value.code == "worker-hung" and "wait_for_ever" in caught.value.log_tail
+
+
+def test_a_long_call_that_computes_is_let_be(group: WorkerGroup) -> None:
+    assert max(group.compute(0, IMPATIENT.stall_s + 1).result(SOON_S)) > 0
+
+
+def test_what_left_its_session_ends_with_the_worker_and_the_log_is_bounded(group: WorkerGroup, tmp_path: Path) -> None:
+    watched = [os.pidfd_open(pid) for pid in group.start_daemon().result(SOON_S)]
+    assert group.oom_score_adj().result(SOON_S) == [100, 100]
+    group.flood(2 * LOG_BYTES).result(SOON_S)
+    group.compute(0, 1.5).result(SOON_S)  # time for a look at the log
+    log = (tmp_path / "trouble_0.log").read_text()
+    assert len(log) <= LOG_BYTES
+    assert log.startswith("the first line") and log.rstrip().endswith("the last line")
+    assert "MiB of this log here" in log
+    group.kill()
+    assert all(gone(pidfd) for pidfd in watched)
+
+
+def test_a_stopped_simulator_is_found_before_its_time_for_a_step_is_over() -> None:
+    timeouts = EnvTimeouts(step_s=600.0, heartbeat_s=2.0)
+    with EnvManager("toy", {"num_envs": 1, "image_size": 16}, timeouts=timeouts) as manager:
+        manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32))
+        assert manager.pid is not None
+        os.kill(manager.pid, signal.SIGSTOP)
+        with raises_code("env-timeout", EnvTimeout):
+            manager.step(np.zeros((1, 1, manager.spec.action_dim), np.float32))
+        assert manager.pid is None
+
+
+def test_nothing_outlives_a_killed_driver_even_what_hangs_and_was_started_by_a_thread() -> None:
+    """Parent-death signals follow the thread, and a thread that sees the end of the connection needs the lock."""
+    program = textwrap.dedent("""
+        import sys, threading
+        sys.path.insert(0, sys.argv[1])
+        from worker_classes import Trouble
+        from embodrl.scheduler.group import WorkerGroup
+
+        def work():
+            group = WorkerGroup(Trouble, "trouble").launch(1, timeout_s=240)
+            print(*group.pid().result(), *group.start_daemon().result(), flush=True)
+            group.hold_the_lock(0).result()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    """)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", program, str(HELPERS)], stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    assert driver.stdout is not None
+    watched = [os.pidfd_open(int(pid)) for pid in driver.stdout.readline().split()]
+    assert len(watched) == 2
+    driver.kill()
+    driver.wait(SOON_S)
+    driver.stdout.close()
+    assert all(gone(pidfd) for pidfd in watched)
+
+
+def test_restarts_count_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("embodrl.processes.restarts.time.monotonic", lambda: clock[0])
+    budget, granted = RestartBudget(2, window_s=100.0), []
+    for clock[0] in (0.0, 50.0, 99.0, 101.0, 120.0, 151.0):
+        granted.append(budget.take())
+    assert granted == [True, True, False, True, False, True]
