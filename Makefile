@@ -10,7 +10,7 @@ CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm soak lint format docs warm-start clean
+.PHONY: help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test soak lint format docs warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -65,6 +65,10 @@ test-simulators: setup ## install Meta-World, Gymnasium and LIBERO into .venv-si
 test-vllm: ## create .venv-vllm with vLLM for CPUs and run its tests there
 	@scripts/setup_vllm.sh
 	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 0 tests/vllm $(ARGS)
+
+# ARGS="--scenario train --sample 50" for a part; --json FILE writes every trial.
+crash-test: setup ## cut power after every file operation of a run, damage every file, and judge the recoveries
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/crash/crash.py $(ARGS)
 
 # SOAK_ENV takes any arguments of `embodrl train`; SOAK_ARGS takes options of benchmarks/soak.py.
 SOAK_MINUTES ?= 120
