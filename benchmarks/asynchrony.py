@@ -21,13 +21,13 @@ from rich.table import Table
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.decoupled import set_proximal
 from embodrl.bench.hardware import describe_hardware
-from embodrl.config import load_config
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.deployment import solve
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.models.base import VLAPolicy
+from embodrl.runs.load import load_config
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector
@@ -142,14 +142,15 @@ def training_alone(sides: Sides, iterations: int) -> dict[str, float]:
 def compare(overrides: tuple[str, ...], iterations: int, env_type: str | None = None) -> dict[str, Any]:
     """Return the figures of every mode, of both sides alone, and their ratios."""
 
-    def configure(*further: str) -> Config:
+    def configure(*further: str) -> LoadedConfig:
         config = load_config([*overrides, *further]).config
         # Rollouts go on until the end, as in the middle of a long run.
         length = warm_up_of(config) + iterations + config.runner.max_staleness + 1
-        return load_config([*overrides, *further, f"runner.max_iterations={length}"]).config
+        return load_config([*overrides, *further, f"runner.max_iterations={length}"])
 
-    plain = configure()
-    configure_torch(plain, solve(plain).deployment.of("rollout")[0])
+    loaded = configure()
+    plain = loaded.config
+    configure_torch(plain, loaded.deployment.of("rollout")[0])
     rows: dict[str, Any] = {}
     with make_pool(plain, plain.env.train.total_num_envs, env_type=env_type) as pool:
 
@@ -161,8 +162,8 @@ def compare(overrides: tuple[str, ...], iterations: int, env_type: str | None = 
                 sides.source.close()
 
         for name, settings in MODES:
-            measured(name, configure(*settings))
-        measured("rollouts alone", configure("runner.max_staleness=4"), update=False)
+            measured(name, configure(*settings).config)
+        measured("rollouts alone", configure("runner.max_staleness=4").config, update=False)
         rows["training alone"] = training_alone(build(plain, pool), iterations)
     ideal = min(rows["rollouts alone"]["env_steps_per_s"], rows["training alone"]["env_steps_per_s"])
     for name, _ in MODES:
@@ -181,8 +182,9 @@ def overlap(iterations: int) -> dict[str, float]:
     seconds: dict[str, float] = {}
     times: dict[str, float] = {}
     for stages in (1, 2):
-        config = load_config([*SLOW, "model=openvla", f"rollout.pipeline_stages={stages}"]).config
-        configure_torch(config, solve(config).deployment.of("rollout")[0])
+        loaded = load_config([*SLOW, "model=openvla", f"rollout.pipeline_stages={stages}"])
+        config = loaded.config
+        configure_torch(config, loaded.deployment.of("rollout")[0])
         with make_pool(config, config.env.train.total_num_envs, env_type=slow_env.CONSTANT) as pool:
             sides = build(config, pool)
             sides.source.gather(0)

@@ -14,7 +14,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.runs.load import load_config as _load_config
 
 if TYPE_CHECKING:
-    from embodrl.config.schema import Config
+    from embodrl.config.rules.verbs import Verb
     from embodrl.models.base import VLAPolicy
     from embodrl.runs.collect import CollectResult
     from embodrl.runs.evaluate import EvaluationResult
@@ -93,7 +93,7 @@ def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResu
     Raises:
         EmbodrlError: the configuration is invalid, something is missing, or the run failed.
     """
-    loaded = _measured(_load(config, overrides))
+    loaded = _measured(_load(config, overrides, "train"))
     from embodrl.runs.train import train as run
 
     with _torch_settings():
@@ -132,7 +132,7 @@ def evaluate(
         if config is None:
             config, overrides = source.load_config(list(overrides)), ()
         else:
-            chosen = _load(config, overrides)
+            chosen = _load(config, overrides, "eval")
             if source.policy_dir is not None:
                 section = {"warm_start": str(source.policy_dir), "model_path": None}
                 model = chosen.config.model.model_copy(update=section)
@@ -141,7 +141,7 @@ def evaluate(
     elif policy is not None:
         given = policy
         make = lambda _: given  # noqa: E731
-    loaded = _measured(_load(config, overrides))
+    loaded = _measured(_load(config, overrides, "eval"))
     with _torch_settings():
         return run(loaded, output_dir=Path(output_dir) if output_dir else None, make_policy=make)
 
@@ -159,7 +159,7 @@ def collect(config: ConfigLike = None, overrides: Sequence[str] = ()) -> Collect
     Raises:
         EmbodrlError: the configuration is invalid, something is missing, or the experts or the simulator failed.
     """
-    loaded = _measured(_load(config, overrides, collecting=True))
+    loaded = _measured(_load(config, overrides, "collect"))
     from embodrl.runs.collect import collect as run
 
     return run(loaded.config)
@@ -175,7 +175,7 @@ def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
     Raises:
         EmbodrlError: the configuration is invalid, there are no demonstrations, or the loss is not finite.
     """
-    loaded = _load(config, overrides)
+    loaded = _load(config, overrides, "sft")
     if loaded.config.sft.eval_interval:
         loaded = _measured(loaded)
     from embodrl.runs.sft import sft as run
@@ -262,7 +262,7 @@ def follow_weights(
             receiver.close()
 
 
-def _load(config: ConfigLike, overrides: Sequence[str], collecting: bool = False) -> LoadedConfig:
+def _load(config: ConfigLike, overrides: Sequence[str], verb: Verb | None = None) -> LoadedConfig:
     if isinstance(overrides, str):
         overrides = [overrides]
     if isinstance(config, LoadedConfig):
@@ -275,8 +275,8 @@ def _load(config: ConfigLike, overrides: Sequence[str], collecting: bool = False
         return config
     if config is None or isinstance(config, (str, Path, Mapping)):
         source = Path(config) if isinstance(config, str) else config
-        return _load_config(list(overrides), source, collecting=collecting)
-    return _load_config([*config, *overrides], None, collecting=collecting)
+        return _load_config(list(overrides), source, verb)
+    return _load_config([*config, *overrides], None, verb)
 
 
 def _measured(loaded: LoadedConfig) -> LoadedConfig:
@@ -287,10 +287,7 @@ def _measured(loaded: LoadedConfig) -> LoadedConfig:
 
     from embodrl.runs.measure import measure_processes
 
-    number = measure_processes(loaded.config, loaded.processes, logging.getLogger(__name__).info)
-    config: Config = loaded.config
-    env = config.env.model_copy(update={"num_processes": number})
-    return loaded.with_config(config.model_copy(update={"env": env}))
+    return loaded.with_processes(measure_processes(loaded.config, loaded.processes, logging.getLogger(__name__).info))
 
 
 @contextmanager

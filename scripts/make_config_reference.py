@@ -19,7 +19,7 @@ from embodrl.config.compose import describe, groups, presets
 from embodrl.config.explain import flow
 from embodrl.config.rules import Rule, shipped_rules
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
-from embodrl.pipelines.select import PIPELINE_RULE
+from embodrl.pipelines.select import PipelineCheck
 from embodrl.specs import ENVS, MODELS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -200,7 +200,7 @@ def page() -> str:
     """Return the whole page."""
     shipped = shipped_rules()
     rules = ["## Rules between keys", "", "A configuration that breaks one of these is refused.", ""]
-    rules += rule_rows([*shipped.rules, PIPELINE_RULE])
+    rules += rule_rows([*shipped.rules, PipelineCheck().rule])
     notes = ["A configuration that is odd in one of these ways is accepted, with a note.", ""]
     notes += rule_rows(shipped.notes)
     return "\n".join([INTRODUCTION, *preset_part(), *schema_part(), PLACEMENT, *rules, *notes]).rstrip() + "\n"

@@ -11,12 +11,13 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from embodrl import errors
 from embodrl.config.rules import shipped_rules
-from embodrl.pipelines.select import PIPELINE_RULE
+from embodrl.pipelines.select import PipelineCheck
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "errors.md"
@@ -108,10 +109,10 @@ def rule_entries() -> list[Entry]:
     """Return the codes of the rules and notes; the cures are the hints of their findings."""
     entries: list[Entry] = []
     shipped = shipped_rules()
-    for kind, rules in (("rule", [*shipped.rules, PIPELINE_RULE]), ("note", shipped.notes)):
+    for kind, rules in (("rule", [*shipped.rules, PipelineCheck().rule]), ("note", shipped.notes)):
         for rule in rules:
             cause = " ".join((inspect.getdoc(rule.check) or "").partition("\n\n")[0].split())
-            tree = ast.parse(inspect.getsource(inspect.unwrap(rule.check)))
+            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(rule.check))))
             cures = [text for call in calls(tree, "Finding") if (text := argument(call, 2, "hint", tree))]
             entries.append(Entry(rule.code, kind, rule.check.__name__, [cause], cures or [ANY_OTHER]))
     return entries

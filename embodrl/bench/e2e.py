@@ -20,12 +20,12 @@ from rich.table import Table
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.bench.hardware import describe_hardware
-from embodrl.config import load_config
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.deployment import solve
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.runs.load import load_config
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import check_simulator, make_pool
@@ -52,16 +52,19 @@ class Clock:
         return time.perf_counter(), own.user + own.system, sum(each.user + each.system for each in simulators)
 
 
-def measure(config: Config, iterations: int, env_type: str = "", extensions: tuple[str, ...] = ()) -> dict[str, Any]:
+def measure(
+    loaded: LoadedConfig, iterations: int, env_type: str = "", extensions: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Run the warm-up and then ``iterations`` training iterations; return the figures of the latter.
 
     Args:
-        config: the run.
+        loaded: the run.
         iterations: to measure.
         env_type: replaces that of the configuration.
         extensions: modules that the simulator processes import.
     """
-    device = configure_torch(config, solve(config).deployment.of("rollout")[0])
+    config = loaded.config
+    device = configure_torch(config, loaded.deployment.of("rollout")[0])
     if extensions:
         config = config.model_copy(update={"extensions": extensions})
     with make_pool(config, config.env.train.total_num_envs, env_type=env_type or None) as pool:
@@ -121,10 +124,10 @@ def run(overrides: list[str] | None = None, iterations: int = ITERATIONS) -> dic
         overrides: of the default training command.
         iterations: measured on each side.
     """
-    config = load_config(["env=maniskill", "model=openvla", "env.video.enabled=false", *(overrides or [])]).config
-    check_simulator(config)
-    ours = measure(config, iterations)
-    baseline = measure(config, iterations, **BASELINE)
+    loaded = load_config(["env=maniskill", "model=openvla", "env.video.enabled=false", *(overrides or [])])
+    check_simulator(loaded.config)
+    ours = measure(loaded, iterations)
+    baseline = measure(loaded, iterations, **BASELINE)
     return {
         "ratio": round(ours["env_steps_per_s"] / baseline["env_steps_per_s"], 2),
         "embodrl": ours,

@@ -17,7 +17,7 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug
     """
 
     def action() -> int | None:
-        loaded = load_measured(overrides, config, collecting=True)
+        loaded = load_measured(overrides, config, verb="collect")
         from embodrl.runs import collect as worker
         from embodrl.runs.files import removed_if_empty
 

@@ -21,6 +21,7 @@ from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, UsageError
 
 if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
+    from embodrl.config.rules.verbs import Verb
     from embodrl.config.schema import Config
 
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_SIGINT, EXIT_SIGTERM = 0, 1, 2, 130, 143
@@ -50,9 +51,7 @@ JsonFile = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error", show_default=False)]
 
 
-def load(
-    overrides: list[str] | None, config_file: Path | None, collecting: bool = False, evaluating: bool = False
-) -> LoadedConfig:
+def load(overrides: list[str] | None, config_file: Path | None, verb: Verb | None = None) -> LoadedConfig:
     """Load the configuration and print its notes to stderr; see ``load_config``.
 
     Raises:
@@ -60,7 +59,10 @@ def load(
     """
     from embodrl.runs.load import load_config
 
-    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
+    return _shown(load_config(overrides or [], config_file, verb))
+
+
+def _shown(loaded: LoadedConfig) -> LoadedConfig:
     show_notes(loaded.notes)
     choice = loaded.processes
     if choice is not None and not choice.measured:
@@ -73,8 +75,7 @@ def load_measured(
     overrides: list[str] | None,
     config_file: Path | None,
     needed: Callable[[Config], bool] = lambda _: True,
-    collecting: bool = False,
-    evaluating: bool = False,
+    verb: Verb | None = None,
 ) -> LoadedConfig:
     """As ``load``, for verbs that start simulators: ``env.num_processes=auto`` is measured if it has not been.
 
@@ -82,8 +83,7 @@ def load_measured(
         overrides: of the command line.
         config_file: of the user's.
         needed: tells whether simulators will be started.
-        collecting: for `embodrl collect`.
-        evaluating: for `embodrl eval`.
+        verb: leaves out rules about settings that it does not read.
 
     Raises:
         ConfigError: with every problem found.
@@ -91,12 +91,13 @@ def load_measured(
     """
     from embodrl.runs.load import load_config
 
-    loaded = load_config(overrides or [], config_file, collecting=collecting, evaluating=evaluating)
+    loaded = load_config(overrides or [], config_file, verb)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
         from embodrl.runs.measure import measure_processes
 
-        measure_processes(loaded.config, loaded.processes, lambda line: print(line, flush=True))
-    return load(overrides, config_file, collecting, evaluating)
+        number = measure_processes(loaded.config, loaded.processes, lambda line: print(line, flush=True))
+        loaded = loaded.with_processes(number)
+    return _shown(loaded)
 
 
 def split_path(arguments: list[str] | None) -> tuple[Path | None, list[str]]:

@@ -57,13 +57,14 @@ def convert(
     def action() -> None:
         choose(layout, Layout, "layout")
         chosen = Format(choose(to, Format, "format"))
-        from embodrl.data.demos import DemoWriter, Writer
+        from embodrl.data.dataset_writer import DatasetWriter
         from embodrl.data.lerobot_writer import LeRobotWriter
         from embodrl.data.libero_hdf5 import convert as run
+        from embodrl.data.raw import RawWriter
 
-        def make_writer() -> Writer:
+        def make_writer() -> DatasetWriter:
             if chosen is Format.raw:
-                return DemoWriter(output)
+                return RawWriter(output)
             return LeRobotWriter(output, names, FPS, robot_type="panda")
 
         names = tuple(part.strip() for part in cameras.split(",") if part.strip())

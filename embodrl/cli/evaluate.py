@@ -41,7 +41,7 @@ def evaluate(
     def action() -> int | None:
         path, rest = split_path(overrides)
         if path is None:
-            loaded = load_measured(rest, config, evaluating=True)
+            loaded = load_measured(rest, config, verb="eval")
             from embodrl.runs import evaluate as verb
 
             return verb.evaluate(loaded, json, output).exit_code
@@ -51,7 +51,7 @@ def evaluate(
         source = find_policy(path)
         if config is not None:
             rest = source.arguments(rest)
-            loaded = load_measured(rest, config, evaluating=True)
+            loaded = load_measured(rest, config, verb="eval")
         else:
             loaded = source.load_config(rest)
             show_notes(loaded.notes)

@@ -54,7 +54,7 @@ def train(
         from embodrl.preflight.plan import make_plan
         from embodrl.runs.load import load_config
 
-        loaded = load_config(overrides or [], config, planning=True)
+        loaded = load_config(overrides or [], config, verb="plan")
         show_notes(loaded.notes)
         plan = make_plan(loaded)
         if json_output:

@@ -15,7 +15,7 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = F
     """
 
     def action() -> int | None:
-        loaded = load_measured(overrides, config, lambda config: config.sft.eval_interval > 0)
+        loaded = load_measured(overrides, config, lambda config: config.sft.eval_interval > 0, "sft")
         from embodrl.runs import sft as verb
 
         return verb.sft(loaded)

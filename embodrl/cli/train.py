@@ -17,7 +17,7 @@ def train(overrides: Overrides = None, config: ConfigFile = None, debug: Debug =
     """
 
     with leaving(debug) as outcome:  # not ``execute``: few frames lie between this verb and the loss
-        loaded = load_measured(overrides, config)
+        loaded = load_measured(overrides, config, verb="train")
         from embodrl.runs import train as verb
 
         outcome.code = verb.train(loaded).exit_code

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from embodrl.config.check import allowed_values, prune, schema_of, validate
 from embodrl.config.compose import Composition, compose, compose_resolved, replace_former_values
@@ -17,6 +17,7 @@ from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
+from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
@@ -56,11 +57,18 @@ class LoadedConfig:
         """
         return self.solution.deployment
 
-    def with_config(self, config: Config) -> LoadedConfig:
+    def with_config(self, config: Config) -> Self:
         """Return the same with other, valid values; what is placed follows them."""
         return replace(self, config=config, solution=solve(config, self.solution.machine, self.solution.planning))
 
-    def with_absolute_paths(self) -> LoadedConfig:
+    def with_processes(self, number: int) -> Self:
+        """Return the same with the measured number of simulator processes in place of ``auto``."""
+        assert self.processes is not None
+        env = self.config.env.model_copy(update={"num_processes": number})
+        loaded = self.with_config(self.config.model_copy(update={"env": env}))
+        return replace(loaded, processes=replace(self.processes, num_processes=number, measured=True))
+
+    def with_absolute_paths(self) -> Self:
         """Return the same with absolute paths to the directories of the model, so that it holds from any directory."""
         model = self.config.model
         changes = {
@@ -80,10 +88,8 @@ class LoadedConfig:
 
 def load_config(
     overrides: list[str],
-    config_file: Path | Mapping[str, Any] | None = None,
-    planning: bool = False,
-    collecting: bool = False,
-    evaluating: bool = False,
+    config_file: Path | Mapping[str, object] | None = None,
+    verb: Verb | None = None,
     further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Compose and validate a configuration.
@@ -92,23 +98,21 @@ def load_config(
         overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
         config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
             which ``{group: name}`` chooses a preset, too.
-        planning: nothing will be started, so machines may be described that are not there.
-        collecting: for `embodrl collect`, which not all environments and tasks are for.
-        evaluating: for `embodrl eval`: notes about training are left out.
+        verb: what the configuration is for: settings that it does not read are not checked, and noted where they are
+            on the command line. With ``plan`` machines may be described that are not there. None checks everything.
         further_rules: of packages above this one, reported together with its own.
 
     Raises:
         ConfigError: with every problem found.
     """
-    composition = compose(overrides, config_file)
-    return finish(composition, False, planning, collecting, evaluating, further_rules)
+    return finish(compose(overrides, config_file), verb, further_rules=further_rules)
 
 
 def load_run(
     path: Path,
     overrides: list[str] | None = None,
+    verb: Verb | None = None,
     resuming: bool = False,
-    evaluating: bool = False,
     further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
@@ -116,15 +120,14 @@ def load_run(
     Args:
         path: of the file.
         overrides: command-line arguments.
+        verb: as for ``load_config``.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
-        evaluating: notes about training are left out.
-        further_rules: see ``load_config``.
+        further_rules: as for ``load_config``.
 
     Raises:
         ConfigError: with every problem found.
     """
-    composition = compose_resolved(path, overrides or [])
-    return finish(composition, resuming, evaluating=evaluating, further_rules=further_rules)
+    return finish(compose_resolved(path, overrides or []), verb, resuming, further_rules)
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
@@ -134,10 +137,8 @@ def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
 
 def finish(
     composition: Composition,
+    verb: Verb | None = None,
     resuming: bool = False,
-    planning: bool = False,
-    collecting: bool = False,
-    evaluating: bool = False,
     further_rules: Sequence[Rule] = (),
 ) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
@@ -153,9 +154,9 @@ def finish(
     config, invalid, wrong = validate(tree, schema)
     problems += wrong
     invalid |= {problem.key for problem in removed}
-    solution = solve(config, planning=planning)
-    context = Context(config, tree, solution, resuming, collecting, evaluating)
-    report = run_rules(context, invalid, planning, further_rules)
+    solution = solve(config, planning=verb == "plan")
+    context = Context(config, tree, solution, resuming, collecting=verb == "collect")
+    report = run_rules(context, invalid, verb, further_rules)
     problems += report.errors
     if not_imported:
         problems = without_consequences(problems, config)

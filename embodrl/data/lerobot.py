@@ -8,10 +8,14 @@ v3.0"). A data set is a directory: ``meta/info.json`` (features, path templates)
 
 from __future__ import annotations
 
+import re
+import string
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from embodrl.data.demos import damaged
 from embodrl.errors import EmbodrlError, MissingDependencyError
 
 VERSION = "v3.0"
@@ -64,6 +68,24 @@ def require(*packages: str) -> tuple[Any, ...]:
     return tuple(modules)
 
 
+def check_template(template: str, names: Collection[str], source: Path) -> str:
+    """Return a path template of info.json if it consists of text and the allowed names, such as ``{file_index:03d}``.
+
+    Raises:
+        FileDamagedError: it holds something else. ``str.format`` would evaluate attributes and widths.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise damaged(source, f"{template!r:.100} is not a path template: {error}") from error
+    for _, name, width, conversion in parts:
+        if name is not None and (name not in names or conversion or not re.fullmatch(r"(0?\d?d)?", width or "")):
+            raise damaged(source, f"{template!r:.100} is not a path template of {', '.join(names)}")
+    if len(template) > 1000:
+        raise damaged(source, f"{template!r:.100} is too long for a path")
+    return template
+
+
 def within(directory: Path, relative: str) -> Path:
     """Return a path inside a data set.
 
@@ -72,5 +94,9 @@ def within(directory: Path, relative: str) -> Path:
     """
     path = (directory / relative).resolve()
     if not path.is_relative_to(directory.resolve()):
-        raise EmbodrlError(f"{directory / INFO} leads out of the data set, to {path}", "use a data set that you trust")
+        raise EmbodrlError(
+            f"{directory / INFO} leads out of the data set, to {path}",
+            "use a data set that you trust",
+            code="dataset-path",
+        )
     return path

@@ -5,7 +5,7 @@ Shapes: N values, D dimensions. Quantiles interpolate linearly between order sta
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 
 
-def vector_stats(values: NDArray[Any]) -> dict[str, list[Any]]:
+def vector_stats(values: NDArray[np.generic]) -> dict[str, list[float]]:
     """Return min, max, mean, std, count and quantiles of ``[N,D]`` or ``[N]`` (D = 1), as lists of D numbers."""
     table = values.reshape(len(values), -1)
     wide = table.astype(np.float64)
-    result: dict[str, list[Any]] = {
+    result: dict[str, list[float]] = {
         "min": table.min(0).tolist(),
         "max": table.max(0).tolist(),
         "mean": wide.mean(0).tolist(),
@@ -35,9 +35,9 @@ class PixelStats:
         frames: how many were counted.
     """
 
-    def __init__(self) -> None:
-        self.counts: NDArray[np.int64] = np.zeros((3, 256), np.int64)
-        self.frames = 0
+    def __init__(self, counts: NDArray[np.int64] | None = None, frames: int = 0) -> None:
+        self.counts: NDArray[np.int64] = np.zeros((3, 256), np.int64) if counts is None else counts
+        self.frames = frames
 
     def add(self, frames: NDArray[np.uint8]) -> None:
         """Count ``uint8[N,H,W,3]``."""
@@ -50,14 +50,14 @@ class PixelStats:
         self.counts += other.counts
         self.frames += other.frames
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, list[list[list[float]]] | list[int]]:
         """Return the statistics of each channel, pixels scaled to [0, 1], nested as ``[3,1,1]``; count is of frames."""
         levels = np.arange(256) / 255
         total = self.counts.sum(axis=1)
         mean = self.counts @ levels / total
         variance = (self.counts * (levels[None] - mean[:, None]) ** 2).sum(axis=1) / total
         seen = [np.flatnonzero(row) for row in self.counts]
-        values: dict[str, Any] = {
+        values: dict[str, Sequence[float] | NDArray[np.float64]] = {
             "min": [levels[row[0]] for row in seen],
             "max": [levels[row[-1]] for row in seen],
             "mean": mean,

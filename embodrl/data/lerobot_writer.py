@@ -5,10 +5,8 @@ Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimension
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,23 @@ import numpy as np
 
 from embodrl.data import lerobot as layout
 from embodrl.data.columns import Array
-from embodrl.data.demos import ELSEWHERE, Episode
+from embodrl.data.dataset_writer import DatasetWriter
+from embodrl.data.demos import Episode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
+from embodrl.data.parquet import Table
 from embodrl.data.video_file import CODEC, VideoEncoder, pixel_format
 from embodrl.errors import EmbodrlError
-from embodrl.storage.atomic import output_error, publish_directory, sync_tree
+from embodrl.fields import Fields
+from embodrl.storage.json_file import write_json_file
 
-Row = dict[str, Any]
+Row = dict[str, object]
 
 
-class LeRobotWriter:
-    """Writes episodes into a hidden directory that ``close`` renames to its final name.
+class LeRobotWriter(DatasetWriter):
+    """Writes a LeRobot data set.
 
     Args:
-        directory: does not exist yet, or is empty.
+        directory, resume: as of ``DatasetWriter``.
         cameras: their V names.
         fps: frames per second, as the attribute ``fps``; None until it is known, before the first episode.
         crf: of the videos; 0 is lossless.
@@ -37,40 +38,35 @@ class LeRobotWriter:
 
     Raises:
         MissingDependencyError: the extra ``datasets`` is not installed.
-        EmbodrlError: the directory is not empty, or the rest of a collection that was killed lies beside it.
-        OutputError: it can't be written; later, the disk is full.
+        EmbodrlError, OutputError: as of ``DatasetWriter``.
     """
 
+    format = "lerobot"
+
     def __init__(
-        self, directory: Path, cameras: Sequence[str], fps: int | None, crf: int = 0, robot_type: str | None = None
+        self,
+        directory: Path,
+        cameras: Sequence[str],
+        fps: int | None,
+        crf: int = 0,
+        robot_type: str | None = None,
+        resume: bool = False,
     ) -> None:
         self._pa, self._pq, _ = layout.require("pyarrow", "pyarrow.parquet", "imageio_ffmpeg")
-        self.directory = directory.absolute()
-        self.staging = self.directory.with_name(f".{self.directory.name}.partial")
-        if directory.is_dir() and any(directory.iterdir()):
-            raise EmbodrlError(f"{directory} holds something already", "choose another, new directory")
-        if self.staging.exists():
-            raise EmbodrlError(
-                f"{self.staging} is the rest of a collection that was killed, or of one that is under way",
-                f"remove it (rm -r {self.staging}), or choose another directory",
-            )
         self.keys = [layout.camera_key(name) for name in cameras]
         self._fps, self.crf, self.robot_type = fps, crf, robot_type
-        self.num_frames = 0
         self._file = 0
-        self._rows: list[Row] = []
+        self._rows: list[dict[str, Array]] = []
         self._data_bytes = 0
         self._encoders: dict[str, VideoEncoder] = {}
         self._file_start = 0
         self._episodes: list[Row] = []
+        self._num_episodes = 0
         self._tasks: dict[str, int] = {}
         self._vectors: dict[str, list[Array]] = {}
         self._pixels: dict[str, PixelStats] = {key: PixelStats() for key in self.keys}
-        self._features: dict[str, Any] = {}
-        self._aborted = False
-        with self._output_errors():
-            self.staging.mkdir(parents=True)
-            self.staging.rmdir()
+        self._features: dict[str, object] = {}
+        super().__init__(directory, resume)
 
     @property
     def fps(self) -> int:
@@ -82,47 +78,47 @@ class LeRobotWriter:
     def fps(self, value: int) -> None:
         self._fps = value
 
-    def add(self, episode: Episode) -> None:
-        """Add an episode."""
-        with self._output_errors():
-            self._add(episode)
-
     def _add(self, episode: Episode) -> None:
-        assert episode.images.shape[1] == len(self.keys), "one picture a camera"
-        if not self._features:
-            self._features = self._describe(episode)
-        length, number = len(episode.actions), len(self._episodes)
+        features = self._describe(episode)
+        if features != (self._features or features):
+            raise EmbodrlError(
+                f"an episode for {self.directory} has other features than those before: {features}",
+                "continue a collection with the settings that it began with",
+                code="dataset-other-features",
+            )
+        self._features = features
+        length, number, start = len(episode.actions), self._num_episodes, self.num_frames
         columns = self._columns(episode, number)
         for name, values in columns.items():
             self._vectors.setdefault(name, []).append(values)
         self._rows.append(columns)
         self._data_bytes += sum(values.nbytes for values in columns.values())
-        start = self.num_frames
         row: Row = {
             "episode_index": number,
             "tasks": [episode.instruction],
             "length": length,
             "dataset_from_index": start,
             "dataset_to_index": start + length,
-            **self._place("data", self._file),
-            **self._place("meta/episodes", 0),
+            **self._place("data"),
+            **self._place("meta/episodes"),
             layout.OWN_TASK: episode.task,
             layout.OWN_SEED: episode.seed,
             layout.OWN_SUCCESS: episode.success,
         }
-        stats: dict[str, Any] = {name: vector_stats(values) for name, values in columns.items()}
+        stats: dict[str, Mapping[str, object]] = {name: vector_stats(values) for name, values in columns.items()}
         for view, key in enumerate(self.keys):
             pixels = PixelStats()
             pixels.add(episode.images[:, view])
             self._pixels[key].merge(pixels)
             self._encoder(key, *episode.images.shape[2:4]).add(episode.images[:, view])
             stats[key] = pixels.stats()
-            row |= self._place(f"videos/{key}", self._file)
+            row |= self._place(f"videos/{key}")
             row[f"videos/{key}/from_timestamp"] = (start - self._file_start) / self.fps
             row[f"videos/{key}/to_timestamp"] = (start - self._file_start + length) / self.fps
         for name, values in stats.items():
             row |= {f"stats/{name}/{statistic}": value for statistic, value in values.items()}
         self._episodes.append(row)
+        self._num_episodes += 1
         self.num_frames += length
         if self._is_full():
             self._finish_file()
@@ -143,8 +139,9 @@ class LeRobotWriter:
             "task_index": np.full(length, task),
         }
 
-    def _describe(self, episode: Episode) -> dict[str, Any]:
+    def _describe(self, episode: Episode) -> dict[str, object]:
         """Return the features as info.json has them."""
+        assert episode.images.shape[1] == len(self.keys), "one picture per camera"
         height, width = episode.images.shape[2:4]
         video = {
             "video.height": height,
@@ -162,7 +159,7 @@ class LeRobotWriter:
             "names": ["height", "width", "channels"],
             "info": video,
         }
-        features: dict[str, Any] = dict.fromkeys(self.keys, camera)
+        features: dict[str, object] = dict.fromkeys(self.keys, camera)
         vectors = {layout.STATE: episode.state.shape[1], layout.ACTION: episode.actions.shape[1]}
         features |= {
             name: {"dtype": "float32", "shape": [size], "names": None} for name, size in vectors.items() if size
@@ -171,19 +168,19 @@ class LeRobotWriter:
             name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in layout.COUNTERS.items()
         }
 
-    def _place(self, kind: str, file: int) -> dict[str, int]:
-        chunk, index = divmod(file, layout.CHUNKS_SIZE)
+    def _place(self, kind: str) -> dict[str, int]:
+        chunk, index = divmod(self._file, layout.CHUNKS_SIZE)
         return {f"{kind}/chunk_index": chunk, f"{kind}/file_index": index}
 
-    def _path(self, template: str, file: int, **names: str) -> Path:
-        chunk, index = divmod(file, layout.CHUNKS_SIZE)
+    def _path(self, template: str, **names: str) -> Path:
+        chunk, index = divmod(self._file, layout.CHUNKS_SIZE)
         path = self.staging / template.format(chunk_index=chunk, file_index=index, **names)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def _encoder(self, key: str, height: int, width: int) -> VideoEncoder:
         if key not in self._encoders:
-            path = self._path(layout.VIDEO_PATH, self._file, video_key=key)
+            path = self._path(layout.VIDEO_PATH, video_key=key)
             self._encoders[key] = VideoEncoder(path, height, width, self.fps, self.crf)
         return self._encoders[key]
 
@@ -198,10 +195,12 @@ class LeRobotWriter:
             return
         columns = {name: np.concatenate([row[name] for row in self._rows]) for name in self._rows[0]}
         table = self._pa.table({name: self._array(values) for name, values in columns.items()})
-        self._pq.write_table(table, self._path(layout.DATA_PATH, self._file))
+        self._pq.write_table(table, self._path(layout.DATA_PATH), write_page_checksum=True)
+        episodes = self._pa.Table.from_pylist(self._episodes)
+        self._pq.write_table(episodes, self._path(layout.EPISODES_PATH), write_page_checksum=True)
         for encoder in self._encoders.values():
             encoder.close()
-        self._rows, self._encoders, self._data_bytes = [], {}, 0
+        self._rows, self._episodes, self._encoders, self._data_bytes = [], [], {}, 0
         self._file += 1
         self._file_start = self.num_frames
 
@@ -211,52 +210,63 @@ class LeRobotWriter:
             return self._pa.array(values.ravel())
         return self._pa.FixedSizeListArray.from_arrays(self._pa.array(values.ravel()), values.shape[1])
 
-    def close(self, meta: Mapping[str, Any]) -> None:
-        """Write what is left, statistics and ``meta`` (how it was made), and give the directory its name.
+    def _flush(self) -> dict[str, object]:
+        self._finish_file()
+        return {
+            "file": self._file,
+            "episodes": self._num_episodes,
+            "frames": self.num_frames,
+            "fps": self.fps,
+            "features": self._features,
+            "tasks": self._tasks,
+            "pixels": {key: {"frames": p.frames, "counts": p.counts.tolist()} for key, p in self._pixels.items()},
+        }
 
-        After a failure, which ``add`` has reported, there is nothing to write.
-        """
-        if self._aborted:
-            return
-        with self._output_errors():
-            self._finish_file()
-            self._write_meta(meta)
-            sync_tree(self.staging)
-            publish_directory(self.staging, self.directory)
+    def _restore(self, state: Fields) -> None:
+        self._file = state.integer("file")
+        self._num_episodes = state.integer("episodes")
+        self.num_frames = self._file_start = state.integer("frames")
+        self._fps = state.integer("fps", low=1)
+        self._features = dict(state.fields("features").content)
+        tasks = state.fields("tasks")
+        self._tasks = {name: tasks.integer(name) for name in tasks}
+        pixels = state.fields("pixels")
+        if set(pixels) != set(self.keys):
+            state.refuse(f"it has the cameras {', '.join(pixels)}, not {', '.join(self.keys)}")
+        for key in self.keys:
+            kept = pixels.fields(key)
+            counts = np.array(kept.items("counts", 3), np.int64)
+            self._pixels[key] = PixelStats(counts, kept.integer("frames"))
+        for path in sorted((self.staging / "data").glob("*/*.parquet")):
+            table = Table(path)
+            for name in table.names:
+                if layout.COUNTERS.get(name) == "int64":
+                    values: Array = table.integers(name)
+                else:
+                    values = table.vectors(name, int(state.fields("features").fields(name).numbers("shape", 1)[0]))
+                self._vectors.setdefault(name, []).append(values.ravel() if name in layout.COUNTERS else values)
 
-    @contextlib.contextmanager
-    def _output_errors(self) -> Iterator[None]:
-        """Leave nothing behind when the disk is full or failing."""
-        try:
-            yield
-        except OSError as error:
-            self.abort()
-            what = f"demonstrations can't be written to {self.directory}"
-            raise output_error(what, self.directory, error, ELSEWHERE) from error
-
-    def _write_meta(self, meta: Mapping[str, Any]) -> None:
-        self._pq.write_table(self._pa.Table.from_pylist(self._episodes), self._path(layout.EPISODES_PATH, 0))
+    def _write_meta(self, meta: Mapping[str, object]) -> None:
         self._pq.write_table(self._task_table(), self.staging / layout.TASKS)
-        stats: dict[str, Any] = {key: pixels.stats() for key, pixels in self._pixels.items()}
+        stats: dict[str, Mapping[str, object]] = {key: pixels.stats() for key, pixels in self._pixels.items()}
         stats |= {name: vector_stats(np.concatenate(parts)) for name, parts in self._vectors.items()}
         info = {
             "codebase_version": layout.VERSION,
             "robot_type": self.robot_type,
-            "total_episodes": len(self._episodes),
+            "total_episodes": self._num_episodes,
             "total_frames": self.num_frames,
             "total_tasks": len(self._tasks),
             "chunks_size": layout.CHUNKS_SIZE,
             "data_files_size_in_mb": layout.DATA_FILE_MB,
             "video_files_size_in_mb": layout.VIDEO_FILE_MB,
             "fps": self.fps,
-            "splits": {"train": f"0:{len(self._episodes)}"},
+            "splits": {"train": f"0:{self._num_episodes}"},
             "data_path": layout.DATA_PATH,
             "video_path": layout.VIDEO_PATH,
             "features": self._features,
         }
         for name, content in ((layout.STATS, stats), (layout.OWN_META, dict(meta)), (layout.INFO, info)):
-            text = json.dumps(content, indent=4, ensure_ascii=False, allow_nan=False)
-            (self.staging / name).write_text(text + "\n", encoding="utf-8")
+            write_json_file(self.staging / name, content)
 
     def _task_table(self) -> Any:
         """Return the instructions as pandas writes a table whose index they are: that is how they are looked up."""
@@ -275,9 +285,6 @@ class LeRobotWriter:
         }
         return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
 
-    def abort(self) -> None:
-        """Leave nothing behind."""
-        self._aborted = True
+    def _stop(self) -> None:
         for encoder in self._encoders.values():
             encoder.abort()
-        shutil.rmtree(self.staging, ignore_errors=True)

@@ -5,30 +5,37 @@ Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimension
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.data.demos import Episode, Writer
+from embodrl.data.dataset_writer import DatasetWriter
+from embodrl.data.demos import Episode, check_numbers
 from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.fields import parse_fields
 from embodrl.specs import ENVS
+
+_Number = TypeVar("_Number", np.float32, np.uint8)
 
 CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 STATE = ("ee_pos", "ee_ori", "gripper_states")
 NOTHING = 1e-4  # OpenVLA's threshold for an action that does nothing
+MAX_ATTRIBUTE_BYTES = 2**20
+MAX_BYTES = 2**33
+"""Of one array of an episode."""
 
 
 def convert(
     source: Path,
-    make_writer: Callable[[], Writer],
+    make_writer: Callable[[], DatasetWriter],
     cameras: tuple[str, ...],
     keep_idle: bool,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[int, int]:
     """Write the demonstrations of a file, or of all ``*.hdf5`` in a directory.
 
@@ -40,7 +47,7 @@ def convert(
         make_writer: called once the source was found.
         cameras: keys of ``CAMERAS``, in the order of ``env.cameras``.
         keep_idle: keep the frames in which nothing is commanded.
-        tell: called with lines of progress.
+        report: called with lines of progress.
 
     Returns:
         How many episodes and frames were written.
@@ -52,77 +59,126 @@ def convert(
     unknown = [name for name in cameras if name not in CAMERAS]
     if unknown or not cameras or len(set(cameras)) < len(cameras):
         raise EmbodrlError(
-            f"the demonstrations have no cameras '{', '.join(cameras)}'", f"name {', '.join(CAMERAS)}, each once"
+            f"the demonstrations have no cameras '{', '.join(cameras)}'",
+            f"name {', '.join(CAMERAS)}, each once",
+            code="libero-cameras",
         )
     files = sorted(source.glob("*.hdf5")) if source.is_dir() else [source] if source.is_file() else []
     if not files:
-        raise EmbodrlError(f"there are no .hdf5 files in {source}", "give a file or the directory of a suite")
-    h5py = _import_h5py()
-    writer, episodes = make_writer(), 0
+        raise EmbodrlError(
+            f"there are no .hdf5 files in {source}", "give a file or the directory of a suite", code="libero-no-files"
+        )
     try:
+        h5py = import_module("h5py")
+    except ImportError as error:
+        raise MissingDependencyError("h5py is not installed", "pip install 'embodrl[libero-demos]'") from error
+    episodes = 0
+    with make_writer() as writer:
         for path in files:
             count = 0
             for episode in read_file(h5py, path, cameras, keep_idle):
-                writer.add(episode)
-                count += 1
-            tell(f"{path.name}: {count} episodes")
+                if len(episode.actions):  # every frame may be idle
+                    writer.add(episode)
+                    count += 1
+            report(f"{path.name}: {count} episodes")
             episodes += count
-        frames = writer.num_frames
+        if not episodes:
+            raise EmbodrlError(
+                f"{source} holds no episodes", "use the files of LIBERO's own download", code="dataset-empty"
+            )
         writer.close({"env_type": "libero", "source": [path.name for path in files], "cameras": list(cameras)})
-    except BaseException:
-        writer.abort()
-        raise
-    return episodes, frames
+    return episodes, writer.num_frames
 
 
-def _import_h5py() -> Any:
-    try:
-        return import_module("h5py")
-    except ImportError as error:
-        raise MissingDependencyError("h5py is not installed", "pip install 'embodrl[libero-demos]'") from error
-
-
-def read_file(h5py: Any, path: Path, cameras: tuple[str, ...], keep_idle: bool) -> Iterator[Episode]:
-    """Yield the episodes of a file; see ``convert``."""
+def read_file(h5py: ModuleType, path: Path, cameras: tuple[str, ...], keep_idle: bool) -> Iterator[Episode]:
+    """Yield the episodes of a file; arguments and errors are those of ``convert``."""
     task = path.stem.removesuffix("_demo")
     try:
         with h5py.File(path, "r") as file:
             data = file["data"]
-            instruction = _instruction(task, data.attrs)
-            for name in sorted(data, key=lambda name: int(name.rpartition("_")[2])):
-                number = int(name.rpartition("_")[2])
-                yield _episode(data[name], task, instruction, number, cameras, keep_idle)
-    except (OSError, KeyError, ValueError) as error:
+            instruction = _instruction(path, task, data.attrs)
+            for name in sorted(data, key=_number):
+                yield _Demo(h5py, path, f"data/{name}", file).episode(task, instruction, cameras, keep_idle)
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:  # what h5py raises of damaged files
         raise EmbodrlError(
             f"{path} is not in the layout of LIBERO's demonstrations: {error}",
             "use the files of LIBERO's own download, as <task>_demo.hdf5",
+            code="libero-layout",
         ) from error
 
 
-def _instruction(task: str, attributes: Any) -> str:
+def _number(name: str) -> int:
+    return int(name.rpartition("_")[2])
+
+
+def _instruction(path: Path, task: str, attributes: Mapping[str, object]) -> str:
     """Return the words that the environment uses for the task; those of the file where it is of no known suite."""
     known = ENVS.entry("libero").instructions()
     if task in known:
         return known[task]
-    words = json.loads(attributes["problem_info"])["language_instruction"]
-    return "".join(words).strip('"') if isinstance(words, list) else str(words).strip('"')
+    encoded = attributes["problem_info"]
+    if not isinstance(encoded, str | bytes):
+        raise ValueError("its attribute 'problem_info' is not text")
+    info = parse_fields(encoded, f"{path}, problem_info", max_bytes=MAX_ATTRIBUTE_BYTES)
+    words = info.content.get("language_instruction")
+    return (
+        "".join(info.texts("language_instruction")) if isinstance(words, list) else info.text("language_instruction")
+    ).strip('"')
 
 
-def _episode(demo: Any, task: str, instruction: str, number: int, cameras: tuple[str, ...], keep_idle: bool) -> Episode:
-    actions = np.asarray(demo["actions"], np.float32)
-    kept = np.arange(len(actions)) if keep_idle else moving(actions)
-    obs = demo["obs"]
-    views = [np.asarray(obs[CAMERAS[name]])[kept][:, ::-1, ::-1] for name in cameras]
-    state = np.concatenate([np.asarray(obs[name], np.float32) for name in STATE], axis=1)
-    return Episode(
-        images=np.ascontiguousarray(np.stack(views, axis=1)),
-        state=state[kept],
-        actions=actions[kept],
-        instruction=instruction,
-        task=task,
-        seed=number,
-        success=bool(np.asarray(demo["rewards"])[-1] > 0) if "rewards" in demo else True,
-    )
+class _Demo:
+    """A demonstration in a file.
+
+    Args:
+        h5py: the module.
+        path: of the file.
+        name: of its group.
+        file: the open file.
+    """
+
+    def __init__(self, h5py: ModuleType, path: Path, name: str, file: Mapping[str, object]) -> None:
+        self._h5py, self._path, self._name, self._file = h5py, path, name, file
+        self._length: int | None = None
+
+    def episode(self, task: str, instruction: str, cameras: tuple[str, ...], keep_idle: bool) -> Episode:
+        """Return it without the frames in which nothing is commanded, unless ``keep_idle``."""
+        number = _number(self._name)
+        actions = self._array("actions", (7,))
+        check_numbers(self._path, f"{self._name}/actions", actions, number)
+        kept = np.arange(len(actions)) if keep_idle else moving(actions)
+        pictures = [self._array(f"obs/{CAMERAS[name]}", (None, None, 3), np.uint8) for name in cameras]
+        state = np.concatenate([self._array(f"obs/{name}", (None,)) for name in STATE], axis=1)
+        check_numbers(self._path, f"{self._name}/obs", state, number)
+        rewards = self._array("rewards", ()) if f"{self._name}/rewards" in self._file else None
+        return Episode(
+            images=np.ascontiguousarray(np.stack([view[kept][:, ::-1, ::-1] for view in pictures], axis=1)),
+            state=state[kept],
+            actions=actions[kept],
+            instruction=instruction,
+            task=task,
+            seed=number,
+            success=rewards is None or bool(rewards[-1] > 0),
+        )
+
+    def _array(self, name: str, shape: tuple[int | None, ...], dtype: type[_Number] = np.float32) -> NDArray[_Number]:
+        """Read ``[N, *shape]``; None is any size."""
+        dataset = self._file[f"{self._name}/{name}"]
+        name = f"{self._name}/{name}"
+        if not isinstance(dataset, self._h5py.Dataset):
+            raise ValueError(f"{name} is not a data set")
+        if dataset.file.filename != str(self._path) or dataset.external or dataset.is_virtual:
+            raise ValueError(f"{name} is stored in another file")
+        found = tuple(dataset.shape)
+        fits = len(found) == 1 + len(shape) and all(
+            size in (None, n) for size, n in zip(shape, found[1:], strict=False)
+        )
+        self._length = self._length or (found[0] if found else 0)
+        if not fits or found[0] != self._length or not found[0] or dataset.nbytes > MAX_BYTES:
+            raise ValueError(f"{name} has the shape {list(found)} in an episode of {self._length} frames")
+        numeric = dataset.dtype == dtype if dtype is np.uint8 else dataset.dtype.kind in "fiub"
+        if not numeric:
+            raise ValueError(f"{name} is {dataset.dtype}, not {dtype.__name__}")
+        return np.asarray(dataset[()]).astype(dtype)
 
 
 def moving(actions: NDArray[np.float32]) -> NDArray[np.int64]:

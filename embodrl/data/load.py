@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from embodrl.data.demos import Demos, load_raw
+from embodrl.data.demos import Demos
 from embodrl.data.lerobot import INFO
+from embodrl.data.raw import load_raw
 
 
 def load_demos(
@@ -27,17 +28,22 @@ def load_demos(
         EmbodrlError: there are none, a file is missing or damaged, or a camera is not there.
         MissingDependencyError: the extra ``datasets`` is not installed.
     """
-    if (directory / INFO).is_file():
+    if is_lerobot(directory):
         from embodrl.data.lerobot_reader import load_lerobot
 
         return load_lerobot(directory, max_episodes, cameras, size)
     return load_raw(directory, max_episodes)
 
 
+def is_lerobot(directory: Path) -> bool:
+    """Return whether a directory is a LeRobot data set, which may be damaged."""
+    return (directory / INFO).parent.is_dir()
+
+
 def camera_names(directory: Path) -> list[str] | None:
     """Return the names of a LeRobot data set's cameras, in its order; None for another format, which has no names."""
-    if not (directory / INFO).is_file():
+    if not is_lerobot(directory):
         return None
-    from embodrl.data.lerobot_reader import camera_keys, read_info
+    from embodrl.data.lerobot_reader import read_info
 
-    return camera_keys(read_info(directory))
+    return read_info(directory).cameras

@@ -10,7 +10,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +36,7 @@ class VideoEncoder:
         crf: 0 is lossless; up to 51, smaller and worse.
 
     Raises:
-        OSError: from ``add`` and ``close``, ffmpeg failed; its last words are the message.
+        OSError: from ``add`` and ``close``, ffmpeg failed; its last output is the message.
     """
 
     def __init__(self, path: Path, height: int, width: int, fps: int, crf: int) -> None:
@@ -60,7 +59,7 @@ class VideoEncoder:
             str(path),
         ]
         self.path = path
-        self._log: Any = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         # In a session of its own: Ctrl-C is for the program, which ends the file properly.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
@@ -73,7 +72,7 @@ class VideoEncoder:
             self._process.stdin.write(np.ascontiguousarray(frames).tobytes())
         except OSError as error:
             self.abort()
-            raise OSError(self._last_words or str(error)) from error
+            raise OSError(self._last_output or str(error)) from error
 
     def close(self) -> None:
         """Finish the file."""
@@ -82,11 +81,11 @@ class VideoEncoder:
             self._process.stdin.close()
         except OSError as error:
             self.abort()
-            raise OSError(self._last_words or str(error)) from error
+            raise OSError(self._last_output or str(error)) from error
         code = self._process.wait()
         self._read_log()
         if code:
-            raise OSError(self._last_words or f"ffmpeg ended with code {code}")
+            raise OSError(self._last_output or f"ffmpeg ended with code {code}")
 
     def abort(self) -> None:
         """End ffmpeg; what it has written is of no use."""
@@ -95,24 +94,31 @@ class VideoEncoder:
             self._process.wait()
         self._read_log()
 
-    _last_words = ""
+    _last_output = ""
 
     def _read_log(self) -> None:
         if not self._log.closed:
             self._log.seek(0)
-            self._last_words = self._log.read()[-500:].decode(errors="replace").strip()
+            self._last_output = self._log.read()[-500:].decode(errors="replace").strip()
             self._log.close()
 
 
-def read_video(path: Path, first: int = 0) -> Iterator[NDArray[np.uint8]]:
+def read_video(path: Path, first: int = 0, strict: bool = False) -> Iterator[NDArray[np.uint8]]:
     """Yield the frames ``uint8[H,W,3]`` of a file from number ``first`` on, of any codec that ffmpeg knows.
+
+    Args:
+        path: of the file.
+        first: number of the first frame.
+        strict: end at the first frame that can't be decoded without errors; by default ffmpeg conceals them.
 
     Raises:
         OSError: it can't be read.
     """
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
     # Every stored frame once: by default ffmpeg repeats or drops some to keep the rate.
-    stream = imageio_ffmpeg.read_frames(str(path), output_params=["-fps_mode", "passthrough"])
+    stream = imageio_ffmpeg.read_frames(
+        str(path), input_params=["-xerror"] * strict, output_params=["-fps_mode", "passthrough"]
+    )
     try:
         width, height = next(stream)["size"]
         for number, frame in enumerate(stream):

@@ -144,23 +144,27 @@ def checked_pipeline(config: Config) -> Pipeline:
     return pipeline
 
 
-def graph_is_sound(context: Context) -> Iterator[Finding]:
-    """The graph can be built, and has the nodes that the other settings need."""
-    config = context.config
-    pipeline = config.pipeline
-    both = pipeline.name is not None and pipeline.fn is not None
-    unknown = pipeline.name is not None and pipeline.name not in PIPELINES
-    if both or unknown or misnamed(config) is not None or config.algorithm.adv_type not in ADVANTAGES:
-        return  # rules of the configuration report it
-    key = "pipeline.name" if pipeline.fn is None else "pipeline.fn"
-    try:
-        checked_pipeline(config)
-    except PipelineError as error:
-        for problem in error.problems or (PipelineProblem("", error.message, error.hint, error.code),):
-            yield Finding(key, str(problem), problem.hint, code=problem.code)
+class PipelineCheck:
+    """The rule that the pipeline can be built; keeps the graph, since a custom function is to be called once."""
 
+    def __init__(self) -> None:
+        self.graph: Graph | None = None
+        self.rule = Rule(self.graph_is_sound, ("pipeline", "algorithm", "reward"))
 
-PIPELINE_RULE = Rule(graph_is_sound, ("pipeline", "algorithm", "reward"))
+    def graph_is_sound(self, context: Context) -> Iterator[Finding]:
+        """The graph can be built, and has the nodes that the other settings need."""
+        config = context.config
+        pipeline = config.pipeline
+        both = pipeline.name is not None and pipeline.fn is not None
+        unknown = pipeline.name is not None and pipeline.name not in PIPELINES
+        if both or unknown or misnamed(config) is not None or config.algorithm.adv_type not in ADVANTAGES:
+            return  # rules of the configuration report it
+        key = "pipeline.name" if pipeline.fn is None else "pipeline.fn"
+        try:
+            self.graph = build_graph(config)
+        except PipelineError as error:
+            for problem in error.problems or (PipelineProblem("", error.message, error.hint, error.code),):
+                yield Finding(key, str(problem), problem.hint, code=problem.code)
 
 
 def build_graph(config: Config) -> Graph:

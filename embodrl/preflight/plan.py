@@ -96,7 +96,7 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     """Work out a run; starts nothing and imports no simulator.
 
     Args:
-        loaded: with ``planning=True``.
+        loaded: loaded for the verb plan.
 
     Raises:
         EmbodrlError: the number of GPUs is not known, or the model's files can't be read.

@@ -25,7 +25,6 @@ class _Root:
     pid = 0
     family = ""
     pipe = -1
-    guard: subprocess.Popen[bytes] | None = None
 
 
 def family() -> str:
@@ -39,7 +38,7 @@ def family() -> str:
         command = [sys.executable, "-I", "-S", __file__, str(theirs), _Root.family]
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
         try:
-            _Root.guard = subprocess.Popen(
+            subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -47,6 +46,7 @@ def family() -> str:
                 pass_fds=[theirs],
                 env=environ,
                 start_new_session=True,
+                check=False,
             )
         finally:
             os.close(theirs)
@@ -83,7 +83,9 @@ def end_family(family: str) -> None:
 
 
 def main() -> None:
-    """Wait for the end of the driver."""
+    """Wait for the end of the driver, as no child of it: it is nothing that the driver has to care for."""
+    if os.fork():
+        os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.read(int(sys.argv[1]), 1)

@@ -20,7 +20,7 @@ from pathlib import Path
 _BEAT_S = 0.5
 _BEAT = struct.Struct("<Q")
 _MAX_STEP_S = 2.0  # what a look may add at most: this process may have been stopped itself
-_MIN_CPU = 0.05  # of one core; threads that wait for the interpreter lock use about 0.01
+_MIN_CPU = 0.03  # of one core; threads that wait for the interpreter lock use about 0.01
 _MIN_IO_BYTES_PER_S = 65536
 _HURRIED_S = 3.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -104,6 +104,27 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+class Activity:
+    """Whether a process, or one that it has started, uses processor or disk.
+
+    Args:
+        pid: of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._uses: dict[int, _Use] = {}
+        self._looked = time.monotonic()
+
+    def progressed(self) -> bool:
+        """Return whether one did since the last call, or has begun."""
+        before, (looked, self._looked) = self._uses, (self._looked, time.monotonic())
+        pids = (self._pid, *descendants(self._pid))
+        self._uses = {pid: use for pid in pids if (use := _Use.of(pid)) is not None}
+        seconds = self._looked - looked
+        return any(pid not in before or use.progressed_since(before[pid], seconds) for pid, use in self._uses.items())
+
+
 class Liveness:
     """What a parent knows of a child's life.
 
@@ -118,7 +139,7 @@ class Liveness:
         self._looked = time.monotonic()
         self._beat = b""
         self._use = _Use.of(pid)
-        self._family: dict[int, _Use] = {}
+        self._family = Activity(pid)
         self._silent_s = self._idle_s = self._stalled_s = 0.0
 
     def look(self, busy: bool) -> str:
@@ -137,7 +158,10 @@ class Liveness:
         self._beat = beat
         progressed = use.progressed_since(before, elapsed)
         self._idle_s = 0.0 if progressed else self._idle_s + elapsed
+        stalled_before = self._stalled_s
         self._stalled_s = 0.0 if progressed or not busy else self._stalled_s + elapsed
+        if stalled_before < self.limits.stall_s / 2 <= self._stalled_s:
+            self._family.progressed()  # from here on, for the verdict
         return self._verdict(use)
 
     def is_stopped(self) -> bool:
@@ -159,7 +183,7 @@ class Liveness:
             return f"hangs (state {use.state}): {silent}; native code holds the interpreter lock"
         if self._stalled_s >= self.limits.stall_s:
             stalled = self._stalled_s
-            if self._family_progressed():
+            if self._family.progressed():  # a simulator that it waits for, say
                 self._stalled_s = 0.0
                 return ""
             return (
@@ -167,14 +191,6 @@ class Liveness:
                 f" time for {stalled:.0f} s"
             )
         return ""
-
-    def _family_progressed(self) -> bool:
-        """Return whether a child of the child works: since the last time that this was asked, or for the first time."""
-        before, seconds = self._family, self.limits.stall_s
-        self._family = {pid: use for pid in descendants(self.pid) if (use := _Use.of(pid)) is not None}
-        return any(
-            pid not in before or use.progressed_since(before[pid], seconds / 10) for pid, use in self._family.items()
-        )
 
     def _wait_channel(self) -> str:
         try:

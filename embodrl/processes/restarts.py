@@ -33,6 +33,11 @@ class RestartBudget:
             self._times.append(now)
             return True
 
+    @property
+    def used(self) -> str:
+        """How much of it is used, as ``2 of 3``."""
+        return f"{len(self._times)} of {self.limit}"
+
     def __str__(self) -> str:
         window = f"{self.window_s / 60:.0f} min" if self.window_s >= 120 else f"{self.window_s:g} s"
         return f"{self.limit} restarts within {window}"

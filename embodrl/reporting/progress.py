@@ -27,7 +27,14 @@ class Progress:
         self.mode = ("rich" if sys.stdout.isatty() else "plain") if mode == "auto" else mode
         self._start_s = self._last_s = time.monotonic()
         self._bar: RichProgress | None = None
-        self._done = 0
+        self._first = 0
+
+    def start_at(self, done: int) -> None:
+        """Count what an earlier process has done as done, but not in the rate."""
+        self._first = done
+        self._start_s = time.monotonic()
+        if self._bar is not None:
+            self._bar.reset(self._task, completed=done)
 
     def __enter__(self) -> Progress:
         if self.mode == "rich":
@@ -44,15 +51,14 @@ class Progress:
         return self
 
     def update(self, done: int, note: str = "") -> None:
-        """Tell that ``done`` units are done."""
-        self._done = done
+        """Show that ``done`` units are done, those of earlier processes included."""
         now_s = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=done, note=note)
         elif self.mode == "plain" and (now_s - self._last_s >= PLAIN_INTERVAL_S or done >= self.total):
             if done >= self.total and self._last_s == float("inf"):
                 return
-            rate = done / max(now_s - self._start_s, 1e-9)
+            rate = (done - self._first) / max(now_s - self._start_s, 1e-9)
             eta = f"{(self.total - done) / rate:.0f} s" if rate > 0 else "unknown"
             print(f"{self.title}: {done}/{self.total} {self.unit}, {rate:.1f}/s, ETA {eta}  {note}", flush=True)
             self._last_s = now_s if done < self.total else float("inf")

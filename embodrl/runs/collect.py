@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,35 +12,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.config.schema import Config
-from embodrl.data.demos import DemoWriter, Episode, Writer
+from embodrl.data.dataset_writer import DatasetWriter
+from embodrl.data.demos import Episode
 from embodrl.data.lerobot_writer import LeRobotWriter
+from embodrl.data.raw import RawWriter
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
+from embodrl.fields import Fields
 from embodrl.reporting.progress import Progress
 from embodrl.runs.stop import StopSignal
 from embodrl.types import EnvSpec, Observation
 
 MAX_ATTEMPTS_PER_EPISODE = 10
+COMMIT_EPISODES = 50
+"""After so many episodes what was collected is committed, so that a kill costs no more."""
 
 
 class Collector:
-    """Plays experts in all environments of a pool until enough episodes have succeeded.
+    """Runs experts in all environments of a pool until enough episodes have succeeded.
 
     Args:
         config: the run; section ``collect``.
         pool: started, without auto-reset.
-        writer: takes the episodes.
+        writer: takes the episodes; an interrupted collection that it continues counts.
         should_stop: asked before every step; if it answers True, ``run`` ends early.
 
     Attributes:
-        kept, tried, solved: ``int64[T]``, episodes of each task that were kept, played to their end, and successful.
+        kept, tried, solved: ``int64[T]``, episodes of each task that were kept, completed, and successful.
         lost: ``int64[T]``, episodes that a fault has ended.
+
+    Raises:
+        EmbodrlError: the interrupted collection has other settings.
     """
 
     def __init__(
-        self, config: Config, pool: EnvPool, writer: Writer, should_stop: Callable[[], bool] = lambda: False
+        self, config: Config, pool: EnvPool, writer: DatasetWriter, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
         self.settings = config.collect
+        # A collection continues with the number of episodes changed only.
+        settings = self.settings.model_dump(mode="json", exclude={"num_episodes", "output_dir"})
+        self._settings = {"env": config.env.env_type, "tasks": list(pool.spec.tasks), **settings}
         self.pool = pool
         self.tasks = pool.spec.tasks
         self.writer = writer
@@ -54,6 +65,8 @@ class Collector:
         self.wanted = np.array(
             [len(part) for part in np.array_split(np.arange(self.settings.num_episodes), len(self.tasks))]
         )
+        if writer.progress is not None:
+            self._continue(writer.progress)
         num_envs = pool.spec.num_envs
         self.frames: list[list[tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]]] = [
             [] for _ in range(num_envs)
@@ -61,6 +74,23 @@ class Collector:
         self.seeds = np.zeros(num_envs, np.int64)
         self.task_ids = np.zeros(num_envs, np.int32)
         self.noise_std = np.zeros(num_envs, np.float32)
+
+    def _continue(self, progress: Fields) -> None:
+        earlier = progress.fields("settings").content
+        if changed := [name for name, value in self._settings.items() if earlier.get(name) != value]:
+            raise EmbodrlError(
+                f"{self.writer.staging} holds an interrupted collection with other settings: {', '.join(changed)}",
+                f"continue it with its own settings, or remove it: rm -r {self.writer.staging}",
+                code="collect-other-settings",
+            )
+        self.attempts = progress.integer("attempts")
+        for name in ("kept", "tried", "solved", "lost"):
+            getattr(self, name)[:] = progress.numbers(name, len(self.tasks))
+        self.rng = np.random.default_rng([self.settings.seed, self.attempts])
+
+    def _commit(self) -> None:
+        counts = {name: getattr(self, name).tolist() for name in ("kept", "tried", "solved", "lost")}
+        self.writer.commit({"settings": self._settings, "attempts": self.attempts, **counts})
 
     def begin(self, rows: NDArray[np.int64]) -> Observation:
         """Start new attempts in ``rows``, of the tasks that lack most."""
@@ -77,8 +107,8 @@ class Collector:
         restarts = self.pool.faults.restarts
         observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
         if self.pool.faults.restarts != restarts:
-            # A process started anew has begun all its episodes again, which no result of a step will tell.
-            return self.begin_anew()
+            # A restarted process has begun all its episodes again, and no result of a step says so.
+            return self.restart()
         size = self.pool.spec.num_envs // len(self.pool.managers)
         for rank in range(len(self.pool.managers)):
             mine = rows[(rows >= rank * size) & (rows < (rank + 1) * size)] - rank * size
@@ -86,11 +116,11 @@ class Collector:
                 try:
                     self.pool.call_one(rank, "expert_reset", {"rows": mine.tolist()})
                 except (EnvWorkerDied, EnvTimeout):
-                    return self.begin_anew()
+                    return self.restart()
         return observation
 
-    def begin_anew(self) -> Observation:
-        """Give up all attempts under way: a process is lost, and the experts of its next one know nothing of them."""
+    def restart(self) -> Observation:
+        """Start all attempts over: a process was lost, and the experts of the next one know nothing of them."""
         return self.begin(np.arange(self.pool.spec.num_envs))
 
     @property
@@ -109,7 +139,7 @@ class Collector:
             try:
                 expert = np.concatenate(self.pool.call("expert_actions")).astype(np.float32)
             except (EnvWorkerDied, EnvTimeout):
-                observation = self.begin_anew()
+                observation = self.restart()
                 continue
             for row, frames in enumerate(self.frames):
                 frames.append((observation.images[row].copy(), observation.state[row].copy(), expert[row]))
@@ -137,6 +167,8 @@ class Collector:
         self.kept[task] += 1
         images, state, actions = (np.stack(part) for part in zip(*self.frames[row], strict=True))
         self.writer.add(Episode(images, state, actions, instruction, self.tasks[task], int(self.seeds[row]), success))
+        if self.kept.sum() % COMMIT_EPISODES == 0:
+            self._commit()
 
     def _refuse_failing_experts(self) -> None:
         if self.settings.keep_failures:
@@ -155,36 +187,22 @@ class Collector:
             names = [task for task, loses in zip(self.tasks, losing, strict=True) if loses]
             raise EnvError(
                 f"the simulator loses more than 9 episodes in 10 of {', '.join(names)} to faults",
-                "the warnings above say which; look at the logs of its processes",
+                "the warnings above name them; see the logs of the simulator processes",
             )
 
     def close(self) -> None:
-        """Write the index of what was kept, with the success rate of the expert in all that was played."""
+        """Complete the data set, with the success rate of the expert over all episodes that it completed."""
         meta: dict[str, object] = {"collect": self.settings.model_dump(), "expert_success_rate": self.success_rate()}
         self.writer.close(meta | {"stopped_early": not self.finished})
 
     def success_rate(self) -> dict[str, float | None]:
-        """Return the part of the episodes that the expert solved, by task; None where none was played to its end."""
+        """Return the fraction of episodes that the expert solved, by task; None where it completed none."""
         counts = zip(self.tasks, self.solved.tolist(), self.tried.tolist(), strict=True)
         return {task: solved / tried if tried else None for task, solved, tried in counts}
 
 
-def make_writer(config: Config) -> Writer:
-    """Return what writes the format of ``config.collect``; a rate that the simulator decides is still to be set.
-
-    Raises:
-        MissingDependencyError: a package that the format needs is not installed.
-        EmbodrlError: the directory can't be written, or holds something already.
-    """
-    settings, env = config.collect, config.env
-    if settings.format == "raw":
-        return DemoWriter(Path(settings.output_dir))
-    names = [camera.name for camera in env.cameras]
-    return LeRobotWriter(Path(settings.output_dir), names, settings.fps, settings.video_crf, env.env_type)
-
-
 def frame_rate(config: Config, spec: EnvSpec) -> int:
-    """Return the frames a second of a data set: one frame an action, at the rate of control if nothing else is said."""
+    """Return the frames per second of a data set: one per action, at the simulator's control rate by default."""
     return config.collect.fps or round(spec.control_hz)
 
 
@@ -208,48 +226,56 @@ class CollectResult:
 
 
 def collect(config: Config) -> CollectResult:
-    """Gather demonstrations as ``config.collect`` says.
+    """Gather demonstrations as ``config.collect`` says; an interrupted collection into the directory is continued.
 
-    SIGINT and SIGTERM end it early: what was kept until then is complete.
+    SIGINT and SIGTERM end it early: the data set is complete with the episodes so far.
 
     Raises:
-        EmbodrlError: something is missing, told before anything has started; or the experts or the simulators fail.
+        EmbodrlError: something is missing (before anything has started), or the experts or the simulators fail.
     """
     from embodrl.workers.env import check_simulator, make_pool
 
-    writer = make_writer(config)
-    check_simulator(config)
-    start_s = time.monotonic()
-    pool = make_pool(config, config.env.train.total_num_envs, max_chunk=1, auto_reset=False, ignore_terminations=False)
-    console = config.runner.logger.console
-    with (
-        StopSignal() as stop,
-        closing(pool),
-        Progress("collect", config.collect.num_episodes, "episodes", console) as progress,
-    ):
+    settings, env, console = config.collect, config.env, config.runner.logger.console
+    directory, start_s = Path(settings.output_dir), time.monotonic()
+    lerobot: LeRobotWriter | None = None
+    writer: DatasetWriter
+    if settings.format == "raw":
+        writer = RawWriter(directory, resume=True)
+    else:
+        names = [camera.name for camera in env.cameras]
+        writer = lerobot = LeRobotWriter(directory, names, settings.fps, settings.video_crf, env.env_type, resume=True)
+    with ExitStack() as closing:
+        closing.enter_context(writer)
+        check_simulator(config)
+        pool = make_pool(config, env.train.total_num_envs, max_chunk=1, auto_reset=False, ignore_terminations=False)
+        stop = closing.enter_context(StopSignal())
+        closing.callback(pool.close)
+        progress = closing.enter_context(Progress("collect", settings.num_episodes, "episodes", console))
         pool.start()
-        if isinstance(writer, LeRobotWriter):
-            writer.fps = frame_rate(config, pool.spec)
+        if lerobot is not None:
+            lerobot.fps = frame_rate(config, pool.spec)
         collector = Collector(config, pool, writer, lambda: bool(stop))
+        if earlier := int(collector.kept.sum()):
+            progress.message(f"continuing an interrupted collection: {earlier} episodes are there")
+            progress.start_at(earlier)
         stop.graceful = True
         try:
             collector.run(progress)
         finally:
-            # A second signal, too, leaves what is complete. Without an episode there is nothing to be told.
+            # After a second signal or an error, too, the episodes so far are complete.
             if collector.kept.any():
-                collector.close()
-            else:
-                writer.abort()
+                with stop.saving():
+                    collector.close()
         kept = int(collector.kept.sum())
         if not collector.finished:
-            progress.message(f"stopped by a signal: {kept} of {config.collect.num_episodes} episodes were kept")
+            progress.message(f"stopped by a signal: {kept} of {settings.num_episodes} episodes were kept")
         rates = ", ".join(
             f"{task} {'no completed episode' if rate is None else f'{rate:.0%}'}"
             for task, rate in collector.success_rate().items()
         )
         progress.message(
             f"{kept} episodes, {writer.num_frames} frames in {time.monotonic() - start_s:.0f} s"
-            f" -> {config.collect.output_dir}; expert success: {rates}"
+            f" -> {directory}; expert success: {rates}"
         )
     code = 0 if collector.finished else stop.exit_code
-    return CollectResult(Path(config.collect.output_dir), kept, writer.num_frames, collector.success_rate(), code)
+    return CollectResult(directory, kept, writer.num_frames, collector.success_rate(), code)

@@ -3,34 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Self
 
 from embodrl.config import load as config_load
 from embodrl.config.load import LoadedConfig
-from embodrl.pipelines.select import PIPELINE_RULE
+from embodrl.config.rules.verbs import Verb
+from embodrl.config.schema import Config
+from embodrl.pipelines.graph import Graph
+from embodrl.pipelines.select import PipelineCheck, build_graph
+
+GRAPH_SECTIONS = ("pipeline", "algorithm", "reward")
+"""What a pipeline depends on."""
+
+
+@dataclass
+class LoadedRun(LoadedConfig):
+    """A valid configuration with the graph that was built to check it.
+
+    Attributes:
+        graph: None where the verb walks none.
+    """
+
+    graph: Graph | None = None
+
+    def with_config(self, config: Config) -> Self:
+        """As for ``LoadedConfig``; the graph is kept while the settings that it depends on are the same."""
+        loaded = super().with_config(config)
+        if any(getattr(config, name) != getattr(self.config, name) for name in GRAPH_SECTIONS):
+            loaded.graph = None
+        return loaded
 
 
 def load_config(
-    overrides: list[str],
-    config_file: Path | Mapping[str, object] | None = None,
-    planning: bool = False,
-    collecting: bool = False,
-    evaluating: bool = False,
-) -> LoadedConfig:
-    """As ``embodrl.config.load_config``, and check the pipeline; imports no torch.
+    overrides: list[str], config_file: Path | Mapping[str, object] | None = None, verb: Verb | None = None
+) -> LoadedRun:
+    """As ``embodrl.config.load_config``, and build the pipeline; imports no torch.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return config_load.load_config(overrides, config_file, planning, collecting, evaluating, (PIPELINE_RULE,))
+    check = PipelineCheck()
+    return _with_graph(config_load.load_config(overrides, config_file, verb, (check.rule,)), check)
 
 
 def load_run(
-    path: Path, overrides: list[str] | None = None, resuming: bool = False, evaluating: bool = False
-) -> LoadedConfig:
-    """As ``embodrl.config.load_run``, and check the pipeline.
+    path: Path, overrides: list[str] | None = None, verb: Verb | None = None, resuming: bool = False
+) -> LoadedRun:
+    """As ``embodrl.config.load_run``, and build the pipeline.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return config_load.load_run(path, overrides, resuming, evaluating, (PIPELINE_RULE,))
+    check = PipelineCheck()
+    return _with_graph(config_load.load_run(path, overrides, verb, resuming, (check.rule,)), check)
+
+
+def _with_graph(loaded: LoadedConfig, check: PipelineCheck) -> LoadedRun:
+    return LoadedRun(**{each.name: getattr(loaded, each.name) for each in fields(loaded)}, graph=check.graph)
+
+
+def graph_of(loaded: LoadedConfig) -> Graph:
+    """Return the graph that was built when the configuration was checked; built now if there is none.
+
+    Raises:
+        PipelineError: with all that is wrong with it.
+    """
+    graph = loaded.graph if isinstance(loaded, LoadedRun) else None
+    return build_graph(loaded.config) if graph is None else graph

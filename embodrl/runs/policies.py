@@ -42,12 +42,12 @@ class PolicySource:
             ConfigError: with every problem found.
         """
         if self.run_dir is None:
-            return load_config(self.arguments(overrides), evaluating=True)
+            return load_config(self.arguments(overrides), verb="eval")
         texts = [assignment("runner.output_dir", self.run_dir), *overrides]
         if self.policy_dir is not None:
             key = "model_path" if _has_model_path(self.run_dir) else "warm_start"
             texts.append(assignment(f"model.{key}", self.policy_dir))
-        return load_run(self.run_dir / CONFIG_FILE, texts, resuming=self.checkpoint is not None, evaluating=True)
+        return load_run(self.run_dir / CONFIG_FILE, texts, "eval", resuming=self.checkpoint is not None)
 
     def arguments(self, overrides: list[str]) -> list[str]:
         """Return overrides that begin with this policy, for a configuration that is not that of its run."""

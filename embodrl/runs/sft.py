@@ -123,7 +123,7 @@ def resume(directory: Path, overrides: list[str]) -> int:
     Raises:
         CheckpointError: there is no intact checkpoint.
     """
-    loaded = load_run(directory / CONFIG_FILE, overrides, resuming=True).with_absolute_paths()
+    loaded = load_run(directory / CONFIG_FILE, overrides, "sft", resuming=True).with_absolute_paths()
     config = loaded.config
     with run_lock(directory), RunLog(directory / LOG_FILE):
         checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
@@ -179,12 +179,14 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
         trainer = Trainer(config, directory, policy, engine, batches, metrics, progress, stop, sharded)
         if checkpoint is not None:
             trainer.restore(checkpoint)
+            progress.start_at(trainer.step)
             progress.message(f"resuming from {checkpoint.path}")
         write_config(directory, loaded.to_yaml())
         stop.graceful = True
         trainer.run()
-        engine.fetch()
-        export_policy(policy, directory / POLICY_DIR, config)
+        with stop.saving():
+            engine.fetch()
+            export_policy(policy, directory / POLICY_DIR, config)
         if trainer.step < settings.max_steps:
             progress.message(
                 f"stopped by a signal after {trainer.step} of {settings.max_steps} steps;"
@@ -250,7 +252,8 @@ class Trainer:
             if settings.eval_interval and self.step % settings.eval_interval == 0 and not self.stop:
                 self._evaluate()
         if self._saved_step != self.step:
-            self.save()
+            with self.stop.saving():
+                self.save()
 
     def _is_due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.sft.max_steps

@@ -30,9 +30,8 @@ from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.context import Context
-from embodrl.pipelines.graph import Node
+from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
-from embodrl.pipelines.select import build_graph
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
@@ -56,7 +55,7 @@ from embodrl.runs.files import (
     without_lost_warm_start,
     write_config,
 )
-from embodrl.runs.load import load_run
+from embodrl.runs.load import graph_of, load_run
 from embodrl.runs.lock import run_lock
 from embodrl.runs.provenance import add_provenance
 from embodrl.runs.stop import StopSignal
@@ -107,6 +106,7 @@ class Runner:
 
     Args:
         config: the run.
+        graph: what an iteration walks.
         deployment: where everything of it is.
         run_dir: where everything goes.
         parts: of the run, started.
@@ -118,6 +118,7 @@ class Runner:
     def __init__(
         self,
         config: Config,
+        graph: Graph,
         deployment: Deployment,
         run_dir: Path,
         parts: Parts,
@@ -134,7 +135,7 @@ class Runner:
         )
         self.collector = parts.rollouts.collector
         self.metrics, self.console, self.stop = metrics, console, stop
-        self.graph = build_graph(config)
+        self.graph = graph
         runner = config.runner
         self.needs_reference = config.algorithm.kl.coef > 0
         self.phases = MemoryPhases(config, parts.rollouts, parts.engine)
@@ -177,7 +178,8 @@ class Runner:
         except InterruptedError:
             pass  # the run is as it was before the rollout, or its evaluation is still pending
         if not self.saved:
-            self._save()
+            with self.stop.saving():
+                self._save()
         self.engine.onload()
         if self.finished:  # its policy is exported
             self.engine.fetch()
@@ -265,7 +267,8 @@ class Runner:
         if last or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
             self.collector.forget_history()
-            self._save()
+            with self.stop.saving():
+                self._save()
             self._rest()
 
     def _rest(self) -> None:
@@ -398,7 +401,7 @@ def resume(directory: Path, overrides: list[str]) -> int:
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise not_a_run(directory)
-    loaded = load_run(path, overrides, resuming=True).with_absolute_paths()
+    loaded = load_run(path, overrides, "train", resuming=True).with_absolute_paths()
     _check_machine(loaded.config, loaded.deployment)
     with run_lock(directory):
         preflight(directory, LEAST_FREE_BYTES)
@@ -454,7 +457,7 @@ def _execute(
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
-    with StopSignal() as stop, console:
+    with StopSignal(config.runner.stop_timeout_s) as stop, console:
         console.message(f"run: {run_dir}, log: {run_dir / LOG_FILE}")
 
         def stopped() -> bool:
@@ -469,7 +472,7 @@ def _execute(
                 metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
                 closing.callback(metrics.close)
                 console.restore(read_metrics(metrics.path))
-                runner = Runner(config, deployment, run_dir, parts, metrics, console, stop)
+                runner = Runner(config, graph_of(loaded), deployment, run_dir, parts, metrics, console, stop)
                 preflight(run_dir, num_bytes_on_disk(config, deployment, parts.policy, parts.engine.state_num_bytes()))
                 if checkpoint is not None:
                     console.message(f"resuming from {checkpoint.path}")

@@ -7,6 +7,7 @@ can change a file can change the list. Torch-free.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 
 from embodrl.errors import FileDamagedError
@@ -41,13 +42,14 @@ def write_checksums(directory: Path) -> None:
     write_json_file(directory / CHECKSUMS, content)
 
 
-def check_checksums(directory: Path, only: list[str] | None = None) -> bool:
+def check_checksums(directory: Path, only: Collection[str] | None = None, complete: bool = False) -> bool:
     """Compare files with ``checksums.json``.
 
     Args:
         directory: that holds the list.
         only: relative paths of the files to check; by default all that are listed. Files that are not listed are
             not checked: a user may add some.
+        complete: all of ``only`` must be listed.
 
     Returns:
         False if there is no such list: the directory comes from elsewhere, or from an earlier version.
@@ -60,7 +62,7 @@ def check_checksums(directory: Path, only: list[str] | None = None) -> bool:
     if not path.is_file():
         return False
     listed = read_fields(path, hint=_HINT)
-    problems: list[str] = []
+    problems = [f"{name}: not in {CHECKSUMS}" for name in only or () if complete and name not in listed]
     for name in listed:
         if only is None or name in only:
             entry = listed.fields(name)

@@ -262,7 +262,7 @@ class RemoteBackend(RolloutBackend):
         self._pings.pop(rank, None)
         self._known_faults[rank] = {}
         self.faults.count("rollout_restarts")
-        logger.warning("restart %d of a rollout process: %s", self.faults.rollout_restarts, error.message)
+        logger.warning("restart %s of a rollout process: %s", self._restarts.used, error.message)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -189,6 +190,8 @@ def failures(series: Sequence[Series]) -> list[str]:
 
 
 def main() -> int:
+    """Run what the arguments ask for; return the exit code."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leaves nothing behind
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenario", action="append", help=f"of {', '.join([*SCENARIOS, *DAMAGED])}; default: all")
     parser.add_argument("--part", choices=("power", "damage"), help="only one kind of trial")

@@ -12,7 +12,7 @@ import pytest
 from test_env_faults import wait_until_gone
 
 from embodrl.config import load_config
-from embodrl.data.demos import DemoWriter
+from embodrl.data.raw import RawWriter
 from embodrl.envs.pool.faults import Bounds
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
@@ -65,7 +65,7 @@ def test_a_collection_begins_its_attempts_anew(name: str, number: int, tmp_path:
     config = load_config([*SETTINGS, f"collect.output_dir={tmp_path}"]).config
     with mortal(auto_reset=False) as pool:
         pool.doom(name, number)
-        collector = Collector(config, pool, DemoWriter(tmp_path))
+        collector = Collector(config, pool, RawWriter(tmp_path))
         collector.run(Progress("collect", 1, "episodes", "off"))
         collector.close()
         assert pool.left <= 0 and pool.faults.restarts == 1
@@ -81,7 +81,7 @@ def test_a_collection_of_which_nothing_can_be_true_stops(tmp_path: Path) -> None
         pool.doom("", 0)
         pool.bounds = Bounds(reward=1e-6)
         with pytest.raises(EnvQuarantined, match=r"environment \d \(task reach-red, seed \d+\): .* in its reward"):
-            Collector(config, pool, DemoWriter(tmp_path)).run(Progress("collect", 1, "episodes", "off"))
+            Collector(config, pool, RawWriter(tmp_path)).run(Progress("collect", 1, "episodes", "off"))
 
 
 def expert_steps(seed: int) -> int:

@@ -5,9 +5,21 @@ from __future__ import annotations
 from config_case import Wrong
 
 DATA = [
-    Wrong("format that is not known", "collect.format", "lerobot", ("collect.format=lerobt",)),
-    Wrong("videos of raw ones", "collect.video_crf", "format is raw", ("collect.video_crf=6", "collect.format=raw")),
-    Wrong("rate of raw pictures", "collect.fps", "format is raw", ("collect.fps=10", "collect.format=raw")),
-    Wrong("compression beyond all", "collect.video_crf", "51", ("collect.video_crf=52",)),
-    Wrong("cameras too many", "sft.cameras", "env.cameras has 1", ("sft.cameras=[top,wrist]",)),
+    Wrong("format that is not known", "collect.format", "config-choice", ("collect.format=lerobt",), names="lerobot"),
+    Wrong(
+        "videos of raw ones",
+        "collect.video_crf",
+        "raw-demonstrations-have-no-videos",
+        ("collect.video_crf=6", "collect.format=raw"),
+    ),
+    Wrong(
+        "rate of raw pictures",
+        "collect.fps",
+        "raw-demonstrations-have-no-videos",
+        ("collect.fps=10", "collect.format=raw"),
+    ),
+    Wrong("compression beyond all", "collect.video_crf", "config-range", ("collect.video_crf=52",), names="51"),
+    Wrong(
+        "cameras too many", "sft.cameras", "a-camera-of-the-data-for-each-of-the-policy", ("sft.cameras=[top,wrist]",)
+    ),
 ]

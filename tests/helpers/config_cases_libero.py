@@ -9,15 +9,17 @@ BOWL = (
     "env.tasks=[pick_up_the_black_bowl_between_the_plate_and_the_ramekin_and_place_it_on_the_plate]",
 )
 LIBERO = [
-    Wrong("no suite", "env.suite", "nearest:  libero_spatial", ("env.suite=libero_spatail", *BOWL)),
-    Wrong("task of another suite", "env.tasks", "of libero_goal", ("env.tasks=[turn_on_the_stove]", "env=libero")),
-    Wrong("progress of LIBERO", "env.reward_mode", "no dense reward", ("env.reward_mode=dense_delta", *BOWL)),
+    Wrong("no suite", "env.suite", "suite-exists", ("env.suite=libero_spatail", *BOWL), names="libero_spatial"),
+    Wrong(
+        "task of another suite", "env.tasks", "tasks-are-of-the-suite", ("env.tasks=[turn_on_the_stove]", "env=libero")
+    ),
+    Wrong("progress of LIBERO", "env.reward_mode", "env-has-the-reward", ("env.reward_mode=dense_delta", *BOWL)),
     Wrong(
         "camera that hangs in its scene",
         "env.cameras.0.fov_rad",
-        "scenes put them",
+        "cameras-stay-in-the-scene",
         ("env.cameras=[{name:agentview,fov_rad:1.0}]", *BOWL),
     ),
-    Wrong("no assets", "env.libero_assets", "no directory", ("env.libero_assets={tmp}/absent", *BOWL)),
-    Wrong("no interpreter to be found", "env.python", "no environment of its own for maniskill", ("env.python=auto",)),
+    Wrong("no assets", "env.libero_assets", "assets-are-there", ("env.libero_assets={tmp}/absent", *BOWL)),
+    Wrong("no interpreter to be found", "env.python", "interpreter-can-be-found", ("env.python=auto",)),
 ]

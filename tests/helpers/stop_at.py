@@ -27,7 +27,7 @@ POINTS = {
     "write_file": "embodrl.storage.checkpoint:_write_file",
     "sync_directory": "embodrl.storage.checkpoint:sync_directory",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
-    "add_episode": "embodrl.data.demos:DemoWriter.add",
+    "add_episode": "embodrl.data.raw:RawWriter.add",
     "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",
     "sft_step": "embodrl.hybrid_engines.training.policy_engine:PolicyTrainEngine.imitate",
     "wait_started": "embodrl.envs.pool.pool:EnvPool.wait_started",
@@ -54,6 +54,12 @@ def lives(process):
         return False
 
 
+def is_helper(process):
+    """Tell whether a process belongs to the tests' fork server, or is the guard of this process's family."""
+    command = process.cmdline()
+    return command[0].startswith("zygote") or any("guard.py" in part for part in command)
+
+
 def install(point, wanted, number, whom):
     module_name, _, path = POINTS[point].partition(":")
     __import__(module_name)
@@ -70,7 +76,7 @@ def install(point, wanted, number, whom):
         calls += 1
         if calls == wanted and here and not (once and Path(os.environ["STOP_AT_CHILDREN"]).exists()):
             family = psutil.Process().children(recursive=True)
-            children = [child.pid for child in family if not child.cmdline()[0].startswith("zygote")]
+            children = [child.pid for child in family if not is_helper(child)]
             Path(os.environ["STOP_AT_CHILDREN"]).write_text("\n".join(map(str, children)))
             if whom in ("simulator", "worker"):
                 child = simulator() if whom == "simulator" else worker()

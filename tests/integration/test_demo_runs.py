@@ -1,12 +1,13 @@
 """`collect` and `sft` through the command line, on the toy environment: signals, and what is in the way."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from runs import TINY, Outcome, assert_gone, embodrl
 from safetensors.torch import load_file
+
+from embodrl.data.load import load_demos
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +29,9 @@ def stopped(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return directory, outcome
 
 
-def collect(config: Path, directory: Path, kind: str = "raw", **options: object) -> Outcome:
+def collect(config: Path, directory: Path, kind: str = "raw", *arguments: str, **options: object) -> Outcome:
     settings = [f"collect.output_dir={directory}", f"collect.format={kind}", "env.max_episode_steps=21"]
-    return embodrl("collect", "--config", config, *settings, **options)
+    return embodrl("collect", "--config", config, *settings, *arguments, **options)
 
 
 def sft(config: Path, demos: Path, directory: Path, *arguments: str, **options: object) -> Outcome:
@@ -60,17 +61,24 @@ def test_a_stopped_collection_is_a_whole_lerobot_data_set(config: Path, tmp_path
     assert outcome.code == 0, outcome.stderr
     assert f"{info['total_episodes']} episodes, {info['total_frames']} frames" in outcome.stdout
     outcome = collect(config, demos, "lerobot")
-    assert outcome.code == 1 and "holds something already" in outcome.stderr
+    assert outcome.code == 1 and "code: dataset-exists" in outcome.stderr
 
 
-def test_a_collection_that_was_killed_is_in_the_way_of_the_next(
-    stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
+@pytest.mark.parametrize(("kind", "point"), [("raw", "add_episode"), ("lerobot", "add_lerobot_episode")])
+def test_a_killed_collection_continues_from_its_last_commit(
+    config: Path, tmp_path: Path, kind: str, point: str
 ) -> None:
-    shutil.copytree(stopped[0], tmp_path / "demos")
-    (tmp_path / "demos" / "index.json").unlink()
-    outcome = collect(config, tmp_path / "demos")
-    assert outcome.code == 1
-    assert "was killed" in outcome.stderr and "hint: remove them" in outcome.stderr
+    demos = tmp_path / "demos"
+    settings = ["collect.num_episodes=54", "env.tasks=[reach-red]"]
+    outcome = collect(config, demos, kind, *settings, stop_at=f"{point}:52:SIGKILL")
+    assert outcome.code == -9 and not demos.exists()
+    outcome = collect(config, demos, kind, *settings, "collect.noise_std=0.5")
+    assert outcome.code == 1 and "code: collect-other-settings" in outcome.stderr
+    outcome = collect(config, demos, kind, *settings)
+    assert outcome.code == 0, outcome.stderr
+    assert "continuing an interrupted collection: 50 episodes" in outcome.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["demos"]
+    assert len(load_demos(demos).instructions) == 54
 
 
 def test_a_signal_ends_fine_tuning_with_the_policy_so_far(

@@ -12,12 +12,12 @@ from runs import TINY, metrics
 from safetensors.torch import load_file
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.errors import PipelineError
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Pipeline
+from embodrl.runs.load import load_config
 from embodrl.runs.train import train
 from embodrl.specs import PIPELINES
 
@@ -31,7 +31,8 @@ SMALL = (
     "actor.optim.lr_scheduler=constant",
 )
 IN_GROUPS = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6", "algorithm.group_size=4")
-NO_GROUPS = ("ppo", "reinforce_pp")
+GROUPS = {"ppo": (), "reinforce_pp": IN_GROUPS[:2]}
+"""Settings of algorithms that compare no groups; the others have ``IN_GROUPS``."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def run(directory: Path, *overrides: str) -> list[dict[str, Any]]:
     directory.mkdir()
     config = directory / "tiny.yaml"
     config.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
-    loaded = load_config([*SMALL, *overrides, f"runner.output_dir={directory / 'run'}"], config)
+    loaded = load_config([*SMALL, *overrides, f"runner.output_dir={directory / 'run'}"], config, verb="train")
     assert train(loaded).exit_code == 0
     return metrics(directory / "run")  # pyright: ignore[reportReturnType]
 
@@ -58,7 +59,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", list(PIPELINES))
 def test_a_built_in_pipeline_trains(name: str, tmp_path: Path) -> None:
-    groups = () if name in NO_GROUPS else IN_GROUPS
+    groups = GROUPS.get(name, IN_GROUPS)
     rows = run(tmp_path / "one", f"pipeline={name}", *groups)
     assert [row["iteration"] for row in rows] == [1, 2]
     assert rows[1]["env_steps"] > rows[0]["env_steps"] > 0
@@ -79,7 +80,7 @@ def written_out(graph: Graph, context: Context, on_node: object = None) -> dict[
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "srpo"])
 def test_a_graph_gives_the_numbers_of_the_loop(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = (f"pipeline={name}", "algorithm.kl.coef=0.05", *(() if name in NO_GROUPS else IN_GROUPS))
+    settings = (f"pipeline={name}", "algorithm.kl.coef=0.05", *GROUPS.get(name, IN_GROUPS))
     walked = run(tmp_path / "walked", *settings)
     monkeypatch.setattr(Graph, "run", written_out)
     assert run(tmp_path / "written", *settings) == walked
@@ -87,8 +88,12 @@ def test_a_graph_gives_the_numbers_of_the_loop(name: str, tmp_path: Path, monkey
     assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
 
 
+BUILT: list[Config] = []
+
+
 def build_retried(config: Config) -> Pipeline:
     """The plain pipeline with a node between that fails at first, after it has changed its batch."""
+    BUILT.append(config)
     attempts = iter([True, False])
 
     def unsteady(context: Context, batch: Any) -> Any:
@@ -106,7 +111,9 @@ def build_retried(config: Config) -> Pipeline:
 
 
 def test_a_node_that_is_tried_again_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
+    BUILT.clear()
     rows = run(tmp_path / "retried", f"pipeline.fn={__name__}:build_retried")
+    assert len(BUILT) == 1, "checking the configuration and running it share one pipeline"
     assert [row.pop("pipeline/retries") for row in rows] == [1, 0]
     assert rows == run(tmp_path / "plain")
 

@@ -22,6 +22,7 @@ from embodrl.config.rules import (
     sizes,
 )
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
+from embodrl.config.rules.verbs import Verb, concerns, reads, settings_without_effect
 from embodrl.errors import ConfigProblem
 from embodrl.specs import ENVS, MODELS
 
@@ -67,28 +68,33 @@ class Report:
 
 
 def run_rules(
-    context: Context, invalid: set[str], planning: bool = False, further_rules: Sequence[Rule] = ()
+    context: Context, invalid: set[str], verb: Verb | None = None, further_rules: Sequence[Rule] = ()
 ) -> Report:
     """Run every rule whose keys have a valid type.
 
     Args:
         context: the values, with the schema's default where one was invalid, and where they came from.
         invalid: keys whose value was invalid.
-        planning: nothing will be started, so what this machine lacks is an obstacle instead of an error.
+        verb: leaves out what it does not read; with ``plan`` nothing will be started, so what this machine lacks is
+            an obstacle instead of an error. None checks everything.
         further_rules: of packages above this one.
     """
 
     def run(rules: Iterable[Rule]) -> list[ConfigProblem]:
         sound = [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
-        return [context.problem(finding, rule.code) for rule in sound for finding in rule.check(context)]
+        read = [rule for rule in sound if any(reads(verb, key) for key in rule.keys)]
+        found = ((rule, finding) for rule in read for finding in rule.check(context))
+        return [context.problem(finding, rule.code) for rule, finding in found if concerns(verb, finding)]
 
     specs = [spec for spec in (context.simulator, context.family) if spec is not None]
     chosen = [rules for spec in specs for rules in spec.rules]
     every = [*RULES, *(rule for one in chosen for rule in one.rules), *further_rules]
     notes = [*NOTES, *(note for one in chosen for note in one.notes)]
-    notes = [note for note in notes if not (context.evaluating and note.is_about_training)]
-    later = [rule for rule in every if planning and rule.here]
-    return Report(run(rule for rule in every if rule not in later), run(notes), run(later))
+    later = [rule for rule in every if verb == "plan" and rule.here]
+    ignored = (
+        [] if verb is None else [context.problem(each, "") for each in settings_without_effect(verb, context.tree)]
+    )
+    return Report(run(rule for rule in every if rule not in later), run(notes) + ignored, run(later))
 
 
 def shipped_rules() -> RuleSet:

@@ -53,8 +53,7 @@ class Context:
         tree: with origins.
         solution: what could be placed.
         resuming: a checkpoint has the weights.
-        collecting: demonstrations will be collected.
-        evaluating: a policy will be evaluated, and nothing trained.
+        collecting: an expert acts, so demonstrations need one and the policy's weights do not matter.
     """
 
     config: Config
@@ -62,7 +61,6 @@ class Context:
     solution: Solution
     resuming: bool = False
     collecting: bool = False
-    evaluating: bool = False
 
     @property
     def deployment(self) -> Deployment | None:
@@ -157,11 +155,6 @@ class Rule:
     def code(self) -> str:
         """Stable identifier of what the rule finds: its name in kebab case."""
         return self.check.__name__.replace("_", "-")
-
-    @property
-    def is_about_training(self) -> bool:
-        """All keys are in sections that an evaluation does not read."""
-        return all(key.partition(".")[0] in ("actor", "algorithm", "reward", "runner") for key in self.keys)
 
 
 @dataclass(frozen=True)

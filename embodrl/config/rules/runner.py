@@ -140,7 +140,7 @@ def evaluation_happens(context: Context) -> Iterator[Finding]:
     """The last iteration is always evaluated, and filmed; with no other evaluation, every_eval changes nothing."""
     runner = context.config.runner
     only_the_last = runner.eval_interval == 0 and not runner.eval_at_start
-    if only_the_last and not context.evaluating and context.by_user("env.video.every_eval"):
+    if only_the_last and context.by_user("env.video.every_eval"):
         message = "has no effect: with runner.eval_interval 0 the last iteration alone is evaluated"
         yield Finding("env.video.every_eval", message, "leave it out, or set runner.eval_interval")
 

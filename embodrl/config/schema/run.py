@@ -75,6 +75,11 @@ class RunnerConfig(Section):
     save_interval: PositiveInt = Field(
         default=10, description="iterations between checkpoints; the last one is always saved"
     )
+    stop_timeout_s: PositiveFloat = Field(
+        default=10.0,
+        description="seconds from the first SIGTERM, SIGINT or SIGHUP to the end of the run, which saves meanwhile if"
+        " it reaches the end of its step in time; a checkpoint that is being written is completed",
+    )
     checkpoint_format: Literal["auto", "full", "sharded"] = Field(
         default="auto",
         description="full: the main process writes whole tensors; sharded: every training process writes what it holds"

@@ -434,7 +434,7 @@ class EnvPool:
                     f" {len(self.managers)}: {error.message}",
                     error.hint,
                 ) from error
-            logger.warning("restart %d: %s", self.faults.restarts, error.message)
+            logger.warning("restart %s: %s", self.budget.used, error.message)
             forget_frames(error)
             try:
                 manager.restart()

@@ -38,7 +38,9 @@ TWO_TRAINERS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str) -> None:
     extra = {"libero_wrist": ["model=openvla_oft"], "megatron": [TWO_TRAINERS]}.get(name, [])
     # The hardware of a cluster need not be here, nor the package of a backend.
-    loaded = load_config([f"{group}={name}", *extra], planning=group == "cluster" or name in ("vllm", "megatron"))
+    loaded = load_config(
+        [f"{group}={name}", *extra], verb="plan" if group == "cluster" or name in ("vllm", "megatron") else None
+    )
     assert f"configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}
     assert (CONFIGS / group / f"{name}.yaml").read_text().startswith("# ")
 

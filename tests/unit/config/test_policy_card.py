@@ -11,12 +11,13 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.config.policy_card import CARD_FILE, policy_card, policy_directory, read_card
+from embodrl.config.rules.verbs import Verb
 
 CODE = "policy-was-trained-for-this"
 
 
-def notes(*overrides: str, evaluating: bool = False) -> list[str]:
-    found = load_config(list(overrides), evaluating=evaluating).notes
+def notes(*overrides: str, verb: Verb | None = None) -> list[str]:
+    found = load_config(list(overrides), verb=verb).notes
     return [f"{note.key}: {note.message}" for note in found if note.code == CODE]
 
 
@@ -42,8 +43,8 @@ def policy_of(directory: Path, *overrides: str) -> Path:
 def test_a_policy_in_another_environment_task_or_camera_is_noted(tmp_path: Path) -> None:
     policy = policy_of(tmp_path / "policy")
     same = ["env=toy", f"model.warm_start={policy}"]
-    assert notes(*same) == [] and notes(*same, evaluating=True) == []
-    (text,) = notes("env=maniskill", f"model.warm_start={policy}", evaluating=True)
+    assert notes(*same) == [] and notes(*same, verb="eval") == []
+    (text,) = notes("env=maniskill", f"model.warm_start={policy}", verb="eval")
     assert "trained in toy (reach-red), not in maniskill" in text
     (text,) = notes(*same, "env.tasks=[reach-red,reach-green]")
     assert "not on reach-green of 2 tasks" in text
@@ -78,7 +79,8 @@ def test_hub_ids_and_random_weights_have_no_directory() -> None:
 def test_an_evaluation_has_no_notes_about_training() -> None:
     overrides = ["env=toy", "model.warm_start=null", "runner.max_iterations=2"]
     assert "default-warm-ups-end" in [note.code for note in load_config(overrides).notes]
-    assert load_config(overrides, evaluating=True).notes == []
+    (note,) = load_config(overrides, verb="eval").notes
+    assert (note.key, note.code) == ("runner.max_iterations", "setting-of-another-verb")
 
 
 def test_a_debug_run_has_no_notes_about_itself_or_its_evaluation() -> None:

@@ -2,11 +2,13 @@ import json
 
 import numpy as np
 import pytest
+from expect import raises_code
 from safetensors.numpy import load_file, save_file
 
-from embodrl.data.demos import DemoWriter, Episode
+from embodrl.data.demos import Episode
 from embodrl.data.load import load_demos
-from embodrl.errors import EmbodrlError, OutputError
+from embodrl.data.raw import RawWriter
+from embodrl.errors import EmbodrlError
 
 
 def episode(number: int, length: int, success: bool = True) -> Episode:
@@ -18,7 +20,7 @@ def episode(number: int, length: int, success: bool = True) -> Episode:
 
 
 def write(directory, lengths=(3, 1, 4), shard_episodes=2):
-    writer = DemoWriter(directory, shard_episodes)
+    writer = RawWriter(directory, shard_episodes)
     for number, length in enumerate(lengths):
         writer.add(episode(number, length))
     writer.close({"made": "by a test"})
@@ -51,6 +53,7 @@ def test_only_the_first_episodes_if_asked(tmp_path):
 
 def test_demonstrations_from_before_there_were_states_load(tmp_path):
     write(tmp_path)
+    without_checksums(tmp_path)
     for shard in tmp_path.glob("shard_*.safetensors"):
         save_file({name: array for name, array in load_file(shard).items() if name != "state"}, shard)
     demos = load_demos(tmp_path)
@@ -66,23 +69,43 @@ def test_chunks_end_with_their_episode(tmp_path):
     np.testing.assert_array_equal(actions[2], [[200, 201], [202, 203], [204, 205]])
 
 
-def test_incomplete_foreign_and_full_directories_are_refused(tmp_path):
-    writer = DemoWriter(tmp_path, 1)
-    writer.add(episode(0, 3))  # a shard, and no index: a run that was killed
-    with pytest.raises(EmbodrlError, match="holds no demonstrations") as refused:
+def test_missing_foreign_and_full_directories_are_refused(tmp_path):
+    with raises_code("dataset-missing") as refused:
         load_demos(tmp_path)
     assert "embodrl collect" in refused.value.hint
-    writer.close({})
-    assert len(load_demos(tmp_path).actions) == 3
-    with pytest.raises(EmbodrlError, match="holds demonstrations already"):
-        DemoWriter(tmp_path)
+    write(tmp_path)
+    with raises_code("dataset-exists"):
+        RawWriter(tmp_path)
+    without_checksums(tmp_path)
     index = tmp_path / "index.json"
     index.write_text(json.dumps({"format": 99, "episodes": []}))
-    with pytest.raises(EmbodrlError, match="format 99"):
+    with raises_code("dataset-version"):
         load_demos(tmp_path)
     index.write_text(json.dumps({"format": 1, "meta": {}, "episodes": []}))
-    with pytest.raises(EmbodrlError, match="no episodes"):
+    with raises_code("dataset-empty"):
         load_demos(tmp_path)
+
+
+def without_checksums(directory):
+    """As a data set from elsewhere."""
+    (directory / "checksums.json").unlink()
+
+
+def test_each_flipped_byte_is_found(tmp_path):
+    write(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        content = path.read_bytes()
+        for at in range(0, len(content), max(1, len(content) // 60)):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 0x20]) + content[at + 1 :])
+            if path.name != "checksums.json":
+                with raises_code("file-damaged") as refused:
+                    load_demos(tmp_path)
+                assert path.name in refused.value.message
+            else:  # a letter of another case in a name or a key, at most
+                with pytest.raises(EmbodrlError, match=r"checksums\.json|is damaged"):
+                    load_demos(tmp_path)
+        path.write_bytes(content)
+    assert len(load_demos(tmp_path).actions) == 8
 
 
 def damage(directory, kind):
@@ -113,6 +136,7 @@ def damage(directory, kind):
         index.write_text(json.dumps(content | {"episodes": [3]}))
 
 
+@pytest.mark.parametrize("has_checksums", [True, False])
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -129,36 +153,116 @@ def damage(directory, kind):
         ("episodes of another kind", "index"),
     ],
 )
-def test_damaged_demonstrations_are_named(tmp_path, kind, name):
+def test_damaged_demonstrations_are_named(tmp_path, kind, name, has_checksums):
     write(tmp_path)
+    if not has_checksums:
+        without_checksums(tmp_path)
     damage(tmp_path, kind)
-    with pytest.raises(EmbodrlError, match=f"{name}.* is damaged") as refused:
+    with raises_code("file-damaged") as refused:
         load_demos(tmp_path)
-    assert "re-collect the demonstrations" in refused.value.hint
+    assert name in refused.value.message
 
 
-def test_what_a_killed_collection_left_is_refused_and_not_mixed_in(tmp_path):
-    killed = DemoWriter(tmp_path, 1)
+@pytest.mark.parametrize(("value", "shown"), [(np.nan, "nan"), (-np.inf, "-inf"), (1e30, "1e+30")])
+@pytest.mark.parametrize("column", ["actions", "state"])
+def test_numbers_that_are_not_of_a_robot_are_named(tmp_path, column, value, shown):
+    broken = episode(1, 3)
+    getattr(broken, column)[2, 1] = value
+    writer = RawWriter(tmp_path / "data")
+    for each in (episode(0, 3), broken):
+        writer.add(each)
+    writer.close({})
+    with raises_code("file-damaged") as refused:
+        load_demos(tmp_path / "data")
+    assert f"shard_0000.safetensors is damaged: episode 1, frame 2: {column}[1] is {shown}" in refused.value.message
+
+
+@pytest.mark.parametrize("shard", ["../shard_0000.safetensors", "/etc/shadow", "a/b"])
+def test_an_index_does_not_lead_out_of_its_directory(tmp_path, shard):
+    write(tmp_path / "data")
+    without_checksums(tmp_path / "data")
+    index = tmp_path / "data/index.json"
+    content = json.loads(index.read_text())
+    content["episodes"][1]["shard"] = shard
+    index.write_text(json.dumps(content))
+    with raises_code("file-damaged") as refused:
+        load_demos(tmp_path / "data")
+    assert shard in refused.value.message
+
+
+def kill(writer):
+    """Leave what a killed process leaves: its files, without its lock."""
+    writer._stop()
+    writer._unlock()
+
+
+def test_a_killed_collection_continues_from_its_last_commit(tmp_path):
+    killed = RawWriter(tmp_path / "data", 2)
+    for number, length in ((0, 3), (1, 1), (2, 4)):
+        killed.add(episode(number, length))
+    killed.commit({"attempts": 5})
+    for number in (3, 4):
+        killed.add(episode(number, 2))
+    with raises_code("dataset-in-use"):
+        RawWriter(tmp_path / "data", 2, resume=True)
+    kill(killed)
+    with raises_code("dataset-interrupted"):
+        RawWriter(tmp_path / "data", 2)
+    writer = RawWriter(tmp_path / "data", 2, resume=True)
+    assert writer.progress is not None and writer.progress.integer("attempts") == 5 and writer.num_frames == 8
+    writer.add(episode(5, 2))
+    writer.close({})
+    demos = load_demos(tmp_path / "data")
+    assert demos.instructions == ["do 0", "do 1", "do 2", "do 5"] and len(demos.actions) == 10
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_collection_killed_before_its_first_commit_is_not_in_the_way(tmp_path):
+    killed = RawWriter(tmp_path / "data", 1)
     killed.add(episode(0, 3))
-    with pytest.raises(EmbodrlError, match="was killed") as refused:
-        DemoWriter(tmp_path)
-    assert f"rm {tmp_path}/shard_" in refused.value.hint
-    (tmp_path / "shard_0000.safetensors").unlink()
-    (tmp_path / ".shard_0000.partial.safetensors").write_bytes(b"torn")
-    write(tmp_path)
-    assert len(load_demos(tmp_path).actions) == 8
+    kill(killed)
+    write(tmp_path / "data")
+    assert len(load_demos(tmp_path / "data").actions) == 8
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_commit_of_another_format_or_with_a_lost_file_is_refused(tmp_path):
+    writer = RawWriter(tmp_path / "data", 1)
+    writer.add(episode(0, 3))
+    writer.commit({})
+    kill(writer)
+    commit = tmp_path / ".data.commit.json"
+    content = commit.read_text()
+    commit.write_text(content.replace('"raw"', '"lerobot"'))
+    with raises_code("file-format"):
+        RawWriter(tmp_path / "data", resume=True)
+    commit.write_text(content)
+    (writer.staging / "shard_0000.safetensors").unlink()
+    with raises_code("file-format") as refused:
+        RawWriter(tmp_path / "data", resume=True)
+    assert "shard_0000.safetensors is missing" in refused.value.message and "rm -r" in refused.value.hint
 
 
 def test_a_directory_that_can_not_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OutputError, match="can't be written") as refused:
-        DemoWriter(tmp_path / "file" / "demos")
+    with raises_code("output") as refused:
+        RawWriter(tmp_path / "file" / "demos")
     assert "set collect.output_dir" in refused.value.hint
 
 
-def test_a_disk_that_fails_later_is_told(tmp_path):
-    writer = DemoWriter(tmp_path, 1)
-    (tmp_path / "shard_0000.safetensors").mkdir()
-    with pytest.raises(OutputError, match="can't be written"):
-        writer.add(episode(0, 3))
-    assert not (tmp_path / ".shard_0000.partial.safetensors").exists()
+def test_a_disk_that_fails_later_keeps_what_was_committed(tmp_path):
+    for committed in (False, True):
+        writer = RawWriter(tmp_path / "data", 1, resume=True)
+        if committed:
+            writer.add(episode(0, 3))
+            writer.commit({})
+        (writer.staging / f"shard_000{int(committed)}.safetensors").mkdir()
+        with raises_code("output") as refused:
+            writer.add(episode(1, 3))
+        assert writer.staging.exists() == committed and ("continues" in refused.value.hint) == committed
+        writer.close({})
+        assert not (tmp_path / "data").exists()
+    (writer.staging / "shard_0001.safetensors").rmdir()
+    writer = RawWriter(tmp_path / "data", 1, resume=True)
+    writer.close({})
+    assert len(load_demos(tmp_path / "data").actions) == 3

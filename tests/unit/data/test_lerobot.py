@@ -2,10 +2,13 @@
 
 import io
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("imageio_ffmpeg")
@@ -14,13 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from embodrl.data import lerobot, lerobot_reader
-from embodrl.data.demos import DemoWriter, Episode
+from embodrl.data import lerobot, parquet
+from embodrl.data.demos import Episode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import camera_names, load_demos
+from embodrl.data.raw import RawWriter
 from embodrl.data.video_file import VideoEncoder, read_video
-from embodrl.errors import EmbodrlError, MissingDependencyError, OutputError
+from embodrl.errors import EmbodrlError, FileDamagedError, MissingDependencyError, OutputError
 
 CAMERAS = ("front", "wrist")
 HEIGHT, WIDTH = 10, 14
@@ -50,6 +54,19 @@ def write(directory: Path, crf: int = 0, **options: int) -> list[Episode]:
     assert writer.num_frames == 8
     writer.close({"how": "by hand"})
     return episodes
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set, only to be copied."""
+    directory = tmp_path_factory.mktemp("written") / "data"
+    write(directory)
+    return directory
+
+
+@pytest.fixture
+def copied(written: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(written, tmp_path / "data")
 
 
 def joined(episodes: list[Episode], field: str) -> np.ndarray:
@@ -187,11 +204,11 @@ def test_lossy_videos_are_smaller_and_near(tmp_path: Path) -> None:
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     write(tmp_path / "data")
-    with pytest.raises(EmbodrlError, match="holds something already"):
+    with raises_code("dataset-exists"):
         LeRobotWriter(tmp_path / "data", CAMERAS, 20)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
-    with pytest.raises(EmbodrlError, match="holds something already"):
+    with raises_code("dataset-exists"):
         LeRobotWriter(tmp_path / "full", CAMERAS, 20)
 
 
@@ -199,13 +216,54 @@ def test_until_it_is_whole_the_data_set_is_not_there(tmp_path: Path) -> None:
     writer = LeRobotWriter(tmp_path / "data", CAMERAS, 20)
     writer.add(episode(0, 3))
     assert not (tmp_path / "data").exists()
-    with pytest.raises(EmbodrlError, match="rest of a collection that was killed") as error:
+    with raises_code("dataset-in-use"):
         LeRobotWriter(tmp_path / "data", CAMERAS, 20)
-    assert str(tmp_path / ".data.partial") in error.value.hint
     writer.abort()
     assert not list(tmp_path.iterdir())
     writer.close({})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_collection_continues_from_its_last_commit(tmp_path: Path) -> None:
+    """The data set that was interrupted differs from one that was not in its files only: it holds the same."""
+    lengths = (3, 1, 4, 2)
+    killed = LeRobotWriter(tmp_path / "data", CAMERAS, 20)
+    for number in (0, 1):
+        killed.add(episode(number, lengths[number]))
+    killed.commit({"attempts": 7})
+    killed.add(episode(9, 5))
+    killed._stop()
+    killed._unlock()
+    writer = LeRobotWriter(tmp_path / "data", CAMERAS, None, resume=True)
+    assert writer.progress is not None and writer.progress.integer("attempts") == 7
+    assert writer.num_frames == 4 and writer.fps == 20
+    whole = LeRobotWriter(tmp_path / "whole", CAMERAS, 20)
+    for number in (0, 1):
+        whole.add(episode(number, lengths[number]))
+    for number in (2, 3):
+        for each in (writer, whole):
+            each.add(episode(number, lengths[number]))
+    for each in (writer, whole):
+        each.close({})
+    for name in ("meta/stats.json", "meta/info.json", "meta/tasks.parquet"):
+        assert (tmp_path / "data" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    found, expected = load_demos(tmp_path / "data"), load_demos(tmp_path / "whole")
+    for field in ("images", "state", "actions", "episode", "last"):
+        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
+    assert found.instructions == expected.instructions and found.tasks == expected.tasks
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "whole"]
+
+
+def test_a_collection_is_continued_with_the_same_features(tmp_path: Path) -> None:
+    killed = LeRobotWriter(tmp_path / "data", CAMERAS, 20)
+    killed.add(episode(0, 3))
+    killed.commit({})
+    killed._unlock()
+    with raises_code("file-format"):
+        LeRobotWriter(tmp_path / "data", ("front",), 20, resume=True)
+    writer = LeRobotWriter(tmp_path / "data", CAMERAS, 20, resume=True)
+    with raises_code("dataset-other-features"):
+        writer.add(episode(1, 3, action_dim=5))
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,28 +310,136 @@ def change_info(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def change_feature(directory: Path, name: str, **changes: object) -> None:
+    features = json.loads((directory / "meta/info.json").read_text())["features"]
+    change_info(directory, features=features | {name: features[name] | changes})
+
+
+def change_table(name: str, column: str, change) -> Callable[[Path], None]:
+    """Rewrite a column of a parquet file; without values, drop it."""
+
+    def damage(directory: Path) -> None:
+        table = pq.read_table(directory / name, partitioning=None)
+        at = table.column_names.index(column)
+        values = change(table[column].to_pylist())
+        table = table.remove_column(at)
+        pq.write_table(table if values is None else table.append_column(column, pa.array(values)), directory / name)
+
+    return damage
+
+
+DATA, META = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/file-000.parquet"
+VIDEO = "videos/observation.images.wrist/chunk-000/file-000.mp4"
+
+
+def at_5(value: object) -> Callable[[list], list]:
+    """Another first number in the sixth row, which is frame 1 of episode 2."""
+    return lambda rows: [[value, *row[1:]] if n == 5 else row for n, row in enumerate(rows)]
+
+
+def replaced(value: object) -> Callable[[list], list]:
+    return lambda rows: [value, *rows[1:]]
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "code", "words"),
     [
-        (lambda d: (d / "meta/info.json").write_text("{"), r"info.json is damaged"),
-        (lambda d: change_info(d, codebase_version="v9.0"), "is of version v9.0"),
-        (lambda d: change_info(d, video_path="../{video_key}.mp4"), "leads out of the data set"),
-        (lambda d: (d / "data/chunk-000/file-000.parquet").unlink(), "file-000.parquet is damaged: it is missing"),
-        (lambda d: (d / "data/chunk-000/file-000.parquet").write_bytes(b"x"), "is damaged"),
-        (lambda d: (d / "meta/tasks.parquet").unlink(), "tasks.parquet is damaged: it is missing"),
-        (lambda d: (d / "videos/observation.images.wrist/chunk-000/file-000.mp4").unlink(), "it is missing"),
-        (lambda d: (d / "videos/observation.images.wrist/chunk-000/file-000.mp4").write_bytes(b"x"), "is damaged"),
+        (lambda d: (d / "meta/info.json").write_text("{"), "file-damaged", "info.json is not valid JSON"),
+        (lambda d: (d / "meta/info.json").write_text("[" * 10**5), "file-damaged", "nested too deeply"),
+        (lambda d: change_info(d, codebase_version="v9.0"), "dataset-version", "is of version v9.0"),
+        (lambda d: change_info(d, fps="20"), "file-damaged", "'fps' is \"20\", not a number"),
+        (lambda d: change_info(d, fps=0), "file-damaged", "'fps' is 0"),
+        (lambda d: change_info(d, total_frames=9), "file-damaged", "states 9 frames, and meta/episodes has 8"),
+        (lambda d: change_info(d, total_episodes=4), "file-damaged", "states 4 episodes, and meta/episodes has 3"),
+        (lambda d: change_info(d, video_path="../{video_key}.mp4"), "dataset-path", "leads out of the data set"),
+        (lambda d: change_info(d, data_path="/etc/shadow"), "dataset-path", "leads out of the data set"),
+        (lambda d: change_info(d, data_path="{chunk_index.__class__}"), "file-damaged", "is not a path template"),
+        (lambda d: change_info(d, data_path="{file_index:999999999d}"), "file-damaged", "is not a path template"),
+        (lambda d: change_info(d, data_path="{"), "file-damaged", "is not a path template"),
+        (lambda d: change_feature(d, "action", shape=[3]), "file-damaged", "action has 2 numbers per row, and 3"),
+        (lambda d: change_feature(d, "action", shape="2"), "file-damaged", "'shape' is \"2\", not a list"),
         (
-            lambda d: (d / "videos/observation.images.wrist/chunk-000/file-000.mp4").write_bytes(short_video(d)),
-            "ends after 2 frames",
+            lambda d: change_feature(d, "observation.images.wrist", shape=[10**9, 10**9, 3]),
+            "file-damaged",
+            "sizes are 1 to 16384",
         ),
+        (
+            lambda d: [change_feature(d, f"observation.images.{name}", shape=[10, 12, 3]) for name in CAMERAS],
+            "file-damaged",
+            "its frames are 10 x 14, and 10 x 12 by info.json",
+        ),
+        (lambda d: (d / DATA).unlink(), "file-damaged", "file-000.parquet is damaged: it is missing"),
+        (lambda d: (d / DATA).write_bytes(b"x"), "file-damaged", "file-000.parquet is damaged"),
+        (change_table(DATA, "action", lambda _: None), "file-damaged", "file-000.parquet is damaged: it has no column"),
+        (change_table(DATA, "action", at_5(np.nan)), "file-damaged", "episode 2, frame 1: action[0] is nan"),
+        (
+            change_table(DATA, "observation.state", at_5(-1e30)),
+            "file-damaged",
+            "frame 1: observation.state[0] is -1e+30",
+        ),
+        (change_table(DATA, "action", replaced([1.0])), "file-damaged", "the lists of action differ in length"),
+        (change_table(DATA, "action", replaced(None)), "file-damaged", "the lists of action differ in length"),
+        (
+            change_table(DATA, "action", lambda r: [["a", "b"]] * len(r)),
+            "file-damaged",
+            "action is string, not numbers",
+        ),
+        (change_table(DATA, "frame_index", replaced(1)), "file-damaged", "frame_index of episode 0 is not 0 to 2"),
+        (change_table(DATA, "episode_index", replaced(7)), "file-damaged", "episode 0 has 2 rows, and 3 by"),
+        (change_table(DATA, "episode_index", replaced(None)), "file-damaged", "episode_index is int64 with 1 nulls"),
+        (change_table(DATA, "task_index", replaced(5)), "file-damaged", "episode 0 has task_index 5"),
+        (change_table(META, "length", replaced(-1)), "file-damaged", "row 0: 'length' is -1"),
+        (change_table(META, "length", replaced(2**40)), "file-damaged", "row 0: 'length' is 1099511627776"),
+        (change_table(META, "episode_index", replaced(1)), "file-damaged", "an episode_index appears twice"),
+        (change_table(META, "data/file_index", replaced(-3)), "file-damaged", "'data/file_index' is -3"),
+        (
+            change_table(META, "videos/observation.images.wrist/from_timestamp", replaced(float("nan"))),
+            "file-damaged",
+            "from_timestamp' is NaN",
+        ),
+        (lambda d: (d / META).write_bytes(b"x"), "file-damaged", "file-000.parquet is damaged"),
+        (lambda d: (d / "meta/tasks.parquet").unlink(), "file-damaged", "tasks.parquet is damaged: it is missing"),
+        (change_table("meta/tasks.parquet", "task", replaced(None)), "file-damaged", "task holds None, not a string"),
+        (change_table("meta/tasks.parquet", "task_index", replaced(1)), "file-damaged", "a task_index appears twice"),
+        (lambda d: (d / "meta/stats.json").write_text("[]"), "file-damaged", "stats.json holds []"),
+        (lambda d: (d / VIDEO).unlink(), "file-damaged", "it is missing"),
+        (lambda d: (d / VIDEO).write_bytes(b"x"), "file-damaged", "file-000.mp4 is damaged"),
+        (lambda d: (d / VIDEO).write_bytes(short_video(d)), "file-damaged", "ends after 2 frames"),
     ],
 )
-def test_damage_is_named(tmp_path: Path, damage, message: str) -> None:
-    write(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(EmbodrlError, match=message):
-        load_demos(tmp_path)
+def test_damage_is_named(copied: Path, damage, code: str, words: str) -> None:
+    """Without checksums, as in a data set from elsewhere."""
+    (copied / "checksums.json").unlink()
+    damage(copied)
+    with raises_code(code) as refused:
+        load_demos(copied)
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize("name", [DATA, META, VIDEO, "meta/info.json", "meta/stats.json", "meta/tasks.parquet"])
+def test_a_flipped_byte_in_our_own_data_set_is_found(copied: Path, name: str) -> None:
+    content = (copied / name).read_bytes()
+    for at in (0, len(content) // 2, len(content) - 1):
+        (copied / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with raises_code("file-damaged") as refused:
+            load_demos(copied)
+        assert f"{name}: the content differs from what was written" in refused.value.message
+    (copied / name).unlink()
+    with pytest.raises(FileDamagedError, match="meta/episodes" if name == META else name):
+        load_demos(copied)
+
+
+def test_only_files_that_are_used_are_hashed(copied: Path) -> None:
+    (copied / VIDEO).write_bytes(b"x")
+    assert load_demos(copied, cameras=("front",)).images.shape[1] == 1
+
+
+def test_values_outside_the_stated_range_are_reported(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (copied / "checksums.json").unlink()
+    change_table(DATA, "action", at_5(50.0))(copied)
+    load_demos(copied)
+    assert "action of 1 frames is outside the range" in caplog.text
+    assert "frame 5, action[0] is 50" in caplog.text
 
 
 def short_video(directory: Path) -> bytes:
@@ -287,9 +453,15 @@ def short_video(directory: Path) -> bytes:
 def test_more_pictures_than_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     memory = type("Memory", (), {"available": 100})
-    monkeypatch.setattr(lerobot_reader.psutil, "virtual_memory", lambda: memory)
-    with pytest.raises(EmbodrlError, match=r"take 0\.0 GB of memory at 10 x 14"):
+    monkeypatch.setattr(parquet.psutil, "virtual_memory", lambda: memory)
+    with raises_code("file-damaged") as refused:  # already the rows
         load_demos(tmp_path)
+    assert "of rows" in refused.value.message
+    memory.available = 9_000
+    monkeypatch.setattr(parquet.Table, "_check_size", lambda *_: None)
+    with raises_code("dataset-too-large") as refused:
+        load_demos(tmp_path)
+    assert "take 0.0 GB of memory at 10 x 14" in refused.value.message
 
 
 def png(value: int) -> bytes:
@@ -372,8 +544,8 @@ def test_version_2_has_a_file_an_episode(tmp_path: Path) -> None:
 
 
 def test_the_raw_format_leaves_nothing_when_aborted(tmp_path: Path) -> None:
-    writer = DemoWriter(tmp_path / "raw", shard_episodes=1)
+    writer = RawWriter(tmp_path / "raw", shard_episodes=1)
     writer.add(episode(0, 3))
-    assert list((tmp_path / "raw").iterdir())
+    assert list((tmp_path / ".raw.partial").iterdir())
     writer.abort()
-    assert not list((tmp_path / "raw").iterdir())
+    assert not list(tmp_path.iterdir())

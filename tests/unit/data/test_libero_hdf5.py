@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from expect import raises_code
 
-from embodrl.data.demos import DemoWriter
 from embodrl.data.libero_hdf5 import convert, moving
 from embodrl.data.load import load_demos
+from embodrl.data.raw import RawWriter
 from embodrl.errors import EmbodrlError
 
 h5py = pytest.importorskip("h5py")
@@ -47,7 +48,7 @@ def quiet(_: str) -> None: ...
 
 
 def raw(directory: Path):
-    return lambda: DemoWriter(directory)
+    return lambda: RawWriter(directory)
 
 
 def test_demonstrations_come_as_the_environment_shows_them(tmp_path: Path):
@@ -93,6 +94,59 @@ def test_other_files_are_refused(tmp_path: Path):
         convert(tmp_path, raw(tmp_path / "out"), ("agentview",), False, quiet)
     (tmp_path / "b_demo.hdf5").write_text("not hdf5")
     write(tmp_path / "a_demo.hdf5")  # is read first, and its episodes must not stay
-    with pytest.raises(EmbodrlError, match="not in the layout"):
+    with raises_code("libero-layout"):
         convert(tmp_path, raw(tmp_path / "out"), ("agentview",), False, quiet)
-    assert not list((tmp_path / "out").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a_demo.hdf5", "b_demo.hdf5"]
+
+
+def change(file, name: str, value: object) -> None:
+    del file[name]
+    file[name] = value
+
+
+def nan_at_2(file) -> None:
+    file["data/demo_1/actions"][2, 3] = np.nan
+
+
+def link(file) -> None:
+    del file["data/demo_1/actions"]
+    file["data/demo_1/actions"] = h5py.ExternalLink("a_demo.hdf5", "data/demo_0/actions")
+
+
+def external(file) -> None:
+    del file["data/demo_1/actions"]
+    file["data/demo_1"].create_dataset("actions", (4, 7), "f8", external=[("/etc/hostname", 0, 4 * 7 * 8)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "words"),
+    [
+        (nan_at_2, "file-damaged", "episode 1, frame 2: data/demo_1/actions[3] is nan"),
+        (link, "libero-layout", "data/demo_1/actions is stored in another file"),
+        (external, "libero-layout", "data/demo_1/actions is stored in another file"),
+        (lambda f: change(f, "data/demo_1/actions", np.zeros((4, 6))), "libero-layout", "actions has the shape [4, 6]"),
+        (lambda f: change(f, "data/demo_1/actions", [b"x"] * 4), "libero-layout", "actions has the shape [4]"),
+        (lambda f: change(f, "data/demo_1/obs/ee_pos", np.zeros((3, 3))), "libero-layout", "an episode of 4 frames"),
+        (
+            lambda f: change(f, "data/demo_1/obs/agentview_rgb", np.zeros((4, 8, 8, 3))),
+            "libero-layout",
+            "is float64, not uint8",
+        ),
+        (lambda f: f["data"].attrs.__setitem__("problem_info", "[" * 3000), "file-format", "nested too deeply"),
+        (
+            lambda f: f["data"].attrs.__setitem__("problem_info", "{}"),
+            "file-format",
+            "'language_instruction' is missing",
+        ),
+        (lambda f: f["data"].attrs.__setitem__("problem_info", 3), "libero-layout", "'problem_info' is not text"),
+    ],
+)
+def test_hostile_and_damaged_files_are_refused(tmp_path: Path, damage, code: str, words: str):
+    (tmp_path / "in").mkdir()
+    write(tmp_path / "in/a_demo.hdf5")
+    write(tmp_path / "in/x_demo.hdf5")
+    with h5py.File(tmp_path / "in/x_demo.hdf5", "r+") as file:
+        damage(file)
+    with raises_code(code) as refused:
+        convert(tmp_path / "in/x_demo.hdf5", raw(tmp_path / "out"), ("agentview",), True, quiet)
+    assert words in refused.value.message and not (tmp_path / "out").exists()

@@ -151,7 +151,7 @@ def start(loaded: LoadedConfig, directory: Path) -> FakeLauncher:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_rank_has_the_view_of_the_driver(command: str, server: None, workers: None, tmp_path: Path) -> None:
-    loaded = load_config(list(COMMANDS[command]), planning=True)
+    loaded = load_config(list(COMMANDS[command]), verb="plan")
     deployment = loaded.deployment
     launcher = start(loaded, tmp_path)
     if deployment.rolls_out_in_processes:
@@ -216,7 +216,7 @@ def test_a_process_on_the_processor_sees_no_gpu(server: None, workers: None, tmp
 
 def test_threads_are_shared_by_the_neighbours_on_a_machine(server: None) -> None:
     def threads(*arguments: str) -> list[int]:
-        deployment = load_config(list(arguments), planning=True).deployment
+        deployment = load_config(list(arguments), verb="plan").deployment
         return [deployment.threads_of(place) for place in deployment.of("actor")]
 
     two = PLACES + "{actor:'0:0-1',rollout:0,env:0}"
@@ -230,7 +230,7 @@ def test_threads_are_shared_by_the_neighbours_on_a_machine(server: None) -> None
 
 
 def test_a_deployment_survives_a_start_message(server: None) -> None:
-    deployment = load_config(list(COMMANDS["2x8xh100"]), planning=True).deployment
+    deployment = load_config(list(COMMANDS["2x8xh100"]), verb="plan").deployment
     arrived = CODEC.copied({"deployment": deployment})["deployment"]
     assert isinstance(arrived, Deployment) and arrived == deployment
     assert [place.node for place in arrived.of("rollout")] == [0] * 8 + [1] * 8

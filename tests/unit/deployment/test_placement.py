@@ -66,7 +66,7 @@ def test_several_machines_and_groups():
 
 def plan(placement, *more):
     settings = ["actor.micro_batch_size=20", "env.num_processes=8", f"cluster.component_placement={placement}"]
-    return load_config(["cluster=8xh100", *settings, *more], planning=True)
+    return load_config(["cluster=8xh100", *settings, *more], verb="plan")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_processes_are_pinned_near_their_gpu(tmp_path):
 
 def test_described_hardware_is_laid_out_like_the_recorded_server(tmp_path):
     sysfs, _ = build_server(tmp_path)
-    hardware = load_config(["cluster=8xh100", "cluster.hardware.num_cores=64"], planning=True).config.cluster.hardware
+    hardware = load_config(["cluster=8xh100", "cluster.hardware.num_cores=64"], verb="plan").config.cluster.hardware
     described, recorded = describe_machine(hardware), read_topology(sysfs, range(128))
     assert (described.nodes, described.num_cores) == (recorded.nodes, recorded.num_cores)
     assert [gpu.numa_node for gpu in described.gpus] == [gpu.numa_node for gpu in recorded.gpus]

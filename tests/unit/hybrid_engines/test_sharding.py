@@ -63,7 +63,7 @@ def test_buckets_keep_the_order_and_the_size() -> None:
     ],
 )
 def test_who_trains_in_processes_of_their_own(arguments: tuple[str, ...], own: bool) -> None:
-    assert load_config(list(arguments), planning=True).deployment.trains_in_processes is own
+    assert load_config(list(arguments), verb="plan").deployment.trains_in_processes is own
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_who_trains_in_processes_of_their_own(arguments: tuple[str, ...], own: b
     ],
 )
 def test_several_training_processes_write_shards(arguments: tuple[str, ...], sharded: bool) -> None:
-    loaded = load_config(["cluster.device=cpu", *arguments], planning=True)
+    loaded = load_config(["cluster.device=cpu", *arguments], verb="plan")
     assert saves_shards(loaded.config, loaded.deployment) is sharded
 
 
@@ -94,7 +94,7 @@ def test_a_plan_divides_what_fsdp_cuts() -> None:
     batches = ("actor.global_batch_size=8", "actor.micro_batch_size=1")
 
     def needed(*more: str) -> dict[str, int]:
-        plan = make_plan(load_config([*settings, *batches, *more], planning=True))
+        plan = make_plan(load_config([*settings, *batches, *more], verb="plan"))
         return next(memory.needed for memory in plan.memory.memories if memory.device == 0)
 
     one = needed("cluster.component_placement={actor:0,rollout:4,env:0-7}")

@@ -208,7 +208,7 @@ def test_the_benchmark_compares_the_same_actions(policy, monkeypatch):
 
 def test_the_plan_counts_the_copy_of_the_weights():
     def rollout_weights(*arguments):
-        plan = make_plan(load_config(["env=toy", *arguments], planning=True))
+        plan = make_plan(load_config(["env=toy", *arguments], verb="plan"))
         return sum(memory.needed["rollout weights"] for memory in plan.memory.memories)
 
     assert rollout_weights() == 0

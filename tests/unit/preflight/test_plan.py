@@ -20,7 +20,7 @@ SEVEN_B = ["model=openvla_7b", "cluster=1xh200", "env.num_processes=8", "env.tra
 
 
 def plan_of(*arguments):
-    return make_plan(load_config(list(arguments), planning=True))
+    return make_plan(load_config(list(arguments), verb="plan"))
 
 
 def memory_of(plan, device):
@@ -136,7 +136,7 @@ def test_no_simulator_is_imported():
 import sys
 from embodrl.config import load_config
 from embodrl.preflight.plan import make_plan
-make_plan(load_config(["cluster=8xh100"], planning=True))
+make_plan(load_config(["cluster=8xh100"], verb="plan"))
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -23,6 +23,15 @@ def test_plain_lines_now_and_then_and_one_at_the_end(clock, capsys):
     ]
 
 
+def test_what_an_earlier_process_has_done_is_not_in_the_rate(clock, capsys):
+    with Progress("sft", 40, "steps", "plain") as shown:
+        clock[0] = 150.0  # until the first step
+        shown.start_at(20)
+        clock[0] = 160.0
+        shown.update(25)
+    assert capsys.readouterr().out.splitlines() == ["sft: 25/40 steps, 0.5/s, ETA 30 s  "]
+
+
 def test_off_says_nothing(clock, capsys):
     with Progress("collect", 2, "episodes", "off") as shown:
         shown.update(2)

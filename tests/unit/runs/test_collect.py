@@ -8,8 +8,8 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.config.schema import Config
-from embodrl.data.demos import DemoWriter
 from embodrl.data.load import load_demos
+from embodrl.data.raw import RawWriter
 from embodrl.envs.experts import EXPERTS
 from embodrl.envs.pool.pool import FaultCounts
 from embodrl.envs.toy.env import ToyVectorEnv
@@ -65,7 +65,7 @@ class LocalPool:
 
 
 def collect(settings: Config, pool: LocalPool, should_stop=lambda: False) -> Collector:
-    collector = Collector(settings, pool, DemoWriter(Path(settings.collect.output_dir)), should_stop)
+    collector = Collector(settings, pool, RawWriter(Path(settings.collect.output_dir)), should_stop)
     collector.run(Progress("collect", 1, "episodes", "off"))
     collector.close()
     return collector
@@ -193,7 +193,7 @@ def test_the_state_before_each_action_is_kept(tmp_path: Path, include_state: boo
 def test_tasks_without_an_expert_are_refused(arguments: tuple[str, ...], key: str, says: str, hint: str) -> None:
     wrong = (*arguments, "collect.fps=0")
     with pytest.raises(ConfigError) as caught:
-        load_config(list(wrong), collecting=True)
+        load_config(list(wrong), verb="collect")
     problems = {problem.key: problem for problem in caught.value.problems}
     assert set(problems) == {key, "collect.fps"}
     assert says in problems[key].message and hint in problems[key].hint
@@ -205,7 +205,7 @@ def test_tasks_without_an_expert_are_refused(arguments: tuple[str, ...], key: st
 
 @pytest.mark.parametrize("preset", ["maniskill_mix", "metaworld", "toy"])
 def test_tasks_with_an_expert_are_not(preset: str) -> None:
-    load_config([f"env={preset}"], collecting=True)
+    load_config([f"env={preset}"], verb="collect")
 
 
 def test_the_tasks_that_have_experts_are_known() -> None:

@@ -1,0 +1,80 @@
+"""Which settings a verb does not read: its rules leave them alone, and a note says so where the user gives one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from embodrl.config.nodes import Node, walk
+from embodrl.config.rules.base import Finding
+
+Verb = Literal["train", "eval", "collect", "sft", "plan"]
+
+_TRAINING_LOOP = (
+    *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
+    *("keep_last_n", "keep_best", "logger.tensorboard", "logger.wandb_mode", "logger.wandb_project"),
+)
+_ROLLOUT_LOOP = (
+    *("env.train.max_steps_per_rollout_epoch", "env.train.use_fixed_reset_state_ids", "env.train.seed"),
+    *("env.enable_offload", "env.offload_level"),
+    *(f"rollout.{name}" for name in ("workflow", "episode_timeout_s", "weight_sync", "max_restarts")),
+    *("rollout.enable_offload", "rollout.own_process", "rollout.pipeline_stages"),
+)
+_TRAINER = (
+    *("optim", "fsdp", "global_batch_size", "enable_offload", "own_process", "tensor_parallel_size"),
+    *("training_backend", "precision", "gradient_checkpointing"),
+)
+_ALGORITHM = ("algorithm", "reward", "pipeline")
+
+UNREAD: dict[Verb, tuple[str, ...]] = {
+    "train": ("collect", "sft"),
+    "plan": ("collect", "sft"),
+    "eval": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *(f"actor.{name}" for name in _TRAINER),
+        *(f"runner.{name}" for name in _TRAINING_LOOP),
+        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft"),
+    ),
+    "collect": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed")),
+        *("env.train.auto_reset", "env.train.ignore_terminations", "env.video", "actor", "rollout", "sft"),
+        *("model.model_path", "model.warm_start", "model.value_head", "model.add_value_head", "model.trainable"),
+        *("model.lora", "model.freeze_vision", "model.unnorm_key"),
+    ),
+    "sft": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
+        *("actor.optim.lr", "actor.optim.weight_decay"),
+        *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
+        *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
+        *("env.train.total_num_envs", "env.video.every_eval", "collect"),
+    ),
+}
+"""Sections and keys that a verb ignores."""
+READ: dict[Verb, tuple[str, ...]] = {"eval": ("algorithm.sampling",), "sft": ("algorithm.sampling",)}
+"""Exceptions: keys below those of ``UNREAD`` that the verb does read."""
+
+
+def _below(key: str, sections: Iterable[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def reads(verb: Verb | None, key: str) -> bool:
+    """Return whether a verb reads a key or a part of it; without a verb every key counts."""
+    return verb is None or _below(key, READ.get(verb, ())) or not _below(key, UNREAD[verb])
+
+
+def concerns(verb: Verb | None, finding: Finding) -> bool:
+    """Return whether a verb reads all keys of a finding."""
+    return all(reads(verb, key) for key in (finding.key, *finding.others))
+
+
+def settings_without_effect(verb: Verb, tree: Node) -> Iterator[Finding]:
+    """Yield settings of the command line that a verb does not read; files may be shared by verbs."""
+    for key, node in walk(tree):
+        if node.origin.kind == "argument" and not node.children and not reads(verb, key):
+            yield Finding(key, f"has no effect on `embodrl {verb}`", "leave it out", code="setting-of-another-verb")
