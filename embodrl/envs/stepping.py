@@ -292,7 +292,7 @@ class SteppingEnv(VectorEnv):
                     f"the state is one of other environments: {name.strip('_')} {list(saved.shape)}, here"
                     f" {list(present.shape)}",
                     "restore it with the same number of environments, cameras and env.include_state",
-                    code="env-state-mismatch",
+                    code="env-state-shape",
                 )
             setattr(self, name, saved)
         self.assign(np.arange(self.spec.num_envs), self.task_id)
