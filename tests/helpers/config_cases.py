@@ -309,6 +309,7 @@ RULES = [
         "set env.num_processes=1",
         ("env.num_processes=2", "env.sim_backend=physx_cuda"),
     ),
+    Wrong("gripper of another simulator", "model.gripper", "every grasp is inverted", ("model.gripper=libero",)),
     Wrong("all triangles dropped", "env.mesh_decimation", "invisible", ("env.mesh_decimation=1",)),
     Wrong("no interpreter", "env.python", "is not a program", ("env.python=/no/such/python",)),
     Wrong("odd video", "env.video.width", "set it to 256", ("env.video.width=255",)),
