@@ -21,9 +21,10 @@ from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EmbodrlError, EnvError, EnvProtocolError, EnvRaised, EnvTimeout, EnvWorkerDied, MessageError
 from embodrl.fields import Fields
-from embodrl.processes.child import ChildHungError, ChildProcess, resident_bytes
+from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
+from embodrl.processes.memory import resident_bytes
 from embodrl.specs import ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 
