@@ -216,7 +216,11 @@ def test_what_was_counted_is_told_after_carrying_on(kind: type[SyncCollector]) -
     settings = (
         []
         if kind is SyncCollector
-        else ["rollout.workflow=embodrl.workers.workflow:ChunkWorkflow", "env.train.auto_reset=false"]
+        else [
+            "rollout.workflow=embodrl.workers.workflow:ChunkWorkflow",
+            "env.train.auto_reset=false",
+            "env.train.max_steps_per_rollout_epoch=8",
+        ]
     )
     engine: Any = SimpleNamespace(set_random_state=asked.append)
     spec = SimpleNamespace(num_envs=4, tasks=("reach",))
