@@ -124,7 +124,7 @@ class Sender:
         description, blobs = (b"", []) if frame.value is None else self._codec.pack(frame.value)
         if len(description) > _MAX_DESCRIPTION_BYTES:
             raise MessageError(
-                f"a message has {len(description) >> 20} MiB beside its arrays, at most"
+                f"a message has {len(description) >> 20} MiB without its arrays, at most"
                 f" {_MAX_DESCRIPTION_BYTES >> 20} are read",
                 "send arrays instead of lists",
             )

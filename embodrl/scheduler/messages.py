@@ -1,4 +1,4 @@
-"""What workers can be sent beside plain values: tensors, batches, records, a ``Deployment``, and a ``Config``."""
+"""What workers can be sent apart from plain values: tensors, batches, records, a ``Deployment``, and a ``Config``."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from embodrl.workers.weights import SendingWorker
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 3600.0
-"""A process reads a whole checkpoint; one that dies meanwhile is told at once."""
+"""A process reads a whole checkpoint; the death of one is noticed at once."""
 
 
 def make_train_engine(
@@ -156,7 +156,7 @@ class ActorWorker(SendingWorker):
         return self._engine
 
     def stream(self, wanted: Container[str] | None) -> Iterator[tuple[str, Tensor]]:
-        with self._engine.memory.present():  # they may be away when a process is brought up anew
+        with self._engine.memory.present():  # they may be away when a process is restarted
             yield from self._engine.weights(wanted)
 
     @dispatch("one_to_all")

@@ -32,10 +32,10 @@ from embodrl.workers.workflow_runner import WorkflowRunner
 
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
-# Simulators keep a journal, from which synchronous runs are resumed to the bit; here it only grows.
+# Simulators keep a journal, from which synchronous runs are resumed bit-exactly; here it only grows.
 _SHARDS_A_JOURNAL = 64
 PLAYERS = "players"
-"""What numbers of shards depend on beside settings: how many shards a rollout of all environments is."""
+"""What the numbers of shards depend on apart from settings: how many shards a rollout of all environments is."""
 
 
 class EpisodeRunner(Protocol):
@@ -274,10 +274,10 @@ class AsyncCollector:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def forget_history(self) -> None:
-        """See Collector; ``state`` holds no simulators, since a shard that is under way begins anew."""
+        """See Collector; ``state`` holds no simulators, since a shard that is under way starts again."""
 
     def state(self) -> RolloutState:
-        """See Collector: the shards that wait, and the numbers of those that will begin anew."""
+        """See Collector: the shards that wait, and the numbers of those that will start again."""
         with self._changed:
             # An error may have left an update unfinished, whose shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
@@ -314,9 +314,11 @@ class AsyncCollector:
             )
         other = [name for name in now if before.get(name) != now[name] and name != PLAYERS]
         if other:
-            told = ", ".join(f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other)
+            differing = ", ".join(
+                f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other
+            )
             hint = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
-            raise CheckpointError(f"the checkpoint holds rollouts made with {told}", f"resume with {hint}")
+            raise CheckpointError(f"the checkpoint holds rollouts made with {differing}", f"resume with {hint}")
         with self._changed:
             self.gate.version, self.gate.rejected = version, state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}

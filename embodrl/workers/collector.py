@@ -286,7 +286,7 @@ class SyncCollector:
                 self.seconds.merge(Seconds(**meta["seconds"]))
 
     def metas(self) -> list[ShardMeta]:
-        """Return what is told of the rollouts since ``gather``; see ``rollout_metrics``."""
+        """Return what is known of the rollouts since ``gather``; see ``rollout_metrics``."""
         return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:

@@ -307,7 +307,7 @@ class LockstepRunner:
         return batch
 
     def rebuild(self) -> None:
-        """Build the environments anew, so that nothing is left of what they have played."""
+        """Rebuild the environments, so that nothing is left of their history."""
         self.pool.call("rebuild", restart=True)
 
     def abandon(self) -> None:

@@ -374,7 +374,7 @@ class RemoteBackend(RolloutBackend):
     def call_all(self, method: str, *arguments: Sequence[object], ranks: Sequence[int] | None = None) -> list[Any]:
         """Return what all processes answer to a request that takes no time; ``arguments`` are by process.
 
-        A process that has died is brought up anew and asked again.
+        A process that has died is restarted and asked again.
         """
         ranks = range(self.size) if ranks is None else ranks
         given = list(zip(*arguments, strict=True)) if arguments else [()] * len(ranks)

@@ -254,7 +254,7 @@ async def _invoke(function: Callable[[Episode], object], episode: Episode) -> ob
 
 
 def _settle(setter: Callable[[T], None], value: T) -> None:
-    """Hand over a result, unless nobody waits for it any more."""
+    """Hand over a result, unless the call was given up."""
     try:
         setter(value)
     except InvalidStateError:  # the call was given up

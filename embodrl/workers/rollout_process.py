@@ -134,7 +134,7 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def gather(self, call: int, iteration: int) -> dict[str, object] | None:
-        """Return a batch and what is told of it; None if it was interrupted. See Collector."""
+        """Return a batch and its metadata; None if it was interrupted. See Collector."""
         return self._played(call, lambda: self.collector.gather(iteration)[0])
 
     @dispatch()

@@ -117,7 +117,7 @@ class WorkflowRunner:
         return batch
 
     def rebuild(self) -> None:
-        """Build the environments anew, so that nothing is left of what they have played."""
+        """Rebuild the environments, so that nothing is left of their history."""
         self.pool.call("rebuild", restart=True)
 
     def _redrawn(self, shard: Shard, plays: int) -> Shard:
@@ -210,7 +210,7 @@ class WorkflowRunner:
             f"of {tally.plays * self.num_envs} episodes {tally.failed} failed and {tally.rejected} were rejected"
             + (f", in {tally.plays} plays of a shard" if tally.plays > 1 else "")
             + (f"; the first failure: {type(error).__name__}: {error}" if error else ""),
-            f"mend {self.config.rollout.workflow or type(self.workflow).__name__}",
+            f"fix {self.config.rollout.workflow or type(self.workflow).__name__}",
         )
 
     def _count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:

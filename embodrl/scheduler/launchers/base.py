@@ -146,7 +146,7 @@ class Launcher(ABC):
 
 
 def free_port(host: str = "") -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as free:
         free.bind((host, 0))
         return free.getsockname()[1]

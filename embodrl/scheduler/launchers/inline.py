@@ -72,7 +72,7 @@ class _InlineWorker(Running):
 
 
 class InlineLauncher(Launcher):
-    """One process. Devices and cores of the placement are told to the worker, but nothing is bound to them.
+    """One process. The worker knows devices and cores of its placement, but is not bound to them.
 
     Arguments and results are copied as if they were sent, so that a worker can't come to rely on sharing; the arguments
     of the constructor are handed over as they are.
