@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import EnvError
 from embodrl.types import EnvSpec, EnvStep, Observation
+
+SavedState: TypeAlias = Any
+"""Plain values and arrays as a simulator's own ``get_state`` returned them; each simulator knows what they are."""
 
 
 class VectorEnv(ABC):
@@ -65,11 +68,11 @@ class VectorEnv(ABC):
     def set_state(self, state: bytes) -> None:
         """Continue from a state of ``get_state`` to the bit."""
 
-    def get_row_state(self, row: int) -> dict[str, Any]:
+    def get_row_state(self, row: int) -> dict[str, object]:
         """Return the state of one environment as plain values and arrays; the others go on meanwhile."""
         raise NotImplementedError(f"{type(self).__name__} keeps no state of single environments")
 
-    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
+    def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> None:
         """Continue in ``row`` from what ``get_row_state`` returned, maybe for another row, to the bit."""
         raise NotImplementedError(f"{type(self).__name__} keeps no state of single environments")
 

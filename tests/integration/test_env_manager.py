@@ -331,5 +331,5 @@ def test_a_state_of_an_earlier_version_is_taken_where_its_shapes_fit():
             made.reset(np.arange(count), np.zeros(count, np.int32))
         states = [manager.get_state() for manager in pool.managers]
         pool.set_state(states)
-        with raises_code("env-state-mismatch", EnvRaised):
+        with raises_code("env-state-shape", EnvRaised):
             larger.set_state(states)

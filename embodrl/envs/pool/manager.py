@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,18 @@ class EnvTimeouts:
     reset_s: float = 60.0
     step_s: float = 60.0
     heartbeat_s: float = 20.0
+
+
+class ManagerOptions(TypedDict, total=False):
+    """Keyword arguments of every ``EnvManager`` of a pool."""
+
+    python: str | None
+    timeouts: EnvTimeouts | None
+    log_dir: Path | None
+    max_chunk: int | None
+    extensions: Sequence[str]
+    environ: Mapping[str, str] | None
+    debug: bool
 
 
 class EnvManager:

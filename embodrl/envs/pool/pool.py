@@ -10,19 +10,22 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.pool.faults import Bounds, FaultCounts, count_refused, end_as_invalid, forget_frames, lost_step
-from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.manager import EnvManager, ManagerOptions
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
+
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10, which simulators may run in
 
 logger = logging.getLogger("embodrl.envs")
 
@@ -85,18 +88,18 @@ class EnvPool:
     @staticmethod
     def create(
         env_type: str,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         *,
         total_num_envs: int,
         num_processes: int,
-        shard_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        shard_kwargs: Sequence[Mapping[str, object]] | None = None,
         cpus: Sequence[int | None] | None = None,
         numa_nodes: Sequence[int | None] | None = None,
         name: str = "env",
         max_restarts: int = 3,
         bounds: Bounds | None = None,
         restart_window_s: float = WINDOW_S,
-        **manager_options: Any,
+        **manager_options: Unpack[ManagerOptions],
     ) -> EnvPool:
         """Return a pool of even shards, not yet started.
 
@@ -239,7 +242,9 @@ class EnvPool:
         for manager, state in zip(self.managers, fitting, strict=True):
             manager.set_state(state)
 
-    def call(self, method: str, arguments: Mapping[str, Any] | None = None, *, restart: bool = False) -> list[Any]:
+    def call(
+        self, method: str, arguments: Mapping[str, object] | None = None, *, restart: bool = False
+    ) -> list[object]:
         """Return the answer of every manager to ``VectorEnv.call``; they work on it at the same time.
 
         Args:
@@ -251,7 +256,7 @@ class EnvPool:
         self.onload()
         for rank in range(len(self.managers)):
             self._send_call(rank, method, arguments)
-        answers: list[Any] = []
+        answers: list[object] = []
         fault: EnvError | None = None
         for rank in range(len(self.managers)):  # all of them: an answer that nobody takes blocks the next request
             try:
@@ -262,12 +267,32 @@ class EnvPool:
             raise fault
         return answers
 
-    def call_one(self, rank: int, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
+    def call_one(self, rank: int, method: str, arguments: Mapping[str, object] | None = None) -> object:
         """As ``call``, of one manager. If its process is lost, the next step or reset starts it anew."""
         self._send_call(rank, method, arguments)
         return self._wait_call(rank, method, arguments, restart=False)
 
-    def _send_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None) -> None:
+    def expert_actions(self) -> NDArray[np.float32]:
+        """Return what scripted experts would do now, ``float32[B,A]``.
+
+        Raises:
+            EnvRaised: the environment returns something else.
+        """
+        parts: list[NDArray[np.float32]] = []
+        for manager, answer in zip(self.managers, self.call("expert_actions"), strict=True):
+            shape = (manager.spec.num_envs, manager.spec.action_dim)
+            if not isinstance(answer, np.ndarray) or answer.shape != shape or answer.dtype.kind != "f":
+                found = (
+                    f"{answer.dtype}{list(answer.shape)}" if isinstance(answer, np.ndarray) else type(answer).__name__
+                )
+                raise EnvRaised(
+                    f"{manager}: expert_actions() returned {found}, not floats {list(shape)}",
+                    "return one action per environment",
+                )
+            parts.append(answer.astype(np.float32))
+        return np.concatenate(parts)
+
+    def _send_call(self, rank: int, method: str, arguments: Mapping[str, object] | None) -> None:
         if method in _LASTING:
             self.managers[rank].lasting[method] = arguments
         if rank not in self._failed:
@@ -276,7 +301,7 @@ class EnvPool:
             except _LOSSES as error:
                 self._failed[rank] = error
 
-    def _wait_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None, restart: bool) -> Any:
+    def _wait_call(self, rank: int, method: str, arguments: Mapping[str, object] | None, restart: bool) -> object:
         return self._answer(rank, lambda m: m.wait_call(method), restart, lambda m: m.call(method, arguments))
 
     def _answer(
