@@ -27,7 +27,7 @@ class SimStep:
     Attributes:
         reward: the simulator's own.
         success: the task is solved now.
-        terminated: the episode can't go on for another reason.
+        terminated: the episode can't continue for another reason.
         truncated: a step limit of the simulator's own was reached.
         diverged: the simulation has broken down, and nothing of this is true: the episode ends as not valid.
     """
@@ -45,7 +45,7 @@ class Simulator(ABC):
     Attributes:
         action_low, action_high: bounds of an action, A numbers each: -1 and 1, which ``step`` maps to its own.
         state_dim: S, what ``proprioception`` returns; 0 for nothing.
-        instruction: what the policy is told.
+        instruction: for the policy, in words.
         control_hz: actions a second of the robot's time; videos and data sets state it.
     """
 
@@ -87,7 +87,7 @@ class Simulator(ABC):
         )
 
     def set_state(self, state: SavedState) -> None:
-        """Continue from a state of ``get_state`` to the bit, in another process too."""
+        """Continue from a state of ``get_state`` bit-exactly, in another process too."""
         raise EnvError(f"{type(self).__name__} can't take a state", "give it set_state")
 
     def expert_reset(self) -> None:
@@ -117,8 +117,8 @@ class _Replay(TypedDict):
 class Replayed(Simulator):
     """Gives a simulator whose episodes follow from seed and actions a state: the seed and the actions.
 
-    Whatever lies hidden in a simulator, its wrappers, counters and generators, the same calls bring it back to the bit.
-    The repetition waits until the episode goes on, as a reset mostly comes first, and is checked step by step.
+    Whatever lies hidden in a simulator, its wrappers, counters and generators, the same calls restore it bit-exactly.
+    The replay waits until the episode continues, as a reset mostly comes first, and is checked step by step.
 
     Args:
         simulator: resets to the same episode from the same seed, whatever happened before.
@@ -253,7 +253,7 @@ class SimulatorVectorEnv(SteppingEnv):
         """Return a new simulator of a task."""
 
     def _sim(self, row: int) -> Simulator:
-        """Return the simulator of a row; if it has none yet, one of its task that nobody plays, or a new one."""
+        """Return the simulator of a row; if it has none yet, an idle one of its task, or a new one."""
         sim = self._sims[row]
         if sim is None:
             task = int(self._sim_tasks[row])

@@ -88,7 +88,7 @@ class StepResult:
     Attributes:
         reward: ``float32[B]``, the simulator's own.
         success: ``bool[B]``, the task is solved now.
-        terminated: ``bool[B]``, the episode can't go on for another reason, or None for never.
+        terminated: ``bool[B]``, the episode can't continue for another reason, or None for never.
         truncated: ``bool[B]``, a step limit of the simulator's own was reached, or None for never.
         diverged: ``bool[B]``, the simulation has broken down, or None for never. The reward is then no number, in
             every mode, by which ``EnvPool`` knows that nothing of the chunk is true.
@@ -152,7 +152,7 @@ class SteppingEnv(VectorEnv):
 
     @abstractmethod
     def set_sim_state(self, state: SavedState) -> None:
-        """Continue from a state of ``get_sim_state`` to the bit; the tasks of all rows are known already."""
+        """Continue bit-exactly from a state of ``get_sim_state``; the tasks of all rows are known already."""
 
     @abstractmethod
     def get_sim_row(self, row: int) -> object:
@@ -160,7 +160,7 @@ class SteppingEnv(VectorEnv):
 
     @abstractmethod
     def set_sim_row(self, row: int, state: SavedState) -> None:
-        """Continue in ``row`` from a state of ``get_sim_row``, maybe of another row, to the bit; its task is known."""
+        """Continue in ``row`` from a state of ``get_sim_row``, maybe of another row, bit-exactly; its task is known."""
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return ``float32[len(rows)]``: what the dense reward of the initial states is, for ``dense_delta``."""
@@ -207,7 +207,7 @@ class SteppingEnv(VectorEnv):
             self._potential = np.where(running, result.reward, self._potential)
         elif self.rules.reward_mode == "dense":
             reward += np.where(running, result.reward, 0)
-        broken = ~np.isfinite(result.reward)  # told also where the reward counts for nothing
+        broken = ~np.isfinite(result.reward)  # also where the reward mode ignores the reward
         reward[running & (broken if result.diverged is None else broken | result.diverged)] = np.nan
         self._elapsed += running
         self._returned += reward

@@ -80,7 +80,7 @@ class GymnasiumSimulator(Simulator):
         env_id: as for ``gymnasium.make``, also ``module:Name-v0``, which imports the module first.
         size: height and width in pixels of a picture.
         film_size: the same of ``film``.
-        instruction: what the policy is told.
+        instruction: for the policy, in words.
         success_key: of ``info``, or ``return``; None: ``success`` or ``is_success`` where there is one.
         success_threshold: success is a value at or above it.
         max_episode_steps: put in place of the environment's own limit.
@@ -266,7 +266,7 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         tasks: one name, under which results are reported.
         id: of Gymnasium.
         cameras: one, ``[{name, height, width}]``: the size that pictures are brought to.
-        instruction: what the policy is told.
+        instruction: for the policy, in words.
         action_dim: what the policy gives, A; compared with the environment.
         success_key, success_threshold: see ``GymnasiumSimulator``.
         max_episode_steps: see ``EpisodeRules``; replaces the environment's own limit.

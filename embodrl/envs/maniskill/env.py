@@ -108,7 +108,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         return self._fleet.get_state()
 
     def set_sim_state(self, state: FleetState) -> None:
-        """See SteppingEnv; to the bit on a CPU, closely on a GPU."""
+        """Bit-exact on a CPU, close on a GPU."""
         self._fleet.set_state(state)
 
     def get_sim_row(self, row: int) -> JournalArrays:

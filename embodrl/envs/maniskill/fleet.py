@@ -1,7 +1,7 @@
 """The scenes of one process: many of one environment each on a CPU, one of many on a GPU.
 
 On a CPU each scene keeps a journal of its resets and actions. PhysX carries history that no state dictionary shows
-(contact caches, the order of pairs), so a scene is restored to the bit by building it anew and replaying the journal;
+(contact caches, the order of pairs), so a scene is restored bit-exactly by rebuilding it and replaying the journal;
 ``rebuild`` empties it.
 """
 
@@ -192,7 +192,7 @@ class Fleet:
     # -- experts ------------------------------------------------------------------------------------------------------
 
     def expert_reset(self, rows: NDArray[np.int64]) -> None:
-        """Let scripted experts begin anew in ``rows``, whose episodes have just begun (CPU only)."""
+        """Start scripted experts in ``rows``, whose episodes have just begun (CPU only)."""
         if self._batched is not None:
             raise EnvError("experts run on physx_cpu only", "set env.sim_backend=physx_cpu")
         for row in rows.tolist():
@@ -209,7 +209,7 @@ class Fleet:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Build the scenes anew, so that what follows does not depend on what went before (CPU only)."""
+        """Rebuild the scenes, so that what follows does not depend on their history (CPU only)."""
         if self._batched is not None:
             return
         self._marks = {}
@@ -238,7 +238,7 @@ class Fleet:
         return {"task_id": self.task_id, "scenes": scenes}
 
     def set_state(self, state: FleetState) -> None:
-        """Restore the scenes: replayed to the bit on a CPU."""
+        """Restore the scenes; on a CPU by bit-exact replay."""
         self.task_id = state["task_id"].copy()
         if self._batched is not None:
             self._batched.set_state(state.get("physics", {}))
@@ -260,7 +260,7 @@ class Fleet:
         return self._journal(row).to_arrays()
 
     def set_scene(self, row: int, journal: JournalArrays) -> None:
-        """Build the scene of an environment and its present task anew and replay it bit-exactly (CPU only)."""
+        """Rebuild the scene of an environment and its present task, and replay it bit-exactly (CPU only)."""
         if self._batched is not None:
             raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
         key = (row, int(self.task_id[row]))

@@ -127,11 +127,11 @@ class ManiSkillSim:
         env._sensors = env.scene.sensors = sensors
 
     def reset(self, seeds: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Start new episodes in ``rows`` from ``seeds int64[N']``; the other rows go on."""
+        """Start new episodes in ``rows`` from ``seeds int64[N']``; the other rows continue."""
         if self.num_envs == 1:
             self.env.reset(seed=[int(seeds[0])])
             return
-        # ManiSkill takes the list for the seeds of all N, also where only some rows begin anew.
+        # ManiSkill takes the list for the seeds of all N, also where only some rows are reset.
         self._seeds[rows] = seeds
         self.env.reset(seed=[int(seed) for seed in self._seeds], options={"env_idx": self._tensor(rows)})
 
@@ -211,8 +211,8 @@ class ManiSkillSim:
     def get_state(self) -> dict[str, NDArray[np.float32]]:
         """Return the physical state by actor and articulation, as ``kind/name -> float32[N,...]``.
 
-        PhysX keeps more (contact caches, pair order), so that a restored CPU scene continues closely, not to the bit;
-        ``journal.Journal`` restores to the bit.
+        PhysX keeps more (contact caches, pair order), so that a restored CPU scene continues closely, not bit-exactly;
+        ``fleet.Journal`` restores it bit-exactly.
         """
         flat: dict[str, NDArray[np.float32]] = {}
         for kind, members in self.env.get_state_dict().items():

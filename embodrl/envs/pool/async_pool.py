@@ -118,7 +118,7 @@ class _Process(BatchPump[_Content, object]):
 
 
 class AsyncPool:
-    """Asynchronous environments over the rows of a pool, which is not auto-reset and has no other request under way.
+    """Asynchronous environments over the rows of a pool, which is not auto-reset and has no other request in progress.
 
     Everything is used on one event loop. ``close`` leaves the pool as it is.
 
@@ -156,7 +156,7 @@ class PoolEnvironment(Environment):
     """One row of a pool; see AsyncPool.
 
     A fault of the simulator ends the episode with ``ToolResult.lost``; the pool has restarted the process by then. A
-    call that is cancelled ends it, too: go on with ``initialize`` or ``load_state``. One call at a time, else EnvError.
+    cancelled call ends it, too: continue with ``initialize`` or ``load_state``. One call at a time, else EnvError.
     """
 
     def __init__(self, process: _Process, row: int) -> None:
@@ -192,7 +192,7 @@ class PoolEnvironment(Environment):
         if tool != "act":
             raise EnvError(f"there is no tool '{tool}'", "choose act")
         if self._done or self._observation is None:
-            raise EnvError("no episode is under way in this environment", "call initialize() first")
+            raise EnvError("no episode is in progress in this environment", "call initialize() first")
         actions = self._checked(arguments)
         result = await self._ask(_Content(self._row, actions=actions))
         if not isinstance(result, ToolResult):

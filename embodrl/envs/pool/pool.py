@@ -33,7 +33,7 @@ _FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
 # A request that raises is as likely to be wrong as the simulator: a new process would raise again.
 _LOSSES = (EnvWorkerDied, EnvTimeout)
 R = TypeVar("R")
-# Requests that change how an environment goes on: a process that is started anew is asked again.
+# Requests with a lasting effect: they are repeated to a restarted process.
 _LASTING = ("set_auto_reset",)
 
 
@@ -52,7 +52,7 @@ class EnvPool:
         managers: equal but for their number of environments.
         max_restarts: process restarts of the pool and its parts within ``restart_window_s``; episodes of one
             environment that broke off so, without one in between that came to its own end.
-        faults: counts to go on with.
+        faults: counts to add to.
         bounds: of rewards and states.
         restart_window_s: seconds.
         budget: of restarts, shared with other pools; None makes one.
@@ -203,7 +203,7 @@ class EnvPool:
     def offload(self, end_processes: bool = True) -> SimulatorMemory | None:
         """Take the states out and free the simulators; the next request brings them back, as does ``onload``.
 
-        A process that has died is started anew first, as between episodes. Returns None if all are away already.
+        A process that has died is restarted first, as between episodes. Returns None if all are away already.
         """
         ranks = [rank for rank, manager in enumerate(self.managers) if not manager.is_offloaded]
         before = resident(self.managers)
@@ -219,7 +219,7 @@ class EnvPool:
         self._ask_again(away)
 
     def _ask_again(self, ranks: Sequence[int]) -> None:
-        """Repeat the requests that last: a simulator that was built anew has its state back, and its first rules."""
+        """Repeat the requests with a lasting effect: a rebuilt simulator has its state back, but its first rules."""
         for rank in ranks:
             for method, arguments in self.managers[rank].lasting.items():
                 with suppress(*_LOSSES):  # the next request finds it
@@ -250,15 +250,15 @@ class EnvPool:
         Args:
             method: name of the request.
             arguments: of the request.
-            restart: start a process that has died or hangs anew, and ask it again. Only between episodes: those that
-                were under way in it begin again, which nobody is told.
+            restart: restart a process that has died or hangs, and repeat the request. Only between episodes: those in
+                progress start again without notice.
         """
         self.onload()
         for rank in range(len(self.managers)):
             self._send_call(rank, method, arguments)
         answers: list[object] = []
         fault: EnvError | None = None
-        for rank in range(len(self.managers)):  # all of them: an answer that nobody takes blocks the next request
+        for rank in range(len(self.managers)):  # all of them: an answer that is not received blocks the next request
             try:
                 answers.append(self._wait_call(rank, method, arguments, restart))
             except EnvError as error:
@@ -268,7 +268,7 @@ class EnvPool:
         return answers
 
     def call_one(self, rank: int, method: str, arguments: Mapping[str, object] | None = None) -> object:
-        """As ``call``, of one manager. If its process is lost, the next step or reset starts it anew."""
+        """As ``call``, of one manager. If its process is lost, the next step or reset restarts it."""
         self._send_call(rank, method, arguments)
         return self._wait_call(rank, method, arguments, restart=False)
 
@@ -377,7 +377,7 @@ class EnvPool:
         self, rank: int, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], rows: NDArray[np.int64]
     ) -> None:
         manager = self.managers[rank]
-        if rank in self._failed:  # it begins with these once it has been started anew
+        if rank in self._failed:  # its episodes after the restart
             manager.seeds[rows], manager.task_ids[rows] = seeds, task_ids
             return
         try:
