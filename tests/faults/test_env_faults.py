@@ -316,6 +316,15 @@ def test_experts_that_return_something_else_are_named(tmp_path, monkeypatch):
         assert "expert_actions() returned list, not floats [2, 7]" in raised.value.message
 
 
+def test_a_state_that_is_not_bytes_is_refused_where_it_is_made():
+    with faulty("state") as manager:
+        manager.reset(SEEDS, TASKS)
+        with raises_code("env-state-type", EnvRaised) as raised:
+            manager.get_state()
+        assert "get_state() of FaultyVectorEnv returned dict, not bytes" in raised.value.message
+        assert manager.step(ACTIONS).valid.any()
+
+
 def test_a_request_that_raises_is_not_repeated(tmp_path):
     with faulty_pool("none", tmp_path / "fired") as pool:
         pool.reset(np.arange(4), np.zeros(4, np.int32))
