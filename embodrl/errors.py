@@ -81,7 +81,8 @@ class ConfigProblem:
             lines.append("     at:       " + self.origin.replace("\n", "\n               "))
         named = {"allowed": self.allowed, "nearest": self.nearest, "hint": self.hint, "code": self.code}
         lines += [f"     {name + ':':<9} {text}" for name, text in named.items() if text]
-        return "\n".join(lines)
+        text = "\n".join(lines)  # values may hold control characters, which a terminal would obey
+        return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
 @dataclass
@@ -196,6 +197,10 @@ class EnvError(EmbodrlError):
 
 class EnvWorkerDied(EnvError):
     """A simulator process ended without saying why (signal, out of memory, ...)."""
+
+
+class EnvProtocolError(EnvWorkerDied):
+    """A simulator process sent something that is no valid answer, and was killed."""
 
 
 class EnvTimeout(EnvError):
