@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,11 @@ from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.offload import OffloadReport
+
+Counters = dict[str, int]
+"""The part of an engine's state that is no tensor: ``version`` and ``nonfinite_in_row``."""
+FileFacts = dict[str, dict[str, int | str]]
+"""By path inside a checkpoint: ``num_bytes`` and ``sha256``."""
 
 
 class NonFiniteError(EmbodrlError):
@@ -34,7 +38,7 @@ class EngineState:
     """
 
     tensors: dict[str, dict[str, Tensor]]
-    state: dict[str, Any]
+    state: Counters
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,11 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         """Return the part of the state that can be written as JSON."""
 
     @abstractmethod
-    def save_shards(self, directory: Path) -> dict[str, dict[str, Any]]:
+    def save_shards(self, directory: Path) -> FileFacts:
         """Write the tensors of the state, each process what it holds; see ``sharded_checkpoint.save_state``.
 
         Returns:
@@ -155,7 +159,7 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+    def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
         """Go back to what ``save_shards`` wrote, perhaps with another backend or number of processes.
 
         Raises:

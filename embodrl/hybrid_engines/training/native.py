@@ -98,4 +98,7 @@ class NativeTrainEngine(PolicyTrainEngine):
 
     def _clip_gradients(self) -> float:
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return float(nn.utils.clip_grad_norm_(trained, self.config.optim.clip_grad))
+        norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        if torch.isfinite(norm):  # else the gradients stay as they are, and what is not finite can be named
+            nn.utils.clip_grads_with_norm_(trained, self.config.optim.clip_grad, norm)
+        return float(norm)

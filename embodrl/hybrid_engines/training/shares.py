@@ -121,7 +121,7 @@ class SharedTrainEngine(PolicyTrainEngine):
         dist.all_reduce(square)
         norm = math.sqrt(float(square)) if torch.isfinite(square) else float(square)
         factor = self.config.optim.clip_grad / (norm + CLIP_EPS)
-        if factor < 1.0:
+        if math.isfinite(norm) and factor < 1.0:  # else what is not finite can still be named
             for leaf in self.leaves.values():
                 if leaf.grad is not None:
                     leaf.grad.mul_(factor)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from embodrl.errors import EmbodrlError, MissingDependencyError
 EXTRA = "megatron"
 
 
-def megatron(name: str) -> Any:
+def megatron(name: str) -> ModuleType:
     """Return a module of megatron-core.
 
     Args:
@@ -76,7 +77,13 @@ def data_group() -> dist.ProcessGroup:
     return megatron("parallel_state").get_data_parallel_group()
 
 
-def parallel_config(dtype: torch.dtype) -> Any:
+class ParallelConfig(Protocol):
+    """megatron-core's ModelParallelConfig."""
+
+    params_dtype: torch.dtype
+
+
+def parallel_config(dtype: torch.dtype) -> ParallelConfig:
     """Return the ModelParallelConfig of layers that are made on the CPU, and filled by who made them."""
     return megatron("model_parallel_config").ModelParallelConfig(
         tensor_model_parallel_size=tensor_group().size(),

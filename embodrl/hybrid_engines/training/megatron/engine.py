@@ -198,10 +198,6 @@ class MegatronTrainEngine(SharedTrainEngine):
             sum(t.numel() * t.element_size() for t in [*kept, *moments]),
         )
 
-    def shards_like(self) -> dict[str, Tensor]:
-        """Return tensors of the shapes of all public ones, as this process holds them."""
-        return dict(self._parts("policy"))
-
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             owner = name.partition(".")[2] if section == "optimizer" else name
