@@ -30,7 +30,7 @@ class NonFiniteError(EmbodrlError):
 
 @dataclass(frozen=True)
 class EngineState:
-    """All that an engine needs to go on where it stopped.
+    """All that an engine needs to continue where it stopped.
 
     Attributes:
         tensors: ``policy``, ``optimizer`` and, where there is one, ``reference``, each by name.
@@ -118,7 +118,7 @@ class TrainEngine(ABC):
     def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
         """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the present weights.
 
-        Chunks played with these weights keep those of the rollout, to the bit. A loss without values gets None.
+        Chunks acted with these weights keep those of the rollout, bit-exact. A loss without values gets None.
 
         Raises:
             EmbodrlError: a chunk has a version above the engine's.

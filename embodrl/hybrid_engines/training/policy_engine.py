@@ -53,12 +53,12 @@ class PolicyTrainEngine(TrainEngine):
     """AdamW on the weights of a policy.
 
     Args:
-        policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and cut up already if it is
+        policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and already sharded if it is
             to be.
         config: batch sizes, precision, optimizer.
         total_iterations: length of the run, for the learning-rate schedule.
         device: where the policy trains.
-        may_be_stale: rollouts may come from older policies; every update then tells how old they are.
+        may_be_stale: rollouts may come from older policies; every update then reports how old they are.
 
     Attributes:
         memory: what ``offload`` takes off the device.
@@ -283,7 +283,7 @@ class PolicyTrainEngine(TrainEngine):
         self.optimizer.zero_grad(set_to_none=True)
 
     def _check_weights(self) -> None:
-        """Refuse to go on with trained weights that are not finite, before a rollout or a checkpoint gets them."""
+        """Refuse to continue with trained weights that are not finite, before a rollout or a checkpoint gets them."""
         where = _not_finite((name, held(parameter)) for name, parameter in self.trained().items())
         if where:
             raise NonFiniteError(
@@ -332,7 +332,7 @@ class PolicyTrainEngine(TrainEngine):
             known = torch.cat([known, batch["values"]], -1)
         outputs = self._outputs(self.evaluate, batch, stale, known.clone(), algorithm, needs_values)
         num_tokens = math.prod(batch.logprobs.shape[2:])
-        # In a warm-up of the critic the policy stays as it is: its log-probs then stay those of the rollout to the bit.
+        # In a warm-up of the critic the policy stays as it is: its log-probs then stay bit-exact those of the rollout.
         logprobs = torch.where(changed[..., None], outputs[..., :num_tokens], known[..., :num_tokens])
         return logprobs.view_as(batch.logprobs), outputs[..., num_tokens:] if needs_values else None
 
@@ -426,7 +426,7 @@ class PolicyTrainEngine(TrainEngine):
         return {name: held[name] for name in names if name in held}
 
     def gather(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors of the state: a collective call where they are cut up."""
+        """Return whole tensors of the state: a collective call where they are sharded."""
         return {name: whole(part) for name, part in self.parts(section, names).items()}
 
     def state_dict(self) -> EngineState:
@@ -450,7 +450,7 @@ class PolicyTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors of a checked state; what the engine has no use for is passed over."""
+        """Load whole tensors of a checked state; what the engine has no use for is skipped."""
         if section == "optimizer":
             trained = self.trained()
             for name, tensor in tensors.items():
@@ -480,7 +480,7 @@ class PolicyTrainEngine(TrainEngine):
         return self.parts(section, saved)
 
     def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
-        """Take over what was written into the tensors of ``room``; here they are the state itself."""
+        """Use what was written into the tensors of ``room``; here they are the state itself."""
 
     def _part(self, whole: Tensor, like: Tensor) -> Tensor:
         """Return the part of a whole tensor that this process holds of ``like``."""

@@ -65,7 +65,7 @@ def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
 
 
 def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the bytes of tensors, by name; of what is cut up those of the whole."""
+    """Return the bytes of tensors, by name; of sharded ones, those of the whole."""
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 

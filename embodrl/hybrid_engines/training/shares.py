@@ -32,7 +32,7 @@ class SharedTrainEngine(PolicyTrainEngine):
     """AdamW on what this process holds of the weights, by gradients of its share of the rows.
 
     Args:
-        policy: cut up already, on the device.
+        policy: already sharded, on the device.
         config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
         total_iterations: length of the run, for the learning-rate schedule.
         mesh: with the dimension DP: the processes of different shares.

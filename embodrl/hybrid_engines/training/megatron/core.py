@@ -36,7 +36,7 @@ def start(tensor_parallel: int) -> None:
     """Make megatron-core's process groups: consecutive ranks share the tensors of a model, the others data.
 
     Args:
-        tensor_parallel: processes that a layer is cut up over; divides the world size.
+        tensor_parallel: processes that a layer is sharded over; divides the world size.
 
     Raises:
         EmbodrlError: there are such groups already, of another size.

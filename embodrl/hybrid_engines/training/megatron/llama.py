@@ -1,4 +1,4 @@
-"""Llama on megatron-core's parallel layers: heads, MLP units and vocabulary are cut up over the tensor group.
+"""Llama on megatron-core's parallel layers: heads, MLP units and vocabulary are sharded over the tensor group.
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
 Legend: B batch, S tokens, D hidden size, H query heads, G key and value heads, E head dimension, R processes.
@@ -178,7 +178,7 @@ class ParallelLlama(nn.Module):
         public: gives dimensions and type; its weights are not copied (see ``layout.parallelize``).
 
     Raises:
-        EmbodrlError: the dimensions can't be cut up.
+        EmbodrlError: the dimensions can't be divided evenly.
     """
 
     def __init__(self, public: LlamaForCausalLM) -> None:
