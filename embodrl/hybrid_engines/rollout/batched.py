@@ -81,7 +81,7 @@ class BatchedEngine:
         return await request.answer
 
     async def _serve(self) -> None:
-        """Answer until no request waits. A task starts in the next cycle of the loop, so all requests of this one join."""
+        """Answer until no request waits. A task starts in the next cycle of the loop: requests of this one join."""
         try:
             while self._waiting:
                 batch = self._next_batch()
