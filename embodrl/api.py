@@ -106,6 +106,7 @@ def evaluate(
     *,
     policy: VLAPolicy | str | Path | None = None,
     output_dir: str | Path | None = None,
+    trust: bool = False,
 ) -> EvaluationResult:
     """Measure a policy on fixed seeds, as `embodrl eval`.
 
@@ -114,6 +115,7 @@ def evaluate(
         overrides: as for ``load_config``.
         policy: a policy, or the path of a run, a checkpoint or a policy directory; None takes the configured one.
         output_dir: new or empty; None makes one in the run's directory or outputs/.
+        trust: settings of a run may run code, whoever started it.
 
     Returns:
         ``success_rate`` with its 95 % ``interval``, a record per episode in ``episodes``, ``report`` and ``videos``.
@@ -130,7 +132,7 @@ def evaluate(
         source = find_policy(Path(policy))
         make = source.make_policy
         if config is None:
-            config, overrides = source.load_config(list(overrides)), ()
+            config, overrides = source.load_config(list(overrides), trust), ()
         else:
             chosen = _load(config, overrides, "eval")
             if source.policy_dir is not None:
@@ -184,7 +186,9 @@ def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
         return SftResult(Path(loaded.config.sft.output_dir), run(loaded))
 
 
-def load_policy(path: str | Path, device: str = "auto", overrides: Sequence[str] = ()) -> VLAPolicy:
+def load_policy(
+    path: str | Path, device: str = "auto", overrides: Sequence[str] = (), *, trust: bool = False
+) -> VLAPolicy:
     """Load a trained policy for inference.
 
     >>> policy = embodrl.load_policy("outputs/my-run")                      # doctest: +SKIP
@@ -195,6 +199,7 @@ def load_policy(path: str | Path, device: str = "auto", overrides: Sequence[str]
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         overrides: of the run's configuration; for a policy outside of a run the configuration that it was trained
             with, e.g. ``["model=pi0", "model.num_action_chunks=8"]``.
+        trust: settings of a run may run code, whoever started it.
 
     Returns:
         The policy in evaluation mode; see ``VLAPolicy.predict``.
@@ -209,11 +214,11 @@ def load_policy(path: str | Path, device: str = "auto", overrides: Sequence[str]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     source = find_policy(Path(path))
-    return source.make_policy(source.load_config(list(overrides)).config, torch.device(device))
+    return source.make_policy(source.load_config(list(overrides), trust).config, torch.device(device))
 
 
 def follow_weights(
-    run_dir: str | Path, versions: int | None = None, wait_s: float = 600.0
+    run_dir: str | Path, versions: int | None = None, wait_s: float = 600.0, trust: bool = False
 ) -> Iterator[tuple[int, EvaluationResult]]:
     """Evaluate every new version of the weights that a run publishes (``rollout.publish_weights=true``).
 
@@ -224,6 +229,7 @@ def follow_weights(
         run_dir: of the run.
         versions: stop after so many; None: never.
         wait_s: stop when no new version came for so many seconds.
+        trust: the run's settings may run code, whoever started it.
 
     Yields:
         The version, that is the number of updates that the weights have seen, and its evaluation.
@@ -235,16 +241,16 @@ def follow_weights(
     from embodrl.hybrid_engines.weight_sync.buckets import layout_of
     from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
     from embodrl.runs.evaluate import evaluation_of
-    from embodrl.runs.files import CONFIG_FILE
-    from embodrl.runs.load import load_run
+    from embodrl.runs.settings import load_saved
     from embodrl.workers.env import make_pool
     from embodrl.workers.evaluator import Evaluator
     from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
     run_dir = Path(run_dir)
-    config = load_run(run_dir / CONFIG_FILE).config
+    loaded, _ = load_saved(run_dir, [], "eval", resuming=True, trust=trust)
+    config = loaded.config
     with _torch_settings():
-        configure_torch(config)
+        configure_torch(config, loaded.deployment.of("rollout")[0])
         policy = build_policy(config)
         engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, 0, num_threads(config))
         receiver = DiskReceiver(engine, run_dir / "weights", layout_of(policy))

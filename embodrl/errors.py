@@ -46,6 +46,11 @@ class EmbodrlError(Exception):
         self.message = f"{self.message}\n  {text}"
         self.args = (self._text(),)
 
+    def add_hint(self, text: str) -> None:
+        """Append a further step to the hint."""
+        self.hint = "; then ".join(filter(None, (self.hint, text)))
+        self.args = (self._text(),)
+
 
 @dataclass(frozen=True)
 class ConfigProblem:

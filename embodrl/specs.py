@@ -336,6 +336,7 @@ MODELS = Registry(
         "pi0": "embodrl.models.pi.spec:PI0",
         "pi05": "embodrl.models.pi.spec:PI05",
         "gr00t": "embodrl.models.gr00t.spec:SPEC",
+        "smolvla": "embodrl.models.smolvla.spec:SPEC",
     },
 )
 

@@ -90,12 +90,28 @@ _GR00T = {
     "action_horizon": 16,
     "num_future_tokens": 32,
 }
+_SMOLVLA: dict[str, object] = {
+    "image_size": 512,
+    "patch_size": 16,
+    "scale_factor": 4,
+    "siglip": {"width": 768, "depth": 12, "num_heads": 12, "mlp_dim": 3072},
+    "depth": 16,
+    "num_heads": 15,
+    "num_kv_heads": 5,
+    "head_dim": 64,
+    "vlm_width": 960,
+    "vlm_mlp_dim": 2560,
+    "expert_width": 720,
+    "expert_mlp_dim": 2048,
+    "action_horizon": 50,
+}
 FULL: dict[str, dict[str, Any]] = {
     "openvla": {"num_action_chunks": 1, "architecture": _LLAMA_7B},
     "openvla_oft": {"num_action_chunks": 8, "architecture": _LLAMA_7B},
     "pi0": {"num_action_chunks": 50, "pi": {**_PI, "action_horizon": 50}, "flow": {"num_steps": 10}},
     "pi05": {"num_action_chunks": 10, "pi": {**_PI, "action_horizon": 10}, "flow": {"num_steps": 10}},
     "gr00t": {"num_action_chunks": 16, "gr00t": _GR00T},
+    "smolvla": {"num_action_chunks": 50, "smolvla": _SMOLVLA, "flow": {"num_steps": 10}},
 }
 """Dimensions of the public checkpoints but for the vocabulary, which is that of the small tokenizer: the plain way's
 output layer is smaller here than with a public checkpoint, and its time shorter."""

@@ -52,10 +52,20 @@ ConfigFile = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="write the results there, as JSON", show_default=False)
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="let the settings of a run run code (modules, functions, env.python) though you have not started it",
+        show_default=False,
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an error", show_default=False)]
 
 
-def load(overrides: list[str] | None, config_file: Path | None, verb: Verb | None = None) -> LoadedConfig:
+def load(
+    overrides: list[str] | None, config_file: Path | None, verb: Verb | None = None, trust: bool = False
+) -> LoadedConfig:
     """Load the configuration and print its notes to stderr; see ``load_config``.
 
     Raises:
@@ -63,7 +73,7 @@ def load(overrides: list[str] | None, config_file: Path | None, verb: Verb | Non
     """
     from embodrl.runs.load import load_config
 
-    return _shown(load_config(overrides or [], config_file, verb))
+    return _shown(load_config(overrides or [], config_file, verb, trust))
 
 
 def _shown(loaded: LoadedConfig) -> LoadedConfig:
@@ -80,6 +90,7 @@ def load_measured(
     config_file: Path | None,
     needed: Callable[[Config], bool] = lambda _: True,
     verb: Verb | None = None,
+    trust: bool = False,
 ) -> LoadedConfig:
     """As ``load``, for verbs that start simulators: ``env.num_processes=auto`` is measured if it has not been.
 
@@ -88,6 +99,7 @@ def load_measured(
         config_file: of the user's.
         needed: tells whether simulators will be started.
         verb: leaves out rules about settings that it does not read.
+        trust: a run's file may name code to run.
 
     Raises:
         ConfigError: with every problem found.
@@ -95,7 +107,7 @@ def load_measured(
     """
     from embodrl.runs.load import load_config
 
-    loaded = load_config(overrides or [], config_file, verb)
+    loaded = load_config(overrides or [], config_file, verb, trust)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):
         from embodrl.runs.measure import measure_processes
 

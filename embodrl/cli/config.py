@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from embodrl.cli.app import add, make_app
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load
+
+if TYPE_CHECKING:
+    from embodrl.config.schema import Config
 
 app = make_app()
 
@@ -27,7 +30,21 @@ def about() -> None:
     """
 
 
-def show(overrides: Overrides = None, config: ConfigFile = None, plain: Plain = False, debug: Debug = False) -> None:
+def say_what_ran(config: Config) -> None:
+    """Name on stderr the user's code that checking the configuration has run."""
+    paths = (config.pipeline.fn, config.reward.fn, config.rollout.workflow)
+    imported = [*config.extensions, *(path for path in paths if path is not None)]
+    if imported:
+        print(f"note: imported to check the settings: {', '.join(imported)}", file=sys.stderr)
+
+
+def show(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    plain: Plain = False,
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
     """Print all values as YAML, each with its origin.
 
     \b
@@ -37,13 +54,17 @@ def show(overrides: Overrides = None, config: ConfigFile = None, plain: Plain = 
     """
 
     def action() -> None:
-        sys.stdout.write(load(overrides, config).to_yaml(with_origin=not plain))
+        loaded = load(overrides, config, trust=trust)
+        say_what_ran(loaded.config)
+        sys.stdout.write(loaded.to_yaml(with_origin=not plain))
         sys.stdout.flush()
 
     execute(action, debug)
 
 
-def validate(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+def validate(
+    overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False
+) -> None:
     """Check a configuration and report all its problems.
 
     Exit code 0, or 2 with the report on stderr.
@@ -57,7 +78,8 @@ def validate(overrides: Overrides = None, config: ConfigFile = None, debug: Debu
     def action() -> None:
         from embodrl.config.explain import summary
 
-        loaded = load(overrides, config)
+        loaded = load(overrides, config, trust=trust)
+        say_what_ran(loaded.config)
         print("The configuration is valid.")
         print(summary(loaded.config))
 

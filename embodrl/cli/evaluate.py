@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli.common import ConfigFile, Debug, JsonFile, Overrides, execute, load_measured, show_notes, split_path
+from embodrl.cli.common import (
+    ConfigFile,
+    Debug,
+    JsonFile,
+    Overrides,
+    Trust,
+    execute,
+    load_measured,
+    show_notes,
+    split_path,
+)
 
 
 def evaluate(
@@ -23,6 +33,7 @@ def evaluate(
         ),
     ] = None,
     json: JsonFile = None,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Measure a policy on fixed seeds; write eval.html, eval.json and videos.
@@ -41,7 +52,7 @@ def evaluate(
     def action() -> int | None:
         path, rest = split_path(overrides)
         if path is None:
-            loaded = load_measured(rest, config, verb="eval")
+            loaded = load_measured(rest, config, verb="eval", trust=trust)
             from embodrl.runs import evaluate as verb
 
             return verb.evaluate(loaded, json, output).exit_code
@@ -51,9 +62,9 @@ def evaluate(
         source = find_policy(path)
         if config is not None:
             rest = source.arguments(rest)
-            loaded = load_measured(rest, config, verb="eval")
+            loaded = load_measured(rest, config, verb="eval", trust=trust)
         else:
-            loaded = source.load_config(rest)
+            loaded = source.load_config(rest, trust)
             show_notes(loaded.notes)
         return verb.evaluate(loaded, json, output, source.make_policy, str(path)).exit_code
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli.common import Debug, Overrides, execute
+from embodrl.cli.common import Debug, Overrides, Trust, execute
 
 
 def export(
@@ -16,6 +16,7 @@ def export(
     ],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory", show_default=False)],
     overrides: Overrides = None,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Write the policy of a checkpoint in its public layout.
@@ -32,7 +33,7 @@ def export(
     def action() -> None:
         from embodrl.runs.export import export_checkpoint
 
-        checkpoint = export_checkpoint(directory, output, overrides or [])
+        checkpoint = export_checkpoint(directory, output, overrides or [], trust)
         print(f"{output}: the policy of {checkpoint.path}")
 
     execute(action, debug)

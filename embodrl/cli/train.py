@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, leaving, load_measured
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, leaving, load_measured
 
 
-def train(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+def train(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
     """Train a policy.
 
     \b
@@ -17,7 +17,7 @@ def train(overrides: Overrides = None, config: ConfigFile = None, debug: Debug =
     """
 
     with leaving(debug) as outcome:  # not ``execute``: few frames lie between this verb and the loss
-        loaded = load_measured(overrides, config, verb="train")
+        loaded = load_measured(overrides, config, verb="train", trust=trust)
         from embodrl.runs import train as verb
 
         outcome.code = verb.train(loaded).exit_code

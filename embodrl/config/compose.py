@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.config.check import schema_keys, schema_of, unknown_key
-from embodrl.config.nodes import Node, Origin, from_plain, lookup, merge, put, read_yaml
+from embodrl.config.nodes import Node, Origin, from_plain, lookup, merge, parse_yaml, put, read_yaml
+from embodrl.config.trust import is_trusted
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
 
@@ -48,12 +49,17 @@ class Argument:
 
 @dataclass
 class Composition:
-    """What the user asked for: a tree of values, and what was wrong before types were looked at."""
+    """What the user asked for: a tree of values, and what was wrong before types were looked at.
+
+    Attributes:
+        untrusted: name of the file whose settings must not run code; "" if there is none.
+    """
 
     tree: Node
     choices: dict[str, str] = field(default_factory=dict[str, str])
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    untrusted: str = ""
 
 
 def groups() -> list[str]:
@@ -366,11 +372,13 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     arguments, problems = parse_arguments(overrides)
     user = Node({}, Origin("file", "mapping"))
     wanted: dict[str, tuple[Any, str]] = {}
+    untrusted = ""
     if config_file is not None:
         if isinstance(config_file, Path):
             if (config_file / "config.yaml").is_file():
                 config_file = config_file / "config.yaml"  # of a run
             user, wrong = read_yaml(config_file, str(config_file))
+            untrusted = "" if not user.children or is_trusted(config_file, user) else str(config_file)
         else:
             user, wrong = read_mapping(config_file)
         wanted, wrong_choices = file_choices(user)
@@ -390,12 +398,19 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     merge(tree, user)
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
     chosen = {group: name for group, name in choices.items() if name}
-    return Composition(tree, chosen, problems, renamed + _experiment_overridden(choices, wanted))
+    return Composition(tree, chosen, problems, renamed + _experiment_overridden(choices, wanted), untrusted)
 
 
-def compose_resolved(path: Path, overrides: list[str]) -> Composition:
-    """Read a file that holds a whole configuration, e.g. ``DIR/config.yaml`` of a run; presets play no part."""
-    tree, problems = read_yaml(path, str(path), "run")
+def compose_resolved(path: Path, overrides: list[str], text: str | None = None) -> Composition:
+    """Read a whole configuration, ``DIR/config.yaml`` of a run; presets play no part.
+
+    Args:
+        path: of the file.
+        overrides: command-line arguments.
+        text: the content to use in place of the file's, e.g. from a checkpoint.
+    """
+    tree, problems = read_yaml(path, str(path), "run") if text is None else parse_yaml(text, str(path), "run")
+    untrusted = "" if not tree.children or is_trusted(path, tree, text) else str(path)
     arguments, wrong = parse_arguments(overrides)
     problems += wrong
     for argument in arguments:
@@ -411,4 +426,4 @@ def compose_resolved(path: Path, overrides: list[str]) -> Composition:
                 )
             )
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
-    return Composition(tree, {}, problems)
+    return Composition(tree, {}, problems, untrusted=untrusted)

@@ -19,6 +19,7 @@ from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
+from embodrl.config.trust import foreign_settings
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.names import nearest
@@ -91,6 +92,7 @@ def load_config(
     config_file: Path | Mapping[str, object] | None = None,
     verb: Verb | None = None,
     further_rules: Sequence[Rule] = (),
+    trust: bool = False,
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
@@ -101,11 +103,14 @@ def load_config(
         verb: what the configuration is for: settings that it does not read are not checked, and noted where they are
             on the command line. With ``plan`` machines may be described that are not there. None checks everything.
         further_rules: of packages above this one, reported together with its own.
+        trust: a run's file may name code to run, whoever started the run.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose(overrides, config_file), verb, further_rules=further_rules)
+    composition = compose(overrides, config_file)
+    _refuse_foreign_code(composition, trust)
+    return finish(composition, verb, further_rules=further_rules)
 
 
 def load_run(
@@ -114,6 +119,8 @@ def load_run(
     verb: Verb | None = None,
     resuming: bool = False,
     further_rules: Sequence[Rule] = (),
+    trust: bool = False,
+    text: str | None = None,
 ) -> LoadedConfig:
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
 
@@ -123,11 +130,23 @@ def load_run(
         verb: as for ``load_config``.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
         further_rules: as for ``load_config``.
+        trust: as for ``load_config``.
+        text: the content to use in place of the file's, e.g. from a checkpoint.
 
     Raises:
         ConfigError: with every problem found.
     """
-    return finish(compose_resolved(path, overrides or []), verb, resuming, further_rules)
+    composition = compose_resolved(path, overrides or [], text)
+    _refuse_foreign_code(composition, trust)
+    return finish(composition, verb, resuming, further_rules)
+
+
+def _refuse_foreign_code(composition: Composition, trust: bool) -> None:
+    """Raise before anything is imported that only an untrusted file names."""
+    if composition.untrusted and not trust:
+        problems = foreign_settings(composition.tree, composition.untrusted)
+        if problems:
+            raise ConfigError(problems)
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:

@@ -109,6 +109,7 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
     from embodrl.models.gr00t.policy import Gr00tPolicy
     from embodrl.models.openvla.token_policy import TokenPolicy
     from embodrl.models.pi.policy import PiPolicy
+    from embodrl.models.smolvla.policy import SmolVlaPolicy
 
     parts = policy.parts()
     counts = [(part, 1) for part in parts.values()]
@@ -129,6 +130,12 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
         actions = 1 + policy.model.config.head.num_future_tokens + policy.horizon
         counts += [(parts["vision"], patches), (parts["language"], prefix), (head, actions)]
         counts += [(head.vl_self_attention, prefix)]
+    elif isinstance(policy, SmolVlaPolicy):
+        spec = policy.model.config
+        patches, merged = num_cameras * spec.siglip.num_patches, num_cameras * spec.tokens_per_image
+        prefix = merged + spec.max_prompt_tokens + 1
+        counts += [(parts["vision"], patches), (parts["language"], prefix), (policy.model.vlm.connector, merged)]
+        counts += [(parts["action_expert"], policy.horizon), (policy.model.state_proj, 1)]
     if isinstance(policy, FlowPolicy) and policy.noise_head is not None:
         # Flow-Noise differentiates every denoising step.
         steps = policy.flow.num_steps

@@ -29,6 +29,7 @@ class SupportedModel(RegisteredName):
     PI0: ClassVar[SupportedModel]
     PI05: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
+    SMOLVLA: ClassVar[SupportedModel]
 
     @classmethod
     def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:

@@ -28,7 +28,7 @@ CHUNK_BYTES = 3 * INT64_BYTES + 1 + 2 * FLOAT32_BYTES
 def kv_cache_bytes(policy: VLAPolicy, num_rows: int, num_cameras: int, itemsize: int) -> int:
     """Return the bytes of keys and values kept while B rows are decided: ``2 L B K S H`` values.
 
-    OpenVLA keeps those of prompt and chunk, pi0 and pi0.5 those of images and prompt, GR00T those of its
+    OpenVLA keeps those of prompt and chunk, pi0, pi0.5 and SmolVLA those of images and prompt, GR00T those of its
     cross-attentions. OpenVLA-OFT decodes a chunk in one pass and keeps none; of other policies nothing is known, 0.
 
     Args:
@@ -40,6 +40,7 @@ def kv_cache_bytes(policy: VLAPolicy, num_rows: int, num_cameras: int, itemsize:
     from embodrl.models.gr00t.policy import Gr00tPolicy
     from embodrl.models.openvla.policy import OpenVLAPolicy
     from embodrl.models.pi.policy import PiPolicy
+    from embodrl.models.smolvla.policy import SmolVlaPolicy
 
     layers = width = positions = 0
     if isinstance(policy, OpenVLAPolicy):
@@ -52,6 +53,10 @@ def kv_cache_bytes(policy: VLAPolicy, num_rows: int, num_cameras: int, itemsize:
         spec = policy.model.config
         layers, width = spec.vlm.depth, spec.vlm.num_kv_heads * spec.vlm.head_dim
         positions = num_cameras * spec.siglip.num_patches + spec.max_prompt_tokens
+    elif isinstance(policy, SmolVlaPolicy):
+        spec = policy.model.config
+        layers, width = spec.vlm.depth, spec.vlm.num_kv_heads * spec.vlm.head_dim
+        positions = num_cameras * spec.tokens_per_image + spec.max_prompt_tokens + 1
     elif isinstance(policy, Gr00tPolicy):
         spec = policy.model.config
         layers, width = -(-spec.head.dit.num_layers // 2), spec.head.dit.width

@@ -20,9 +20,9 @@ from embodrl.errors import EmbodrlError, OutputError
 from embodrl.reporting.charts import Series, line_chart, stacked_chart
 from embodrl.reporting.health import find_warnings
 from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
+from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
 from embodrl.reporting.provenance import read_provenance
-from embodrl.reporting.sinks import METRICS_FILE, read_metrics
 from embodrl.storage.json_file import write_text_file
 
 Rows = list[dict[str, Any]]

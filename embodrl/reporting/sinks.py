@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.reporting.metrics_file import METRICS_FILE, parse_row, restore_metrics
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 _EVENT_FILES = itertools.count()
 MetricValue = float | int | str | None
 
@@ -133,6 +133,10 @@ class MetricsLogger:
         run_config: shown by trackers.
         trackers: replaces the configured ones (tests).
         file_name: of the metrics in ``run_dir``.
+        saved: what ``content`` was when the checkpoint was made that is resumed; None if it does not know.
+
+    Attributes:
+        content: the whole file, for checkpoints.
 
     Raises:
         OutputError: the file can't be written, or a new run would append to the metrics of an old one.
@@ -147,16 +151,20 @@ class MetricsLogger:
         run_config: Mapping[str, object] | None = None,
         trackers: Mapping[str, Tracker] | None = None,
         file_name: str = METRICS_FILE,
+        saved: bytes | None = None,
     ) -> None:
         self.path = Path(run_dir) / file_name
+        self.content = bytearray()
         self._elapsed_s = 0.0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if resume_iteration is None:
                 self._refuse_old_metrics()
             else:
-                self._elapsed_s = truncate_metrics(self.path, resume_iteration)
-            self._file = self.path.open("a", encoding="utf-8")
+                self.content += restore_metrics(self.path, resume_iteration, saved)
+                last = parse_row(self.content[self.content.rfind(b"\n", 0, -1) + 1 :])
+                self._elapsed_s = float((last or {}).get("time/elapsed_s") or 0.0)
+            self._file = open(self.path, "ab", opener=_open_no_link)  # noqa: SIM115  (closed by ``close``)
         except OSError as error:
             raise OutputError(
                 f"{self.path} can't be written: {error}", "set runner.output_dir to a writable directory"
@@ -206,14 +214,16 @@ class MetricsLogger:
         row = {name: _finite(value) for name, value in metrics.items()}
         self._elapsed_s += float(row.get("time/total_s") or 0.0)
         row["time/elapsed_s"] = round(self._elapsed_s, 3)
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.write(line)
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise OutputError(
                 f"{self.path} can't be written: {error}", "free disk space, then `embodrl resume` the run"
             ) from error
+        self.content += line
         for name in list(self._trackers):
             self._guard(name, lambda tracker: tracker.log(row, int(metrics["iteration"] or 0)))
         return row
@@ -244,48 +254,8 @@ class MetricsLogger:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl; a last line cut off by a crash is left out.
-
-    Raises:
-        OutputError: a line before the last one is no JSON object.
-    """
-    rows: list[dict[str, Any]] = []
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    for number, line in enumerate(lines, start=1):
-        row = _parse(line)
-        if row is not None:
-            rows.append(row)
-        elif number < len(lines):
-            raise OutputError(f"{path}:{number} is no JSON object", "remove the line")
-    return rows
-
-
-def truncate_metrics(path: Path, last_iteration: int) -> float:
-    """Cut a metrics.jsonl off behind an iteration; return ``time/elapsed_s`` of the last row kept, or 0."""
-    if not path.is_file():
-        return 0.0
-    keep, elapsed_s = 0, 0.0
-    with path.open("r+b") as file:
-        for line in file:
-            row = _parse(line)
-            if row is None or int(row["iteration"]) > last_iteration:
-                break
-            keep += len(line)
-            elapsed_s = float(row.get("time/elapsed_s") or 0.0)
-        file.truncate(keep)
-        os.fsync(file.fileno())
-    return elapsed_s
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and "iteration" in row else None
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _finite(value: MetricValue) -> MetricValue:

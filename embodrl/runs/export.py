@@ -7,19 +7,20 @@ from pathlib import Path
 import torch
 
 from embodrl.errors import OutputError
-from embodrl.runs.files import CONFIG_FILE, export_policy, not_a_run
-from embodrl.runs.load import load_run
+from embodrl.runs.files import export_policy
 from embodrl.runs.policies import STEP, PolicySource
+from embodrl.runs.settings import is_run, load_saved, not_a_run
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 
 
-def export_checkpoint(source: Path, directory: Path, overrides: list[str]) -> Checkpoint:
+def export_checkpoint(source: Path, directory: Path, overrides: list[str], trust: bool = False) -> Checkpoint:
     """Write the policy of a checkpoint in its public layout; read on the CPU. The run may still be training.
 
     Args:
         source: a run, whose newest intact checkpoint is taken, or ``RUN/checkpoints/step_N``.
         directory: a new one.
         overrides: of the run's configuration.
+        trust: its settings may run code, whoever started the run.
 
     Returns:
         the checkpoint.
@@ -30,12 +31,12 @@ def export_checkpoint(source: Path, directory: Path, overrides: list[str]) -> Ch
     """
     is_step = STEP.fullmatch(source.name) is not None and source.parent.name == "checkpoints"
     run_dir = source.parent.parent if is_step else source
-    if not (run_dir / CONFIG_FILE).is_file():
+    if not is_run(run_dir):
         raise not_a_run(source)
     if directory.exists():
         raise OutputError(f"{directory} exists", "give a new directory", code="output-exists")
     checkpoint = open_checkpoint(source) if is_step else newest_checkpoint(run_dir)
-    loaded = load_run(run_dir / CONFIG_FILE, overrides, resuming=True).with_absolute_paths()
+    loaded = load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0].with_absolute_paths()
     on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
     config = loaded.config.model_copy(update={"cluster": on_cpu})
     export_policy(

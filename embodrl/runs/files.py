@@ -6,6 +6,7 @@ import logging
 import shlex
 import shutil
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,21 +16,21 @@ from embodrl import __version__
 from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
-from embodrl.errors import CheckpointError, OutputError
+from embodrl.errors import OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
-from embodrl.storage.checkpoint import CheckpointManager
-from embodrl.storage.json_file import write_json_file, write_text_file
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.storage.json_file import write_json_file
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
 LOG_FILE = "logs/embodrl.log"
 POLICY_DIR = "policy"
 BEST_POLICY_DIR = "policy_best"
 REPORT_FILE = "report.html"
+METRICS_BLOB = "metrics"
 # Asked for before the policy is built and its size known.
 LEAST_FREE_BYTES = 64 * 2**20
 
@@ -46,14 +47,6 @@ def run_directory(config: Config) -> Path:
         algorithm = chosen.replace(":", "-") if ":" in chosen else config.pipeline.name or default_name(config)
         name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
     return Path("outputs") / name
-
-
-def not_a_run(directory: Path) -> CheckpointError:
-    """Return the error for a directory without a run's configuration; names the run that it is part of."""
-    run = next((parent for parent in directory.absolute().parents[:2] if (parent / CONFIG_FILE).is_file()), None)
-    hint = f"{run} is the run: embodrl resume {run}" if run is not None else "look in outputs/"
-    what = f"{directory} is not a run: it has no {CONFIG_FILE}" if directory.exists() else f"{directory} does not exist"
-    return CheckpointError(what, hint, code="not-a-run")
 
 
 @contextmanager
@@ -101,13 +94,9 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
         raise OutputError(error.message, "free disk space, then `embodrl resume` the run") from error
 
 
-def write_config(run_dir: Path, config_yaml: str) -> None:
-    """Keep the resolved configuration of a run.
-
-    Raises:
-        OutputError: the directory can't be written.
-    """
-    write_text_file(run_dir / CONFIG_FILE, config_yaml, "set runner.output_dir to a writable directory")
+def saved_metrics(checkpoint: Checkpoint) -> bytes | None:
+    """Return metrics.jsonl as it was when a checkpoint was made; None for one of an earlier version."""
+    return zlib.decompress(checkpoint.blob(METRICS_BLOB)) if checkpoint.has_blob(METRICS_BLOB) else None
 
 
 def how_to_go_on(run_dir: Path) -> str:

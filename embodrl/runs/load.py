@@ -37,7 +37,10 @@ class LoadedRun(LoadedConfig):
 
 
 def load_config(
-    overrides: list[str], config_file: Path | Mapping[str, object] | None = None, verb: Verb | None = None
+    overrides: list[str],
+    config_file: Path | Mapping[str, object] | None = None,
+    verb: Verb | None = None,
+    trust: bool = False,
 ) -> LoadedRun:
     """As ``embodrl.config.load_config``, and build the pipeline; imports no torch.
 
@@ -45,11 +48,16 @@ def load_config(
         ConfigError: with every problem found.
     """
     check = PipelineCheck()
-    return _with_graph(config_load.load_config(overrides, config_file, verb, (check.rule,)), check)
+    return _with_graph(config_load.load_config(overrides, config_file, verb, (check.rule,), trust), check)
 
 
 def load_run(
-    path: Path, overrides: list[str] | None = None, verb: Verb | None = None, resuming: bool = False
+    path: Path,
+    overrides: list[str] | None = None,
+    verb: Verb | None = None,
+    resuming: bool = False,
+    trust: bool = False,
+    text: str | None = None,
 ) -> LoadedRun:
     """As ``embodrl.config.load_run``, and build the pipeline.
 
@@ -57,7 +65,7 @@ def load_run(
         ConfigError: with every problem found.
     """
     check = PipelineCheck()
-    return _with_graph(config_load.load_run(path, overrides, verb, resuming, (check.rule,)), check)
+    return _with_graph(config_load.load_run(path, overrides, verb, resuming, (check.rule,), trust, text), check)
 
 
 def _with_graph(loaded: LoadedConfig, check: PipelineCheck) -> LoadedRun:

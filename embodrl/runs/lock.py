@@ -1,7 +1,8 @@
-"""One process a run: a lock on the run's directory."""
+"""One process a run: locks on its directory, and checks that the directory stays the same one."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -10,51 +11,155 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from embodrl.errors import OutputError
+from embodrl.storage.checkpoint import BEST
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+# Made by the run, and never written through; the second is left by a process that is killed between two steps.
+_OWN_LINKS = (f"checkpoints/{BEST}", f"checkpoints/.{BEST}.partial")
+_LINKS_OF_OTHERS = ("wandb",)
+
+
+class RunLock:
+    """The locks of a run; see ``run_lock``.
+
+    Two of them, because a user may delete ``.lock``: one on that file and one on the directory itself.
+
+    Args:
+        directory: of the run; exists.
+
+    Raises:
+        OutputError: another process has one of them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._place = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._file = -1
+        try:
+            self._lock(self._place)
+            self._file = os.open(directory / LOCK_FILE, _FLAGS, 0o644)
+            self._lock(self._file)
+        except BaseException:  # raised again
+            self.close()
+            raise
+
+    def check(self) -> None:
+        """Check that the run still has its directory for itself; before everything that replaces or removes files.
+
+        Raises:
+            OutputError: the directory was removed or replaced, or another process has taken it.
+        """
+        try:
+            same = os.path.samestat(self.directory.stat(), os.fstat(self._place))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise OutputError(
+                f"{self.directory} was removed or replaced during the run, and what it held is lost",
+                "start the run again; nothing was left to save to",
+                code="run-directory-removed",
+            )
+        path = self.directory / LOCK_FILE
+        try:
+            if os.path.samestat(path.lstat(), os.fstat(self._file)):
+                return
+        except FileNotFoundError:
+            pass
+        logger.warning("%s was deleted during the run; it is locked again", path)
+        replacement = os.open(path, _FLAGS, 0o644)
+        try:
+            self._lock(replacement)
+        except OutputError as error:
+            os.close(replacement)
+            error.add("its lock file was deleted, and another process has started in it: this one stops without saving")
+            raise
+        os.close(self._file)
+        self._file = replacement
+
+    def close(self) -> None:
+        """Release the locks."""
+        for descriptor in (self._file, self._place):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._file = self._place = -1
+
+    def release(self) -> None:
+        """Empty the lock file at the end of a run, and release the locks."""
+        if self._file >= 0:
+            os.ftruncate(self._file, 0)
+        self.close()
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._taken() from error
+        except OSError as error:  # some network file systems have no locks, or none for directories
+            log = logger.debug if descriptor == self._place else logger.warning
+            log("%s can't be locked: %s; let only one process use it", self.directory, error)
+            return
+        if descriptor == self._place:
+            return
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode())
+        except OSError as error:  # a full disk; the lock holds all the same
+            logger.warning("the process id could not be written to %s: %s", self.directory / LOCK_FILE, error)
+
+    def _taken(self) -> OutputError:
+        holder = ""
+        with contextlib.suppress(OSError), (self.directory / LOCK_FILE).open("rb") as file:
+            holder = file.read(32).decode(errors="replace").strip()
+        return OutputError(
+            f"another process (pid {holder or 'unknown'}) uses {self.directory}",
+            "wait until it has ended, or stop it; a new run needs a runner.output_dir of its own",
+            code="run-in-use",
+        )
 
 
 @contextmanager
-def run_lock(directory: Path) -> Iterator[None]:
+def run_lock(directory: Path) -> Iterator[RunLock]:
     """Keep other processes from writing to a run's directory; the lock ends with the process, however that ends.
 
     Args:
         directory: of the run; made if missing.
 
     Raises:
-        OutputError: another process uses it, or it can't be written.
+        OutputError: another process uses it, it can't be written, or it holds links to elsewhere.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        refuse_links(directory)
+        lock = RunLock(directory)
     except OSError as error:
         raise OutputError(
             f"output directory {directory} can't be written: {error}", "set runner.output_dir to a directory of yours"
         ) from error
     try:
-        _lock(directory, descriptor)
-        yield
-        os.ftruncate(descriptor, 0)
+        yield lock
+        lock.release()
     finally:
-        os.close(descriptor)
+        lock.close()
 
 
-def _lock(directory: Path, descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-        raise OutputError(
-            f"another process (pid {holder}) uses {directory}",
-            "wait until it has ended, or stop it; a new run needs a runner.output_dir of its own",
-        ) from error
-    except OSError as error:  # some network file systems have no locks
-        logger.warning("%s can't be locked: %s; let only one process use it", directory, error)
-        return
-    try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-    except OSError as error:  # a full disk; the lock holds all the same
-        logger.warning("the process id could not be written to %s: %s", directory / LOCK_FILE, error)
+def refuse_links(directory: Path) -> None:
+    """Refuse a run directory with symbolic links: what a run appends to or replaces would be files elsewhere.
+
+    Raises:
+        OutputError: names the first.
+    """
+    for place, directories, files in os.walk(directory):
+        links = (Path(place) / name for name in (*directories, *files) if (Path(place) / name).is_symlink())
+        for path in links:
+            if path.relative_to(directory).as_posix() in _OWN_LINKS:
+                continue
+            raise OutputError(
+                f"{path} is a symbolic link to {path.readlink()}; a run does not write through links",
+                "replace it by what it leads to, or set runner.output_dir to the directory on the other disk",
+                code="run-directory-link",
+            )
+        if Path(place) == directory:
+            directories[:] = [name for name in directories if name not in _LINKS_OF_OTHERS]

@@ -13,8 +13,9 @@ from embodrl.config.schema import Config
 from embodrl.errors import UsageError
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.files import BEST_POLICY_DIR, CONFIG_FILE, POLICY_DIR, without_lost_warm_start
-from embodrl.runs.load import load_config, load_run
+from embodrl.runs.files import BEST_POLICY_DIR, POLICY_DIR, without_lost_warm_start
+from embodrl.runs.load import load_config
+from embodrl.runs.settings import is_run, load_saved
 from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.workers.policy import build_policy
 
@@ -35,19 +36,26 @@ class PolicySource:
     checkpoint: Checkpoint | None
     run_dir: Path | None
 
-    def load_config(self, overrides: list[str]) -> LoadedConfig:
+    def load_config(self, overrides: list[str], trust: bool = False) -> LoadedConfig:
         """Return the configuration of the run, or one composed as usual for a policy elsewhere, with this policy.
+
+        Args:
+            overrides: of the command line.
+            trust: the run's settings may run code, whoever started it.
 
         Raises:
             ConfigError: with every problem found.
+            CheckpointError: the run's settings are lost.
         """
         if self.run_dir is None:
             return load_config(self.arguments(overrides), verb="eval")
         texts = [assignment("runner.output_dir", self.run_dir), *overrides]
         if self.policy_dir is not None:
-            key = "model_path" if _has_model_path(self.run_dir) else "warm_start"
+            own, _ = load_saved(self.run_dir, overrides, "eval", self.checkpoint, True, trust)
+            key = "warm_start" if own.config.model.model_path is None else "model_path"
             texts.append(assignment(f"model.{key}", self.policy_dir))
-        return load_run(self.run_dir / CONFIG_FILE, texts, "eval", resuming=self.checkpoint is not None)
+        resuming = self.checkpoint is not None
+        return load_saved(self.run_dir, texts, "eval", self.checkpoint, resuming, trust)[0]
 
     def arguments(self, overrides: list[str]) -> list[str]:
         """Return overrides that begin with this policy, for a configuration that is not that of its run."""
@@ -62,7 +70,7 @@ class PolicySource:
         if self.checkpoint is None:
             return build_policy(config, device)
         policy = build_policy(without_lost_warm_start(config), device)
-        if self.checkpoint.state.get("sharded"):
+        if self.checkpoint.state.flag("sharded", False):
             read_whole(self.checkpoint.path, "policy", policy.state_dict())
         else:
             policy.load_state_dict(self.checkpoint.tensors("policy"))
@@ -83,12 +91,12 @@ def find_policy(path: Path) -> PolicySource:
     if path.name == BEST and path.is_symlink():
         path = path.parent / path.readlink()
     run_dir = path.parent.parent if STEP.fullmatch(path.name) and path.parent.name == "checkpoints" else None
-    if run_dir is not None and (run_dir / CONFIG_FILE).is_file():
+    if run_dir is not None and is_run(run_dir):
         return PolicySource(None, open_checkpoint(path), run_dir)
     if (path / "config.json").is_file():
-        of_run = path.name in (POLICY_DIR, BEST_POLICY_DIR) and (path.parent / CONFIG_FILE).is_file()
+        of_run = path.name in (POLICY_DIR, BEST_POLICY_DIR) and is_run(path.parent)
         return PolicySource(path, None, path.parent if of_run else None)
-    if (path / CONFIG_FILE).is_file():
+    if is_run(path):
         if (path / POLICY_DIR / "config.json").is_file():
             return PolicySource(path / POLICY_DIR, None, path)
         return PolicySource(None, newest_checkpoint(path), path)
@@ -105,7 +113,3 @@ def assignment(key: str, value: object) -> str:
     """Return ``key='value'`` as a command-line override, whatever characters the value has."""
     text = str(value).replace("'", "\\'")
     return f"{key}='{text}'"
-
-
-def _has_model_path(run_dir: Path) -> bool:
-    return load_run(run_dir / CONFIG_FILE, resuming=True).config.model.model_path is not None

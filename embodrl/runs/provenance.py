@@ -13,11 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import embodrl
-from embodrl.config.load import leaf_keys
+from embodrl.config.explain import flow
 from embodrl.reporting.provenance import PROVENANCE_FILE, read_provenance
+from embodrl.runs.settings import changed_settings
 from embodrl.storage.json_file import write_json_file
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def add_provenance(run_dir: Path, config_yaml: str, old_yaml: str | None, iterat
     Raises:
         OutputError: the file can't be written.
     """
-    changes = {} if old_yaml is None else changed_keys(yaml.safe_load(old_yaml), yaml.safe_load(config_yaml))
+    changes = {} if old_yaml is None else changed_settings(old_yaml, config_yaml)
     record = describe_process() | {
         "kind": "train" if old_yaml is None else "resume",
         "from_iteration": iteration,
@@ -57,7 +56,7 @@ def add_provenance(run_dir: Path, config_yaml: str, old_yaml: str | None, iterat
     write_json_file(run_dir / PROVENANCE_FILE, [*read_provenance(run_dir), record])
     logger.info("command: %s", record["command"])
     logger.info("embodrl %s, commit %s, host %s", record["embodrl"], record["commit"] or "unknown", record["host"])
-    lines = [f"from iteration {iteration + 1}: {key}: {old} -> {new}" for key, (old, new) in changes.items()]
+    lines = [_change(iteration, key, pair) for key, pair in changes.items()]
     for key in changes:
         if key.startswith(TASK_KEYS):
             logger.warning("%s changed: the policy so far was trained in another task or with other cameras", key)
@@ -93,20 +92,20 @@ def git_state(directory: Path) -> dict[str, Any]:
     return {"commit": commit, "dirty": dirty}
 
 
-def changed_keys(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return dotted key -> (old, new) of the values that differ; keys that only one of both has are new or removed
-    settings of another version, not changes of the user.
-    """
-    values = {key: lookup_key(old, key) for key in leaf_keys(old)}
-    pairs = {key: (values[key], lookup_key(new, key)) for key in leaf_keys(new) if key in values}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+def changes_so_far(run_dir: Path) -> list[str]:
+    """Return the changed settings of all processes that resumed a run, a line each."""
+    lines: list[str] = []
+    for record in read_provenance(run_dir):
+        changed, iteration = record.get("changed"), record.get("from_iteration")
+        if isinstance(changed, dict) and isinstance(iteration, int):
+            pairs: dict[str, object] = dict(changed)  # pyright: ignore[reportUnknownArgumentType]
+            lines += [_change(iteration, key, pair) for key, pair in pairs.items()]
+    return lines
 
 
-def lookup_key(tree: Any, key: str) -> Any:
-    """Return the value of a dotted key, in which numbers are positions in lists."""
-    for part in key.split("."):
-        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
-    return tree
+def _change(iteration: int, key: str, pair: object) -> str:
+    old, new = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else ("?", "?")
+    return f"resumed at iteration {iteration} with {key}: {flow(old)} -> {flow(new)}"
 
 
 def _is_cli() -> bool:

@@ -25,16 +25,14 @@ from embodrl.reporting.progress import Progress
 from embodrl.reporting.sinks import MetricsLogger
 from embodrl.runs.build import make_launcher
 from embodrl.runs.files import (
-    CONFIG_FILE,
     LEAST_FREE_BYTES,
     LOG_FILE,
     POLICY_DIR,
     export_policy,
     without_lost_warm_start,
-    write_config,
 )
-from embodrl.runs.load import load_run
 from embodrl.runs.lock import run_lock
+from embodrl.runs.settings import STATE_KEY, load_saved, write_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.workers.actor import make_train_engine, saves_shards
@@ -117,23 +115,28 @@ def is_sft_run(directory: Path) -> bool:
     return (directory / METRICS_FILE).is_file()
 
 
-def resume(directory: Path, overrides: list[str]) -> int:
+def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     """Continue fine-tuning from the last intact checkpoint; returns the exit code.
+
+    Args:
+        directory: of the run.
+        overrides: of the command line.
+        trust: its settings may run code, whoever started the run.
 
     Raises:
         CheckpointError: there is no intact checkpoint.
     """
-    loaded = load_run(directory / CONFIG_FILE, overrides, "sft", resuming=True).with_absolute_paths()
-    config = loaded.config
     with run_lock(directory), RunLog(directory / LOG_FILE):
-        checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
+        checkpoint, problems = CheckpointManager(directory, 1).latest_good()
+        loaded = load_saved(directory, overrides, "sft", checkpoint, True, trust)[0].with_absolute_paths()
+        config = loaded.config
         if checkpoint is None:
             raise CheckpointError(
                 f"{directory} has no intact checkpoint: {'; '.join(problems) or 'none was written'}",
                 "start again in another sft.output_dir; sft.save_interval sets how often checkpoints are written",
                 code="sft-no-checkpoint",
             )
-        done = int(checkpoint.state["step"])
+        done = checkpoint.state.integer("step")
         if done >= config.sft.max_steps and (directory / POLICY_DIR).is_dir():
             progress = f"{done}/{config.sft.max_steps}"
             logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", progress)
@@ -171,7 +174,7 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
         engine = make_train_engine(training, deployment, policy, directory / "logs", launcher)
         closing.callback(engine.close)
         batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
-        done = None if checkpoint is None else int(checkpoint.state["step"])
+        done = None if checkpoint is None else checkpoint.state.integer("step")
         metrics = closing.enter_context(
             MetricsLogger(directory, config.runner.logger, done, config.model_dump(), file_name=METRICS_FILE)
         )
@@ -181,9 +184,9 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
             trainer.restore(checkpoint)
             progress.start_at(trainer.step)
             progress.message(f"resuming from {checkpoint.path}")
-        write_config(directory, loaded.to_yaml())
+        settings_text = write_settings(directory, loaded.to_yaml(), [])
         stop.graceful = True
-        trainer.run()
+        trainer.run(settings_text)
         with stop.saving():
             engine.fetch()
             export_policy(policy, directory / POLICY_DIR, config)
@@ -228,9 +231,15 @@ class Trainer:
         self.checkpoints = CheckpointManager(directory, config.runner.keep_last_n)
         self.step = 0
         self._saved_step = -1
+        self._settings_text = ""
 
-    def run(self) -> None:
-        """Train until the last step or a signal, and save a checkpoint."""
+    def run(self, settings_text: str) -> None:
+        """Train until the last step or a signal, and save a checkpoint.
+
+        Args:
+            settings_text: the configuration, for checkpoints.
+        """
+        self._settings_text = settings_text
         settings = self.config.sft
         start = last_logged = time.monotonic()
         while self.step < settings.max_steps and not self.stop:
@@ -278,6 +287,7 @@ class Trainer:
         state: dict[str, object] = {
             "kind": "sft",
             "step": self.step,
+            STATE_KEY: self._settings_text,
             "engine": saved.state,
             "sharded": self.sharded,
             "rng": capture_rng(),
@@ -298,11 +308,12 @@ class Trainer:
             CheckpointError: it was made with other settings or demonstrations.
         """
         state = checkpoint.state
-        if state["sharded"]:
-            self.engine.load_shards(checkpoint.path, state["engine"])
+        counters = dict(state.fields("engine").content)
+        if state.flag("sharded"):
+            self.engine.load_shards(checkpoint.path, counters)
         else:
             tensors = {name: checkpoint.tensors(name) for name in ("policy", "optimizer")}
-            self.engine.load_state_dict(EngineState(tensors, state["engine"]))
-        self.batches.load_state(state["data_rng"], checkpoint.tensors("data")["order"])
-        restore_rng(state["rng"])
-        self.step = self._saved_step = int(state["step"])
+            self.engine.load_state_dict(EngineState(tensors, counters))
+        self.batches.load_state(dict(state.fields("data_rng").content), checkpoint.tensors("data")["order"])
+        restore_rng(dict(state.fields("rng").content))
+        self.step = self._saved_step = state.integer("step")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
@@ -19,13 +21,12 @@ from embodrl.errors import (
     CheckpointError,
     ConfigError,
     ConfigProblem,
-    EnvError,
+    EmbodrlError,
     OutputError,
     PipelineError,
-    RolloutEngineError,
-    WeightSyncError,
-    WorkerError,
+    user_location,
 )
+from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.models.base import VLAPolicy
@@ -35,29 +36,30 @@ from embodrl.pipelines.outcomes import Metrics
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
+from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics, restore_metrics
 from embodrl.reporting.report import write_report
-from embodrl.reporting.sinks import METRICS_FILE, MetricsLogger, read_metrics
+from embodrl.reporting.sinks import MetricsLogger
 from embodrl.runs.build import Parts, build
 from embodrl.runs.files import (
     BEST_POLICY_DIR,
-    CONFIG_FILE,
     LEAST_FREE_BYTES,
     LOG_FILE,
+    METRICS_BLOB,
     POLICY_DIR,
     export_policy,
     has_results,
     how_to_go_on,
-    not_a_run,
     num_bytes_on_disk,
     run_directory,
+    saved_metrics,
     summary_lines,
     what_is_left,
     without_lost_warm_start,
-    write_config,
 )
-from embodrl.runs.load import graph_of, load_run
-from embodrl.runs.lock import run_lock
-from embodrl.runs.provenance import add_provenance
+from embodrl.runs.load import graph_of
+from embodrl.runs.lock import RunLock, run_lock
+from embodrl.runs.provenance import add_provenance, changes_so_far
+from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible, write_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.workers.actor import saves_shards
@@ -69,7 +71,6 @@ from embodrl.workers.policy import check_memory, configure_torch, num_threads, r
 logger = logging.getLogger(__name__)
 
 WEIGHTS_DIR = "weights"
-Row = dict[str, Any]
 # What others read from every row: null before the first rollout and update.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
@@ -113,6 +114,7 @@ class Runner:
         metrics: where they go.
         console: what the user sees.
         stop: tells that the user wants to leave.
+        lock: of ``run_dir``.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Runner:
         metrics: MetricsLogger,
         console: Console,
         stop: StopSignal,
+        lock: RunLock,
     ) -> None:
         self.config, self.deployment, self.run_dir = config, deployment, run_dir
         self.policy, self.engine, self.rollouts, self.rewards = (
@@ -134,7 +137,7 @@ class Runner:
             parts.rewards,
         )
         self.collector = parts.rollouts.collector
-        self.metrics, self.console, self.stop = metrics, console, stop
+        self.metrics, self.console, self.stop, self.lock = metrics, console, stop, lock
         self.graph = graph
         runner = config.runner
         self.needs_reference = config.algorithm.kl.coef > 0
@@ -147,6 +150,9 @@ class Runner:
         # The metrics of an iteration that lacks its evaluation, and is not logged yet.
         self.pending: Row | None = dict(ROW_0) if runner.eval_at_start else None
         self.saved = False
+        self._settings = ""
+        self._before: _Before | None = None  # within an iteration, until its update begins
+        self._updating = False
         rows = read_metrics(metrics.path)
         self.health = HealthMonitor(rows)
         self.best = max((row.get("eval/success_rate") or 0.0 for row in rows if row["iteration"]), default=-1.0)
@@ -156,27 +162,25 @@ class Runner:
         """All iterations are done and logged."""
         return self.iteration >= self.config.runner.max_iterations and self.pending is None
 
-    def run(self) -> int:
-        """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved."""
+    def run(self, settings: str) -> int:
+        """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved.
+
+        Args:
+            settings: of the run, for checkpoints.
+        """
+        self._settings = settings
         self.stop.graceful = True
         if self.config.rollout.publish_weights:
             self.publisher = WeightPublisher(self.run_dir / WEIGHTS_DIR, self.policy, self.engine.version)
         self._publish()
         try:
-            if self.pending is not None:
-                self._complete()
-            while not (self.finished or self.stop):
-                start = time.perf_counter()
-                self.phases.enter("act")
-                try:
-                    metrics = self.graph.run(self._context(), on_node=self._before_node)
-                except InterruptedError:  # during the rollout: nothing has been learned from it
-                    self.collector.undo()
-                    raise
-                self._count(metrics, start)
-                self._complete()
-        except InterruptedError:
-            pass  # the run is as it was before the rollout, or its evaluation is still pending
+            self._iterate()
+        except (Exception, SystemExit) as error:  # a user's function may raise anything; raised again
+            if not self.stop:  # a second signal ends at once
+                self._save_complete_state()
+            if isinstance(error, SystemExit) and not self.stop:
+                raise _named_exit(error) from error
+            raise
         if not self.saved:
             with self.stop.saving():
                 self._save()
@@ -186,6 +190,45 @@ class Runner:
         if not self.saved:
             return 1
         return 0 if self.finished else self.stop.exit_code
+
+    def _iterate(self) -> None:
+        """Do iterations until the last one or a signal."""
+        try:
+            if self.pending is not None:
+                self._complete()
+            while not (self.finished or self.stop):
+                self.lock.check()
+                start = time.perf_counter()
+                self.phases.enter("act")
+                self._before = _Before(capture_rng(), generator_state(self.shuffle), self.rewards.state())
+                metrics = self.graph.run(self._context(), on_node=self._before_node)
+                self._count(metrics, start)
+                self._complete()
+        except InterruptedError:  # during a rollout: nothing has been learned from it; or an evaluation, still pending
+            self._undo()
+
+    def _undo(self) -> None:
+        """Be as before the iteration under way, whose update has not begun."""
+        if self._before is not None:
+            restore_rng(self._before.rng)
+            restore_generator(self.shuffle, self._before.shuffle)
+            if self._before.rewards:
+                self.rewards.load_state(self._before.rewards)
+            self.collector.undo()
+            self._before = None
+
+    def _save_complete_state(self) -> None:
+        """Save after an error what the last complete iteration has left, if it is still there; raises nothing."""
+        if self.saved or not self.iteration:
+            return
+        if self._updating:
+            logger.error("iteration %d failed within its update, and can't be undone: not saved", self.iteration + 1)
+            return
+        try:
+            self._undo()
+            self._save()
+        except Exception as error:  # noqa: BLE001  (the first error is reported; what it broke may not be known)
+            logger.error("the state after iteration %d could not be saved: %s", self.iteration, error)
 
     def _context(self) -> Context:
         return Context(self.config, self.iteration, self.engine, self.collector, self.rewards, self.shuffle)
@@ -221,10 +264,12 @@ class Runner:
             "time/total_s": seconds,
             "time/env_steps_per_s": env_steps / seconds,
         }
+        self._before, self._updating = None, False
 
     def _before_node(self, node: Node) -> None:
         if node.role in TRAIN_ROLES:
             self.phases.enter("train")
+        self._updating = self._updating or node.role == "train"
         self._show_phase(node.name, node.role)
 
     def _show_phase(self, name: str, role: str) -> None:
@@ -257,8 +302,8 @@ class Runner:
         if due:
             row |= self._evaluate(last)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
-        self.pending, self.saved = None, False
         written = self.metrics.log(row)
+        self.pending, self.saved = None, False
         self.console.update(written)
         for warning in self.health.check(written):
             logger.warning("%s", warning)
@@ -306,13 +351,19 @@ class Runner:
         self._rest()
 
     def _save(self) -> None:
-        """Write a checkpoint; a disk that is full costs a warning, not the run."""
+        """Write a checkpoint; a disk that is full costs a warning, not the run.
+
+        Raises:
+            OutputError: the run directory is not this run's any more.
+        """
+        self.lock.check()
         sharded = saves_shards(self.config, self.deployment)
         saved = EngineState({}, self.engine.counters()) if sharded else self.engine.state_dict()
         rollouts = self.collector.state()
         state = {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
+            STATE_KEY: self._settings,
             "pending": self.pending,
             "engine": saved.state,
             "sharded": sharded,
@@ -325,7 +376,8 @@ class Runner:
         try:
             tensors = saved.tensors | rollouts.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
             write_shards = self.engine.save_shards if sharded else None
-            path = self.checkpoints.save(self.iteration, tensors, state, rollouts.blobs, write_shards)
+            blobs = rollouts.blobs | {METRICS_BLOB: zlib.compress(self.metrics.content, 1)}
+            path = self.checkpoints.save(self.iteration, tensors, state, blobs, write_shards)
         except OutputError as error:
             logger.error("%s", error)
             return
@@ -339,31 +391,55 @@ class Runner:
             CheckpointError: it was made with other settings.
         """
         state = checkpoint.state
-        if state.get("sharded"):
-            self.engine.load_shards(checkpoint.path, state["engine"])
+        counters = dict(state.fields("engine").content)
+        if state.flag("sharded", False):
+            self.engine.load_shards(checkpoint.path, counters)
         else:
             names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
-            self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, state["engine"]))
+            self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, counters))
         self.collector.update_weights(self.engine.weights(), self.engine.version)
-        rollouts = state["rollout"]
+        rollouts = state.fields("rollout")
         try:
             self.collector.load_state(
                 RolloutState(
-                    rollouts["state"],
-                    {name: checkpoint.tensors(name) for name in rollouts["tensors"]},
-                    {name: checkpoint.blob(name) for name in rollouts["blobs"]},
+                    dict(rollouts.fields("state").content),
+                    {name: checkpoint.tensors(name) for name in rollouts.texts("tensors")},
+                    {name: checkpoint.blob(name) for name in rollouts.texts("blobs")},
                 ),
                 self.engine.version,
             )
         except CheckpointError as error:
             raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint, code=error.code) from error
-        if state.get("rewards"):
+        if state.flag("rewards", False):
             self.rewards.load_state(checkpoint.tensors("rewards"))
-        restore_rng(state["rng"])
-        restore_generator(self.shuffle, state["shuffle"])
-        vars(self.rollouts.faults).update(state["faults"])
-        self.iteration, self.env_steps = state["iteration"], state["env_steps"]
-        self.pending, self.saved = state["pending"], True
+        restore_rng(dict(state.fields("rng").content))
+        restore_generator(self.shuffle, state.text("shuffle"))
+        faults = state.fields("faults")
+        vars(self.rollouts.faults).update({name: faults.integer(name) for name in faults})
+        self.iteration, self.env_steps = state.integer("iteration"), state.integer("env_steps")
+        self.pending, self.saved = _pending(state), True
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What an iteration changes before its update, beside the rollouts."""
+
+    rng: dict[str, Any]
+    shuffle: str
+    rewards: dict[str, Tensor]
+
+
+def _named_exit(error: SystemExit) -> PipelineError:
+    where = user_location(error) or "a function of the pipeline"
+    return PipelineError(
+        f"{where} ended the process: SystemExit({error.code!r})",
+        "raise an exception, or return a value; a run is stopped by a signal",
+        code="user-exit",
+    )
+
+
+def _pending(state: Fields) -> Row | None:
+    return None if state.content.get("pending") is None else dict(state.fields("pending").content)
 
 
 def train(loaded: LoadedConfig) -> TrainResult:
@@ -376,7 +452,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
     config = loaded.config
     run_dir = run_directory(config)
     _check_machine(config, loaded.deployment)
-    with run_lock(run_dir):
+    with run_lock(run_dir) as lock:
         path = run_dir / METRICS_FILE
         if (path.is_file() and path.stat().st_size) or any(run_dir.glob("checkpoints/step_*")):
             raise OutputError(
@@ -386,32 +462,38 @@ def train(loaded: LoadedConfig) -> TrainResult:
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
-            return _execute(loaded, run_dir, None, logged_until=None)
+            return _execute(loaded, run_dir, lock, None, logged_until=None)
 
 
-def resume(directory: Path, overrides: list[str]) -> int:
+def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     """`embodrl resume`: continue a run from its last good checkpoint, or from the start if it has none.
+
+    Args:
+        directory: of the run.
+        overrides: of the command line.
+        trust: its settings may run code, whoever started the run.
 
     Returns:
         the exit code.
 
     Raises:
-        CheckpointError: this is no run, or all its checkpoints are damaged.
+        CheckpointError: this is no run, all its checkpoints are damaged, or its settings are lost.
+        ConfigError: its settings were edited, or are invalid.
     """
-    path = directory / CONFIG_FILE
-    if not path.is_file():
+    if not is_run(directory):
         raise not_a_run(directory)
-    loaded = load_run(path, overrides, "train", resuming=True).with_absolute_paths()
-    _check_machine(loaded.config, loaded.deployment)
-    with run_lock(directory):
+    with run_lock(directory) as lock:
         preflight(directory, LEAST_FREE_BYTES)
         with RunLog(directory / LOG_FILE):
-            return _resume(loaded, directory, overrides).exit_code
+            return _resume(directory, lock, overrides, trust).exit_code
 
 
-def _resume(loaded: LoadedConfig, directory: Path, overrides: list[str]) -> TrainResult:
+def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -> TrainResult:
+    checkpoint, problems = CheckpointManager(directory, 1).latest_good()
+    loaded, saved = load_saved(directory, overrides, "train", checkpoint, True, trust)
+    loaded = loaded.with_absolute_paths()
     config = loaded.config
-    checkpoint, problems = CheckpointManager(directory, config.runner.keep_last_n).latest_good()
+    _check_machine(config, loaded.deployment)
     if checkpoint is None:
         if problems:
             raise CheckpointError(
@@ -419,37 +501,52 @@ def _resume(loaded: LoadedConfig, directory: Path, overrides: list[str]) -> Trai
                 "start a new run; remove the checkpoints to start this one over",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
-        return _execute(loaded, directory, None, logged_until=-1)
-    done, pending = checkpoint.state["iteration"], checkpoint.state["pending"]
+        return _execute(loaded, directory, lock, None, logged_until=-1, old_settings=saved.text)
+    refuse_impossible(config, checkpoint.state.text(STATE_KEY, None))
+    done, pending = checkpoint.state.integer("iteration"), _pending(checkpoint.state)
     if done > config.runner.max_iterations:
         message = f"is {config.runner.max_iterations}, and the run has done {done}"
         raise ConfigError(
             [ConfigProblem("runner.max_iterations", message, hint="raise it", code="iterations-already-done")]
         )
     if done == config.runner.max_iterations and pending is None and has_results(directory):
-        with Console(config.runner.logger.console, done, directory.name) as console:
-            console.restore(read_metrics(directory / METRICS_FILE))
-            console.message(
-                f"run already complete ({done}/{done} iterations);"
-                f" to train further, pass runner.max_iterations={2 * done}"
-            )
-            if overrides:
-                console.message(f"nothing was trained, so these settings had no effect: {' '.join(overrides)}")
-        return TrainResult(directory, 0, None)
+        return _already_complete(config, directory, checkpoint, done, overrides)
     logged_until = done if pending is None else done - 1
-    return _execute(loaded, directory, checkpoint, logged_until)
+    return _execute(loaded, directory, lock, checkpoint, logged_until, old_settings=saved.text)
+
+
+def _already_complete(
+    config: Config, directory: Path, checkpoint: Checkpoint, done: int, overrides: list[str]
+) -> TrainResult:
+    """Say that a run has nothing left to do; its metrics are restored where they are damaged."""
+    restore_metrics(directory / METRICS_FILE, done, saved_metrics(checkpoint))
+    with Console(config.runner.logger.console, done, directory.name) as console:
+        console.restore(read_metrics(directory / METRICS_FILE))
+        console.message(
+            f"run already complete ({done}/{done} iterations); to train further, pass runner.max_iterations={2 * done}"
+        )
+        if overrides:
+            console.message(f"nothing was trained, so these settings had no effect: {' '.join(overrides)}")
+    return TrainResult(directory, 0, None)
 
 
 def _execute(
-    loaded: LoadedConfig, run_dir: Path, checkpoint: Checkpoint | None, logged_until: int | None
+    loaded: LoadedConfig,
+    run_dir: Path,
+    lock: RunLock,
+    checkpoint: Checkpoint | None,
+    logged_until: int | None,
+    old_settings: str | None = None,
 ) -> TrainResult:
     """Bring up the parts of a run, walk through it, and write the report.
 
     Args:
         loaded: the run.
         run_dir: its directory.
+        lock: of the directory.
         checkpoint: where to go on.
         logged_until: last iteration whose metrics are kept; None for a new run.
+        old_settings: those of the process before; None for a new run.
     """
     config, deployment = loaded.config, loaded.deployment
     device = configure_torch(config, deployment.main_place)
@@ -469,24 +566,26 @@ def _execute(
                 console.phase("starting simulators")
                 weights_from = config if checkpoint is None else without_lost_warm_start(config)
                 parts = build(config, weights_from, deployment, run_dir, device, stopped, closing)
-                metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump())
+                saved = None if checkpoint is None else saved_metrics(checkpoint)
+                metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump(), saved=saved)
                 closing.callback(metrics.close)
                 console.restore(read_metrics(metrics.path))
-                runner = Runner(config, graph_of(loaded), deployment, run_dir, parts, metrics, console, stop)
+                graph = graph_of(loaded)
+                runner = Runner(config, graph, deployment, run_dir, parts, metrics, console, stop, lock)
                 preflight(run_dir, num_bytes_on_disk(config, deployment, parts.policy, parts.engine.state_num_bytes()))
                 if checkpoint is not None:
                     console.message(f"resuming from {checkpoint.path}")
                     runner.restore(checkpoint)
                 # Only now: settings with which it could not be resumed are not kept.
-                path, config_yaml = run_dir / CONFIG_FILE, loaded.to_yaml()
-                old_yaml = path.read_text() if path.is_file() and logged_until is not None else None
-                for line in add_provenance(run_dir, config_yaml, old_yaml, runner.iteration):
+                config_yaml = loaded.to_yaml()
+                for line in add_provenance(run_dir, config_yaml, old_settings, runner.iteration):
                     console.message(line)
-                write_config(run_dir, config_yaml)
-                code = runner.run()
-        except (EnvError, RolloutEngineError, WeightSyncError, WorkerError) as error:
-            hint = "; then ".join(filter(None, (error.hint, how_to_go_on(run_dir))))
-            raise type(error)(error.message, hint, code=error.code) from error
+                code = runner.run(write_settings(run_dir, config_yaml, changes_so_far(run_dir)))
+        except EmbodrlError as error:
+            if not isinstance(error, (ConfigError, OutputError)):
+                error.add_hint(how_to_go_on(run_dir))
+            raise
+        lock.check()
         _close(config, run_dir, runner, parts, console)
     return TrainResult(run_dir, code, parts.policy)
 

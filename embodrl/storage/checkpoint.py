@@ -17,12 +17,12 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, OutputError
+from embodrl.fields import Fields, parse_fields, read_fields
 from embodrl.storage.atomic import (
     format_size,
     output_error,
@@ -33,6 +33,7 @@ from embodrl.storage.atomic import (
     write_file,
 )
 from embodrl.storage.files import safetensors_bytes
+from embodrl.storage.integrity import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Checkpoint:
 
     step: int
     path: Path
-    state: dict[str, Any]
+    state: Fields
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return a group of tensors, on the CPU.
@@ -77,9 +78,9 @@ class Checkpoint:
         """
         return self._part(f"{name}.bin").read_bytes()
 
-    def num_blobs(self, prefix: str) -> int:
-        """Return how many blobs have a name that begins so."""
-        return len(list(self.path.glob(f"{prefix}*.bin")))
+    def has_blob(self, name: str) -> bool:
+        """Return whether there is a blob of that name; checkpoints of earlier versions lack some."""
+        return (self.path / f"{name}.bin").is_file()
 
     def _part(self, file_name: str) -> Path:
         path = self.path / file_name
@@ -130,9 +131,9 @@ class CheckpointManager:
         self,
         step: int,
         tensors: Mapping[str, Mapping[str, Tensor]],
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         blobs: Mapping[str, bytes] | None = None,
-        write_shards: Callable[[Path], Mapping[str, dict[str, Any]]] | None = None,
+        write_shards: Callable[[Path], Mapping[str, Mapping[str, object]]] | None = None,
     ) -> Path:
         """Write a checkpoint, verify it, and then remove those that are too old.
 
@@ -158,7 +159,8 @@ class CheckpointManager:
             self._make_root()
             remove(staging)
             staging.mkdir()
-            files = {name: _write_file(staging / name, chunks()) for name, chunks in parts.items()}
+            files: dict[str, Mapping[str, object]] = {}
+            files |= {name: _write_file(staging / name, chunks()) for name, chunks in parts.items()}
             if write_shards is not None:
                 files |= write_shards(staging)
                 for directory in _subdirectories(staging):
@@ -290,7 +292,7 @@ def preflight(directory: Path, bytes_needed: int) -> None:
 
 
 def _parts(
-    tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], blobs: Mapping[str, bytes]
+    tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, object], blobs: Mapping[str, bytes]
 ) -> dict[str, Callable[[], Iterator[bytes | memoryview]]]:
     """Return what each file consists of, as functions, so that only one tensor at a time is copied off the device."""
     for name in (*tensors, *blobs):
@@ -305,39 +307,66 @@ def _parts(
     return parts
 
 
-def _manifest(step: int, files: Mapping[str, dict[str, Any]]) -> bytes:
+def _manifest(step: int, files: Mapping[str, Mapping[str, object]]) -> bytes:
     content = {"format": FORMAT, "step": step, "files": files}
     return json.dumps(content | {"checksum": _content_hash(content)}, indent=1).encode()
 
 
-def _content_hash(content: Mapping[str, Any]) -> str:
+def _content_hash(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _problem(path: Path) -> str:
     """Return what is wrong with a checkpoint, or "" if its checksums hold."""
     try:
-        content: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
-        if content.pop("checksum") != _content_hash(content):
-            return f"{MANIFEST} is damaged"
-        if content["format"] != FORMAT or f"step_{content['step']}" != path.name:
-            return f"{MANIFEST} is of format {content['format']} and step {content['step']}"
-        for name, facts in content["files"].items():
-            size = (path / name).stat().st_size
-            if size != facts["num_bytes"]:
-                return f"{name} has {size} bytes instead of {facts['num_bytes']}"
-            with (path / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-                    return f"the checksum of {name} does not match"
+        files = _listed_files(path)
+        for name in files:
+            _check_file(path, name, files.fields(name))
         # The reader of a directory of shards reads every file in it.
         found = {str(file.relative_to(path)) for directory in _subdirectories(path) for file in directory.iterdir()}
-        if unknown := found - content["files"].keys():
+        if unknown := found - set(files):
             return f"{min(unknown)} is not in {MANIFEST}"
+    except CheckpointError as error:
+        return error.message
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
         return f"it can't be read: {error}"
     return ""
+
+
+def _listed_files(path: Path) -> Fields:
+    """Return the files of a checkpoint by name, each with its size and SHA-256.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or not that of this checkpoint.
+        OSError: it can't be read.
+    """
+    (path / MANIFEST).stat()  # a missing file is reported as such
+    manifest = read_fields(path / MANIFEST, CheckpointError)
+    content = {name: value for name, value in manifest.content.items() if name != "checksum"}
+    if manifest.text("checksum") != _content_hash(content):
+        raise CheckpointError(f"{MANIFEST} is damaged")
+    made, step = manifest.integer("format"), manifest.integer("step")
+    if made != FORMAT or f"step_{step}" != path.name:
+        raise CheckpointError(f"{MANIFEST} is of format {made} and step {step}")
+    return manifest.fields("files")
+
+
+def _check_file(path: Path, name: str, facts: Fields) -> None:
+    """Compare a file with the manifest.
+
+    Raises:
+        CheckpointError: it differs.
+        OSError: it can't be read.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(f"{name!r} in {MANIFEST} leaves the directory")
+    size, written = (path / name).stat().st_size, facts.integer("num_bytes")
+    if size != written:
+        raise CheckpointError(f"{name} has {size} bytes instead of {written}")
+    if sha256_of(path / name) != facts.text("sha256"):
+        raise CheckpointError(f"the checksum of {name} does not match")
 
 
 def _subdirectories(path: Path) -> list[Path]:
@@ -345,10 +374,26 @@ def _subdirectories(path: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Checkpoint:
-    return Checkpoint(int(path.name.removeprefix("step_")), path, json.loads((path / STATE).read_bytes()))
+    hint = "resume with the version of embodrl that wrote the checkpoint"
+    state = parse_fields((path / STATE).read_bytes(), f"{path / STATE}", CheckpointError, hint)
+    return Checkpoint(int(path.name.removeprefix("step_")), path, state)
 
 
-def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> dict[str, Any]:
+def newest_state(run_dir: Path) -> Fields | None:
+    """Return the state of the newest checkpoint whose manifest and ``state.json`` are intact; None if there is none.
+
+    The other files of the checkpoint, which may be large, are not read. Changes nothing on disk.
+    """
+    for path in CheckpointManager(run_dir, 1).steps():
+        try:
+            _check_file(path, STATE, _listed_files(path).fields(STATE))
+            return _open(path).state
+        except (CheckpointError, OSError):
+            continue
+    return None
+
+
+def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> Mapping[str, object]:
     """Write and sync a file; return its size and SHA-256."""
     digest = hashlib.sha256()
 

@@ -44,7 +44,7 @@ def write_shard(directory: Path, tag: int) -> dict[str, dict[str, Any]]:
 def tag_of(checkpoint: Checkpoint | None) -> int:
     """The tag of a checkpoint, after checking that all its parts have the same one."""
     assert checkpoint is not None
-    tag = int(checkpoint.state["tag"])
+    tag = checkpoint.state.integer("tag")
     assert checkpoint.tensors("policy")["weight"].tolist() == [tag] * 7
     assert checkpoint.tensors("optimizer")["step.weight"].item() == tag
     assert checkpoint.blob("env") == bytes([tag]) * 11

@@ -55,6 +55,7 @@ def assert_same_training(group: WorkerGroup, family: str, config: Config) -> Non
         ("pi0", "flow_sde"),
         ("pi05", "flow_noise"),
         ("gr00t", "flow_sde"),
+        ("smolvla", "flow_sde"),
     ],
 )
 def test_every_family_trains_in_two_processes_as_in_one(two: WorkerGroup, family: str, method: str | None) -> None:

@@ -23,6 +23,8 @@ def families_of(raw: Mapping[str, Any]) -> tuple[str, ...]:
         return ("openvla_oft",) if "keep_stop_token" in own else OPENVLA_FAMILIES
     if kind == "gr00t_n1_5":
         return ("gr00t",)
+    if raw.get("type") == "smolvla":
+        return ("smolvla",)
     variant = own.get("variant", raw.get("type"))
     if variant in PI_FAMILIES:
         return (variant,)

@@ -36,7 +36,14 @@ def test_blocks_are_disjoint_and_run(family: str) -> None:
 
 def test_the_layers_that_tensor_parallelism_cuts() -> None:
     names = {family: len(decoder_layers(build(family))) for family in FAMILIES}
-    assert names == {"openvla": 2, "openvla_oft": 2, "pi0": 4, "pi05": 4, "gr00t": 2}  # pi: PaliGemma and the expert
+    assert names == {
+        "openvla": 2,
+        "openvla_oft": 2,
+        "pi0": 4,
+        "pi05": 4,
+        "gr00t": 2,
+        "smolvla": 4,
+    }  # pi: PaliGemma and the expert
 
 
 def test_bytes_of_a_state() -> None:

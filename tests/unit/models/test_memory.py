@@ -115,11 +115,12 @@ def test_the_public_size_takes_no_memory_to_estimate(family: str) -> None:
     options = {"model_type": family, "warm_start": None, **FULL[family]}
     sizes = {"micro_batch_size": 1, "param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
     found = estimate_training_memory(parsed(options), **sizes)
-    low, high = (14 * GB, 16 * GB) if "openvla" in family else (4 * GB, 8 * GB)
+    limits = {"openvla": (14, 16), "openvla_oft": (14, 16), "smolvla": (0.7, 1.0)}.get(family, (4, 8))
+    low, high = (limit * GB for limit in limits)
     assert low < found.weights < high
     assert found.optimizer == 2 * found.gradients > 1.8 * found.weights
     lora = estimate_training_memory(parsed({**options, "trainable": "lora"}), **sizes)
-    assert lora.gradients < 0.1 * found.gradients and lora.weights > found.weights
+    assert lora.gradients < 0.15 * found.gradients and lora.weights > found.weights
     less = estimate_training_memory(parsed(options), gradient_checkpointing=True, **sizes)
     assert less.activations < 0.2 * found.activations and less.weights == found.weights
     more = estimate_training_memory(parsed(options), **{**sizes, "micro_batch_size": 5})

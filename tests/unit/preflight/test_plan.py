@@ -101,6 +101,7 @@ def test_idle_gpus_and_crowded_cores_are_told():
         ["model=pi0"],
         ["model=pi0", "model.flow.method=flow_noise"],
         ["model=gr00t"],
+        ["model=smolvla"],
     ],
 )
 def test_the_recorded_bytes_are_those_that_the_policy_returns(arguments):

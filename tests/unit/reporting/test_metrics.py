@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,8 +17,10 @@ from rich.console import Console as RichConsole
 
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.reporting import sinks
 from embodrl.reporting.console import Console, sparkline
-from embodrl.reporting.sinks import METRICS_FILE, MetricsLogger, MetricValue, TensorBoardTracker, read_metrics
+from embodrl.reporting.metrics_file import read_metrics
+from embodrl.reporting.sinks import MetricsLogger, MetricValue, TensorBoardTracker
 
 QUIET = LoggerConfig(tensorboard=False)
 
@@ -227,14 +230,11 @@ def test_sparkline_by_hand() -> None:
     assert sparkline([0.1] * 9, width=4) == "▂" * 4
 
 
-def test_a_full_disk_is_told_with_the_file_and_the_way_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_file_and_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing flushes the same row again, and must not hide the error."""
     if not Path("/dev/full").is_char_device():
         pytest.skip("this system has no /dev/full")
-    with MetricsLogger(tmp_path, LoggerConfig(tensorboard=False), None) as first:
-        first.log({"iteration": 0})
-    (tmp_path / METRICS_FILE).unlink()
-    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    monkeypatch.setattr(sinks, "_open_no_link", lambda _path, flags: os.open("/dev/full", flags))
     metrics = MetricsLogger(tmp_path, LoggerConfig(tensorboard=False), None)
     with pytest.raises(OutputError, match=r"metrics.jsonl can't be written(.|\n)*embodrl resume"):
         try:

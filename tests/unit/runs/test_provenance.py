@@ -12,7 +12,8 @@ import pytest
 from embodrl.config import load_config
 from embodrl.reporting.provenance import read_provenance
 from embodrl.runs.files import summary_lines
-from embodrl.runs.provenance import add_provenance, changed_keys, git_state
+from embodrl.runs.provenance import add_provenance, changes_so_far, git_state
+from embodrl.runs.settings import changed_settings
 
 
 def test_records_are_appended_with_what_changed_and_no_environment(
@@ -30,7 +31,8 @@ def test_records_are_appended_with_what_changed_and_no_environment(
     assert first["packages"]["numpy"] == np.__version__
     assert second["kind"] == "resume" and second["from_iteration"] == 30
     assert second["changed"]["algorithm.gamma"] == [0.97, 0.5]
-    assert "from iteration 31: algorithm.gamma: 0.97 -> 0.5" in lines
+    assert "resumed at iteration 30 with algorithm.gamma: 0.97 -> 0.5" in lines
+    assert changes_so_far(tmp_path) == lines
     assert "env.tasks changed" in caplog.text
     assert "a-secret-of-the-user" not in (tmp_path / "provenance.json").read_text()
 
@@ -41,9 +43,10 @@ def test_a_damaged_file_does_not_stop_a_run(tmp_path: Path) -> None:
 
 
 def test_changes_leave_out_keys_of_other_versions_and_look_into_lists() -> None:
-    old = {"a": 1, "gone": 2, "cameras": [{"name": "x", "height": 64}]}
-    new = {"a": 1, "new": 3, "cameras": [{"name": "x", "height": 96}]}
-    assert changed_keys(old, new) == {"cameras.0.height": (64, 96)}
+    old = "{a: 1, gone: 2, cameras: [{name: x, height: 64}], more: [{b: 1}]}"
+    new = "{a: 1, new: 3, cameras: [{name: x, height: 96}], more: [{b: 1}, {b: 2}]}"
+    more = ([{"b": 1}], [{"b": 1}, {"b": 2}])
+    assert changed_settings(old, new) == {"cameras.0.height": (64, 96), "more": more}
 
 
 def test_the_state_of_a_checkout(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_7b_model_needs_more_than_a_laptop_has(monkeypatch: pytest.MonkeyPatch
         check(monkeypatch, 24, "model=openvla_7b", "actor.param_dtype=bf16")
 
 
-@pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t"])
+@pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t", "smolvla"])
 def test_tiny_sizes_fit_anywhere(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     check(monkeypatch, 0.25, f"model={model}")
 

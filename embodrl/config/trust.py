@@ -1,0 +1,162 @@
+"""Settings that run code, and whose settings those are.
+
+The command line, shipped presets and YAML files of one's own may name modules, functions and programs to run. The
+configuration of a run may come from somebody else: a run directory is shared, copied and unpacked from archives. So a
+run's ``config.yaml`` carries an approval of its settings that run code, keyed with a secret of the user who started
+the run; without a valid one they are refused before anything is imported, unless the user trusts the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from embodrl.config.nodes import Node, lookup
+from embodrl.errors import ConfigProblem
+
+logger = logging.getLogger(__name__)
+
+CODE_SETTINGS = {
+    "algorithm.adv_type": "a function, if it is module:function",
+    "algorithm.loss_type": "a function, if it is module:function",
+    "algorithm.srpo.encoder": "a function, if it is module:function",
+    "cluster.ray_address": "the Ray cluster that is joined, whose head node controls what its nodes run",
+    "env.id": "a module that Gymnasium imports, if it is module:Name",
+    "env.python": "the program that runs the simulators, unless it is auto",
+    "extensions": "modules that are imported",
+    "pipeline.fn": "a function",
+    "reward.fn": "a function",
+    "rollout.workflow": "a class",
+}
+"""Dotted keys of the settings that run code, and what each names."""
+_ALWAYS = ("cluster.ray_address", "env.python", "extensions")
+TRUST_VARIABLE = "EMBODRL_TRUST"
+SEAL = "# SHA-256 of all above: "
+_APPROVAL = re.compile(r"^# approval of the settings that run code: ([0-9a-f]{64})$", re.MULTILINE)
+RUN_FILES = ("metrics.jsonl", "sft_metrics.jsonl", "provenance.json", "checkpoints")
+"""Beside one of these a config.yaml is that of a run."""
+
+
+def code_settings(tree: Node) -> dict[str, object]:
+    """Return the settings of a tree that would run code, by dotted key."""
+    found = {key: node.plain() for key in CODE_SETTINGS if (node := lookup(tree, key)) is not None}
+    return {key: value for key, value in found.items() if _runs_code(key, value)}
+
+
+def _runs_code(key: str, value: object) -> bool:
+    if value in (None, "auto", "", []):
+        return False
+    # A reference (${section.key}) may become anything.
+    return key in _ALWAYS or not isinstance(value, str) or ":" in value or "${" in value
+
+
+def foreign_settings(tree: Node, origins: str) -> list[ConfigProblem]:
+    """Return a problem per setting of an untrusted file that would run code; those of the command line are not meant.
+
+    Args:
+        tree: of the configuration, with the command line applied.
+        origins: name of the file, as in the origins of its values.
+    """
+    problems: list[ConfigProblem] = []
+    for key, value in code_settings(tree).items():
+        node = lookup(tree, key)
+        assert node is not None
+        foreign = next(
+            (n for n in (*node.items, node) if n.origin.source == origins and n.origin.kind != "preset"), None
+        )
+        if foreign is not None:
+            problems.append(
+                ConfigProblem(
+                    key,
+                    f"names code to run, {json.dumps(value)}: {CODE_SETTINGS[key]}; this user has not started the run",
+                    str(foreign.origin),
+                    hint=f"look at the file and what it names; then repeat the command with --trust (or"
+                    f" {TRUST_VARIABLE}=1), or give the setting on the command line",
+                    code="settings-run-code",
+                )
+            )
+    return problems
+
+
+def is_trusted(path: Path, tree: Node, text: str | None = None) -> bool:
+    """Return whether settings of a file may run code.
+
+    That is so for a file of the user's own that is not of a run, and for one of a run that this user has started.
+
+    Args:
+        path: of the file.
+        tree: its values.
+        text: its content, if that is not the file's.
+    """
+    settings = code_settings(tree)
+    if not settings or os.environ.get(TRUST_VARIABLE) == "1":
+        return True
+    try:
+        text = path.read_text(encoding="utf-8") if text is None else text
+        own = path.stat().st_uid in (os.getuid(), 0)
+    except OSError:
+        own = False
+    found = _APPROVAL.search(text or "")
+    if not (found or SEAL in (text or "") or any((path.parent / name).exists() for name in RUN_FILES)):
+        return own
+    key = _read_key(_key_file())
+    return found is not None and key is not None and hmac.compare_digest(found[1], _digest(key, settings))
+
+
+def approval(settings: Mapping[str, object]) -> str:
+    """Return the line with which a run's configuration says that this user has approved its settings that run code.
+
+    It is empty where there are none, or where the user's secret can't be kept, which is logged.
+    """
+    if not settings:
+        return ""
+    path = _key_file()
+    key = _read_key(path) or _make_key(path)
+    if key is None:
+        text = "%s can't be written: to resume this run, which has settings that run code, give --trust"
+        logger.warning(text, path)
+        return ""
+    return f"# approval of the settings that run code: {_digest(key, settings)}\n"
+
+
+def _digest(key: bytes, settings: Mapping[str, object]) -> str:
+    return hmac.new(key, json.dumps(settings, sort_keys=True, default=list).encode(), hashlib.sha256).hexdigest()
+
+
+def _key_file() -> Path:
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "embodrl" / "trust.key"
+
+
+def _read_key(path: Path) -> bytes | None:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        key = file.read(64)
+        if os.fstat(file.fileno()).st_uid == os.getuid() and len(key) == 32:
+            return key
+    return None
+
+
+def _make_key(path: Path) -> bytes | None:
+    """Write a new secret, unless another process is faster; return the one that is there then."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(descriptor, secrets.token_bytes(32))
+            os.fsync(descriptor)
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, path)
+        finally:
+            os.close(descriptor)
+            partial.unlink()
+    return _read_key(path)

@@ -1,0 +1,189 @@
+"""SmolVLA's checkpoints in lerobot's layout: names of weights, statistics, processor files, tokenizer.
+
+lerobot from 0.4 keeps statistics in files that policy_preprocessor.json names; before, they were buffers among the
+weights (``normalize_inputs.buffer_observation_state.mean``), some with the robot in the name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from embodrl.errors import CheckpointError
+from embodrl.models.common import checkpoint
+from embodrl.models.common.hub import fetch_tokenizer
+from embodrl.models.pi.config import Normalization
+from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot
+from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
+from embodrl.models.smolvla.config import EMBODRL_KEY, SmolVlaConfig
+from embodrl.storage.files import write_safetensors
+
+PREFIX = "model."
+LEROBOT_EPS = 1e-8
+_VISION, _TOWER = "vlm_with_expert.vlm.model.vision_model.", "vlm_with_expert.vlm.model.vision_tower.vision_model."
+_LM_HEAD = "vlm_with_expert.vlm.lm_head.weight"
+_COMPILED = "_orig_mod."
+_BUFFER = re.compile(
+    r"(?:un)?normalize_(?:inputs|targets|outputs)\.(?:(?P<robot>so\d+(?:-\w+)?)_)?"
+    r"buffer_(?P<part>observation_state|action)\.(?P<field>mean|std)"
+)
+
+
+def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return, of the names in a checkpoint, what they are called here and which are not used, with reasons."""
+    aliases: dict[str, str] = {}
+    ignore: dict[str, str] = {}
+    for name in stored:
+        target = name.replace(_COMPILED, "").removeprefix(PREFIX)
+        if target.startswith(("normalize_", "unnormalize_")):
+            ignore[name] = "statistics"
+        elif target == _LM_HEAD:
+            ignore[name] = "the policy writes no text"
+        elif target.startswith(_VISION):
+            aliases[name] = _TOWER + target.removeprefix(_VISION)
+        elif target != name:
+            aliases[name] = target
+    return aliases, ignore
+
+
+def public_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights under lerobot's names."""
+    return {PREFIX + name.replace(_TOWER, _VISION): tensor for name, tensor in state.items()}
+
+
+def read_stats(directory: Path, files: Sequence[Path]) -> tuple[dict[str, dict[str, Any]], Normalization]:
+    """Return the sets of statistics by name (openpi's layout of a set), and how they are used.
+
+    Raises:
+        CheckpointError: a file is corrupt, or names a method that is not supported.
+    """
+    sets, methods = read_lerobot(directory)
+    if methods is not None:
+        return sets, methods
+    return _buffers(files), Normalization("mean_std", "mean_std", LEROBOT_EPS)
+
+
+def _buffers(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    sets: dict[str, dict[str, Any]] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
+                    if match := _BUFFER.fullmatch(name):
+                        part = "actions" if match["part"] == "action" else "state"
+                        entry = sets.setdefault(match["robot"] or LEROBOT_KEY, {}).setdefault(part, {})
+                        entry[match["field"]] = reader.get_tensor(name).double().tolist()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}", "fetch the checkpoint again") from error
+    return sets
+
+
+def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
+    """Return the tokenizer in a checkpoint's directory, or that of its VLM from the hub: lerobot leaves it out.
+
+    Raises:
+        CheckpointError: it is not there and can't be fetched, is corrupt, or of another model.
+    """
+    path = directory / JSON_FILE
+    if not path.is_file():
+        hint = f"put {JSON_FILE} of {config.vlm_name} in {directory}"
+        path = fetch_tokenizer(config.vlm_name, [JSON_FILE], directory, hint) / JSON_FILE
+    tokenizer = JsonTokenizer(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{path} has {tokenizer.vocab_size} ids, the model {config.vocab_size}",
+            f"use the tokenizer of {config.vlm_name}",
+        )
+    return tokenizer
+
+
+def write_config(directory: Path, config: SmolVlaConfig, action_dim: int, state_dim: int) -> None:
+    """Write config.json with lerobot's keys, and ``embodrl`` with everything."""
+    size = config.siglip.image_size
+    cameras = config.cameras or ("observation.images.camera1",)
+    inputs: dict[str, object] = {name: {"type": "VISUAL", "shape": [3, size, size]} for name in cameras}
+    content = {
+        "type": "smolvla",
+        "n_obs_steps": 1,
+        "chunk_size": config.action_horizon,
+        "n_action_steps": config.action_horizon,
+        "input_features": {**inputs, "observation.state": {"type": "STATE", "shape": [state_dim]}},
+        "output_features": {"action": {"type": "ACTION", "shape": [action_dim]}},
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+        "max_state_dim": config.max_state_dim,
+        "max_action_dim": config.max_action_dim,
+        "resize_imgs_with_padding": [size, size],
+        "tokenizer_max_length": config.max_prompt_tokens,
+        "num_steps": config.num_steps,
+        "vlm_model_name": config.vlm_name,
+        "load_vlm_weights": False,
+        "attention_mode": "cross_attn" if config.cross_attention else "self_attn",
+        "num_expert_layers": config.expert.depth,
+        "num_vlm_layers": config.vlm.depth,
+        "self_attn_every_n_layers": config.self_attention_every or -1,
+        "expert_width_multiplier": config.expert.width / config.vlm.width,
+        EMBODRL_KEY: config.to_dict(),
+    }
+    checkpoint.write_json(directory / "config.json", content)
+
+
+def write_processors(directory: Path, config: SmolVlaConfig, stats: PiStats, action_dim: int, state_dim: int) -> None:
+    """Write policy_preprocessor.json and policy_postprocessor.json with the statistics that they name."""
+    features = {
+        "observation.state": {"type": "STATE", "shape": [state_dim]},
+        "action": {"type": "ACTION", "shape": [action_dim]},
+    }
+    modes = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+    normalizer = {"eps": LEROBOT_EPS, "features": features, "norm_map": modes}
+    tokenizer = {
+        "max_length": config.max_prompt_tokens,
+        "task_key": "task",
+        "padding_side": "right",
+        "padding": "longest",
+        "truncation": True,
+        "tokenizer_name": config.vlm_name,
+    }
+    to_cpu = {"device": "cpu", "float_dtype": None}
+    steps: list[tuple[str, dict[str, object]]] = [
+        ("rename_observations_processor", {"rename_map": {}}),
+        ("to_batch_processor", {}),
+        ("smolvla_new_line_processor", {}),
+        ("tokenizer_processor", tokenizer),
+        ("device_processor", to_cpu),
+        ("normalizer_processor", normalizer),
+    ]
+    _write_pipeline(directory, LEROBOT_FILE, steps, stats)
+    _write_pipeline(
+        directory,
+        "policy_postprocessor.json",
+        [("unnormalizer_processor", normalizer), ("device_processor", to_cpu)],
+        stats,
+    )
+
+
+def _write_pipeline(directory: Path, name: str, steps: Sequence[tuple[str, dict[str, object]]], stats: PiStats) -> None:
+    stem = name.removesuffix(".json")
+    written: list[dict[str, object]] = []
+    for index, (registry_name, settings) in enumerate(steps):
+        step: dict[str, object] = {"registry_name": registry_name, "config": settings}
+        if "norm_map" in settings:
+            step["state_file"] = f"{stem}_step_{index}_{registry_name}.safetensors"
+            write_safetensors(directory / str(step["state_file"]), _tensors(stats))
+        written.append(step)
+    checkpoint.write_json(directory / name, {"name": stem, "steps": written})
+
+
+def _tensors(stats: PiStats) -> dict[str, Tensor]:
+    names = {"state": "observation.state", "actions": "action"}
+    return {
+        f"{names[part]}.{field}": torch.tensor(values, dtype=torch.float32)
+        for part, entry in stats.raw.items()
+        if part in names
+        for field, values in entry.items()
+    }

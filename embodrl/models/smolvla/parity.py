@@ -1,0 +1,73 @@
+"""A recording of lerobot's VLAFlowMatching, made at small size, with the network here.
+
+Dimensions are in the section ``embodrl`` of the fixture's config.json, as in a policy that embodrl writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embodrl.models.base import LoadReport
+from embodrl.models.common.checkpoint import load_strict, stored_names
+from embodrl.models.common.flow import integrate
+from embodrl.models.common.parity import (
+    CHAIN_TOLERANCE,
+    CONFIG_FILE,
+    INPUTS_FILE,
+    LOGITS_TOLERANCE,
+    Comparison,
+    compare,
+    read_tensors,
+)
+from embodrl.models.smolvla.config import SmolVlaConfig
+from embodrl.models.smolvla.files import aliases_and_ignored
+from embodrl.models.smolvla.modeling import SmolVlaModel
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def run(directory: Path) -> list[Comparison]:
+    """Compare the network with a recording.
+
+    Args:
+        directory: with ``model.safetensors`` (lerobot's names), ``config.json`` and ``io.safetensors``: ``images``
+            ``[B,V,3,h,w]`` in [-1, 1], ``lang``, ``lang_mask``, ``state``, ``noise``, ``actions``, ``time``; of the
+            reference ``sampled`` actions and ``losses``.
+
+    Raises:
+        CheckpointError: it is no such recording.
+    """
+    return compare_outputs(load(directory), read_tensors(directory / INPUTS_FILE))
+
+
+def load(directory: Path) -> SmolVlaModel:
+    """Return the recording's network, loaded strictly, in evaluation mode."""
+    config = SmolVlaConfig.read(directory / CONFIG_FILE)
+    with torch.device("meta"):
+        model = SmolVlaModel(config)
+    weights = [directory / WEIGHTS_FILE]
+    aliases, ignore = aliases_and_ignored(stored_names(weights))
+    report = LoadReport(str(directory))
+    load_strict(model, weights, report, device="cpu", dtype=torch.float32, aliases=aliases, ignore=ignore)
+    return model.eval()
+
+
+@torch.no_grad()
+def compare_outputs(model: SmolVlaModel, io: dict[str, Tensor]) -> list[Comparison]:
+    """Compare a loaded network with the outputs in ``io``."""
+    context = model.encode(io["images"], io["lang"], io["lang_mask"].bool(), io["state"])
+
+    def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        return model.velocity(context, x, tau)
+
+    sampled = integrate(velocity, io["noise"], model.config.num_steps)
+    tau = io["time"][:, None, None]
+    x = tau * io["noise"] + (1.0 - tau) * io["actions"]
+    losses = (velocity(x, io["time"])[0] - (io["noise"] - io["actions"])).square()
+    return [
+        compare("actions", sampled, io["sampled"], CHAIN_TOLERANCE),
+        compare("loss", losses, io["losses"], LOGITS_TOLERANCE),
+    ]

@@ -1,0 +1,101 @@
+"""metrics.jsonl: reading its rows, and bringing it back to what a checkpoint knows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from embodrl.storage.atomic import atomic_file, read_regular_file
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+MAX_BYTES = 2**30
+Row = dict[str, Any]
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Return the rows of a metrics.jsonl; lines that are damaged are left out with a warning.
+
+    A last line cut off by a crash is left out silently.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    rows = [parse_row(line) for line in lines]
+    damaged = [number for number, row in enumerate(rows, start=1) if row is None]
+    if damaged and damaged[-1] == len(lines) and not lines[-1].endswith(b"\n"):
+        damaged.pop()
+    if damaged:
+        logger.warning("%s: %s left out: damaged", path, _named(damaged, "line"))
+    return [row for row in rows if row is not None]
+
+
+def restore_metrics(path: Path, last_iteration: int, saved: bytes | None) -> bytes:
+    """Bring a metrics.jsonl back to the rows up to an iteration; says which lines were damaged.
+
+    Args:
+        path: of the file.
+        last_iteration: later rows are dropped; -1 drops all.
+        saved: the content that a checkpoint of that iteration knows, with which the file is compared, and from which
+            it is restored; None for a checkpoint of an earlier version: then damaged lines are removed.
+
+    Returns:
+        the content of the file.
+
+    Raises:
+        OSError: it can't be read or written.
+    """
+    try:
+        found = read_regular_file(path, MAX_BYTES)
+    except FileNotFoundError:
+        found = b""
+    content = _intact_rows(path, found, last_iteration) if saved is None else saved
+    lines, wanted = (text.splitlines(keepends=True) for text in (found, content))
+    differing = [n for n, line in enumerate(wanted, start=1) if n > len(lines) or lines[n - 1] != line]
+    if saved is not None and differing:
+        where = _named(differing, "line")
+        logger.warning("%s: %s damaged or missing: restored from the checkpoint", path, where)
+    if found.startswith(content):
+        if len(found) > len(content):
+            os.truncate(path, len(content))
+    else:
+        with atomic_file(path) as partial:
+            partial.write_bytes(content)
+    return content
+
+
+def _intact_rows(path: Path, found: bytes, last_iteration: int) -> bytes:
+    """Return the lines that are rows up to an iteration; warn of damaged ones before the last of them."""
+    kept: list[bytes] = []
+    damaged: list[int] = []
+    passed: list[int] = []
+    for number, line in enumerate(found.splitlines(keepends=True), start=1):
+        row = parse_row(line)
+        if row is None:
+            passed.append(number)
+        elif row["iteration"] <= last_iteration:
+            kept.append(line)
+            damaged += passed
+            passed = []
+    if damaged:
+        text = "%s: %s damaged and removed; the checkpoint, of an earlier version, has no copy of the rows"
+        logger.warning(text, path, _named(damaged, "line"))
+    return b"".join(kept)
+
+
+def parse_row(line: bytes) -> Row | None:
+    """Return the row of a line; None if it is none."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("iteration")) is int else None
+
+
+def _named(numbers: list[int], what: str) -> str:
+    shown = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
+    return f"{what} {shown} is" if len(numbers) == 1 else f"{what}s {shown} are"

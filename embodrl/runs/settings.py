@@ -1,0 +1,265 @@
+"""The settings of a run: ``config.yaml``, sealed with a checksum, and the copy of it in every checkpoint.
+
+A run is resumed with the settings that it had, or not at all: a damaged file is replaced by the newest checkpoint's
+copy, and what was edited has to be confirmed on the command line. Nothing that is missing becomes a default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+from embodrl.config.compose import parse_arguments
+from embodrl.config.explain import flow, to_yaml
+from embodrl.config.load import LoadedConfig
+from embodrl.config.nodes import parse_yaml
+from embodrl.config.rules.verbs import Verb
+from embodrl.config.schema import Config
+from embodrl.config.trust import SEAL, approval, code_settings
+from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
+from embodrl.runs.load import load_run
+from embodrl.storage.atomic import read_regular_file
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, newest_state
+from embodrl.storage.json_file import write_text_file
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+STATE_KEY = "settings"
+"""Key of the settings in the state of a checkpoint."""
+MAX_BYTES = 4 * 2**20
+ABSENT: object = object()
+FIXED = {
+    r"env\.env_type": "its simulator states are those of another simulator",
+    r"env\.train\.total_num_envs": "it has the state of each environment",
+    r"env\.cameras(\.\d+\.(height|width))?": "its observations are images of that number and size",
+    r"model\.model_type": "its weights are those of another model",
+}
+"""Patterns of settings that a checkpoint can't be resumed with other values of, and why."""
+
+
+def is_run(directory: Path) -> bool:
+    """Return whether a directory holds a run: its settings, or a checkpoint that has them."""
+    return (directory / CONFIG_FILE).is_file() or bool(CheckpointManager(directory, 1).steps())
+
+
+def not_a_run(directory: Path) -> CheckpointError:
+    """Return the error for a directory without a run's configuration; names the run that it is part of."""
+    run = next((parent for parent in directory.absolute().parents[:2] if (parent / CONFIG_FILE).is_file()), None)
+    hint = f"{run} is the run: embodrl resume {run}" if run is not None else "look in outputs/"
+    what = f"{directory} is not a run: it has no {CONFIG_FILE}" if directory.exists() else f"{directory} does not exist"
+    return CheckpointError(what, hint, code="not-a-run")
+
+
+def write_settings(run_dir: Path, config_yaml: str, changes: list[str]) -> str:
+    """Write ``config.yaml``, sealed, with the approval of the settings that run code.
+
+    Args:
+        run_dir: of the run.
+        config_yaml: the whole configuration.
+        changes: what earlier processes of the run changed, a line each, kept as comments.
+
+    Returns:
+        what was written, for checkpoints.
+
+    Raises:
+        OutputError: the directory can't be written.
+    """
+    tree, _ = parse_yaml(config_yaml, CONFIG_FILE)
+    text = config_yaml + "".join(f"# {line}\n" for line in changes) + approval(code_settings(tree))
+    text += f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
+    write_text_file(run_dir / CONFIG_FILE, text, "set runner.output_dir to a writable directory")
+    return text
+
+
+@dataclass(frozen=True)
+class SavedSettings:
+    """The settings of a run.
+
+    Attributes:
+        text: as the run wrote them.
+        restored: why they are the checkpoint's and not those of ``config.yaml``; "" if they are the file's.
+    """
+
+    text: str
+    restored: str = ""
+
+
+def read_settings(run_dir: Path, in_checkpoint: str | None, overrides: list[str]) -> SavedSettings:
+    """Return the settings that a run had.
+
+    Args:
+        run_dir: of the run.
+        in_checkpoint: those of its newest checkpoint; None if there is none, or if it is of an earlier version.
+        overrides: of the command line; they may confirm what was edited in the file.
+
+    Raises:
+        CheckpointError: they are lost.
+        ConfigError: the file was edited.
+    """
+    path = run_dir / CONFIG_FILE
+    try:
+        text = read_regular_file(path, MAX_BYTES).decode()
+    except FileNotFoundError:
+        text, problem = "", "is missing"
+    except (OSError, UnicodeDecodeError) as error:
+        text, problem = "", f"can't be read: {error}"
+    else:
+        problem = _seal_problem(text)
+        if not problem:
+            return SavedSettings(text)
+    if in_checkpoint is None:
+        return _without_copy(path, text, problem)
+    values, lost = _values(text), _values(in_checkpoint)
+    found = {} if values is None else dict(_differences(lost, values))
+    missing = sorted(key for key, (_, new) in found.items() if new is ABSENT)
+    if values is None or missing:
+        why = f"lacks {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}" if missing else problem
+        return SavedSettings(in_checkpoint, f"{path} {why}")
+    _refuse_edits(path, found, overrides)
+    return SavedSettings(in_checkpoint)
+
+
+def _seal_problem(text: str) -> str:
+    """Return what is wrong with the checksum that a run's configuration ends with."""
+    body, _, digest = text.rpartition(SEAL)
+    if not text.strip():
+        return "is empty"
+    if not body:
+        return "has no checksum"
+    intact = hashlib.sha256(body.encode()).hexdigest() == digest.strip()
+    return "" if intact else "differs from what the run wrote"
+
+
+def _without_copy(path: Path, text: str, problem: str) -> SavedSettings:
+    """Accept a file without checksum that is complete, of an earlier version or as its user wants it.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged or incomplete.
+    """
+    if problem == "is missing":
+        raise not_a_run(path.parent)
+    lacking = [name for name in Config.model_fields if name not in (_values(text) or {}) and name != "extensions"]
+    if problem == "has no checksum" and not lacking:
+        return SavedSettings(text)
+    if lacking and _values(text):
+        problem += f", and lacks the section {lacking[0]}"
+    raise CheckpointError(
+        f"{path} {problem}, and no checkpoint has a copy of these settings",
+        f"restore the file; if you edited it, remove its last line, '{SEAL.strip()} ...', to use it as it is",
+        code="settings-damaged",
+    )
+
+
+def _refuse_edits(path: Path, found: Mapping[str, tuple[object, object]], overrides: list[str]) -> None:
+    """Raise ConfigError unless everything that was edited is confirmed on the command line."""
+    arguments, _ = parse_arguments(overrides)
+    given = {argument.key for argument in arguments}
+    edited = {key: pair for key, pair in found.items() if not any(key == k or key.startswith(f"{k}.") for k in given)}
+    command = " ".join(
+        [f"embodrl resume {path.parent}", *(f"'{key}={_shown(new)}'" for key, (_, new) in edited.items())]
+    )
+    problems = [
+        ConfigProblem(
+            key,
+            f"was {_shown(old)} when the run wrote the file, and is {_shown(new)} now",
+            str(path),
+            hint=f"if you want the change: {command}; remove the file to go back to the run's own settings",
+            code="settings-edited",
+        )
+        for key, (old, new) in edited.items()
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def load_saved(
+    run_dir: Path,
+    overrides: list[str],
+    verb: Verb | None = None,
+    checkpoint: Checkpoint | None = None,
+    resuming: bool = False,
+    trust: bool = False,
+) -> tuple[LoadedConfig, SavedSettings]:
+    """Load the configuration of a run; changes nothing on disk.
+
+    Args:
+        run_dir: of the run.
+        overrides: of the command line.
+        verb: what it is loaded for; see ``load_config``.
+        checkpoint: the one that is used, if it has been opened.
+        resuming: the weights come from a checkpoint, so a warm start need not exist any more.
+        trust: the settings may run code, whoever started the run.
+
+    Raises:
+        CheckpointError: the settings are lost.
+        ConfigError: the settings were edited, are invalid, or run code and are somebody else's.
+    """
+    state = newest_state(run_dir) if checkpoint is None else checkpoint.state
+    saved = read_settings(run_dir, None if state is None else state.text(STATE_KEY, None), overrides)
+    if saved.restored:
+        logger.warning("%s: the settings are taken from the newest checkpoint", saved.restored)
+    path = run_dir / CONFIG_FILE
+    return load_run(path, overrides, verb, resuming, trust, saved.text), saved
+
+
+def refuse_impossible(config: Config, in_checkpoint: str | None) -> None:
+    """Refuse, before anything is started, settings that a checkpoint can't be resumed with.
+
+    Raises:
+        ConfigError: names each, with the value that the checkpoint was made with.
+    """
+    problems: list[ConfigProblem] = []
+    for key, (was, now) in changed_settings(in_checkpoint or "", to_yaml(config, None)).items():
+        why = next((reason for pattern, reason in FIXED.items() if re.fullmatch(pattern, key)), None)
+        if why is not None:
+            message = f"is {_shown(now)}, and the checkpoint was made with {_shown(was)}: {why}"
+            hint = f"resume with {key}={_shown(was)}, or start a new run with model.warm_start=RUN/policy"
+            problems.append(ConfigProblem(key, message, hint=hint, code="settings-fixed"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def changed_settings(old_yaml: str, new_yaml: str) -> dict[str, tuple[object, object]]:
+    """Return dotted key -> (old, new) of the values in which two whole configurations differ.
+
+    Keys that only one of both has are new or removed settings of another version, not changes of the user.
+    """
+    found = _differences(_values(old_yaml) or {}, _values(new_yaml) or {})
+    return {key: (old, new) for key, (old, new) in found if old is not ABSENT and new is not ABSENT}
+
+
+def _differences(old: object, new: object, key: str = "") -> Iterator[tuple[str, tuple[object, object]]]:
+    """Yield dotted key and both values where they differ; ABSENT where one side has no such key."""
+    if _is_section(old) and _is_section(new):
+        for name in {**old, **new}:
+            yield from _differences(old.get(name, ABSENT), new.get(name, ABSENT), f"{key}.{name}" if key else name)
+    elif _is_list(old) and _is_list(new) and len(old) == len(new) and any(map(_is_section, old)):
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(one, other, f"{key}.{index}")
+    elif old is ABSENT or new is ABSENT or old != new:
+        yield key, (old, new)
+
+
+def _is_section(value: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(value, dict)
+
+
+def _is_list(value: object) -> TypeGuard[list[object]]:
+    return isinstance(value, list)
+
+
+def _values(text: str) -> dict[str, object] | None:
+    """Return the values of a configuration; None if it is no YAML mapping, or empty."""
+    tree, problems = parse_yaml(text, CONFIG_FILE)
+    values = tree.plain()
+    return values if _is_section(values) and values and not problems else None
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is ABSENT else flow(value)
