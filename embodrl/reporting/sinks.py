@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
@@ -54,20 +55,21 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: Path, resume_iteration: int | None) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        # By name: the classes of these modules are made when they are imported.
+        proto = import_module("tensorboard.compat.proto.event_pb2")
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        self._event = proto.Event
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         directory.mkdir(parents=True, exist_ok=True)
         writer = f"{socket.gethostname()}.{os.getpid()}.{next(_EVENT_FILES)}"
         name = f"events.out.tfevents.{int(time.time()):010d}.{writer}"  # readers sort by name
         self._file = (directory / name).open("wb")
         self._writer = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
         if resume_iteration is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=resume_iteration + 1, session_log=start))
+            start = proto.SessionLog(status=proto.SessionLog.START)
+            self._write(self._event(wall_time=time.time(), step=resume_iteration + 1, session_log=start))
         self._file.flush()
 
     def _write(self, event: Message) -> None:
@@ -162,7 +164,7 @@ class MetricsLogger:
                 self._refuse_old_metrics()
             else:
                 self.content += restore_metrics(self.path, resume_iteration, saved)
-                last = parse_row(self.content[self.content.rfind(b"\n", 0, -1) + 1 :])
+                last = parse_row(bytes(self.content[self.content.rfind(b"\n", 0, -1) + 1 :]))
                 self._elapsed_s = float((last or {}).get("time/elapsed_s") or 0.0)
             self._file = open(self.path, "ab", opener=_open_no_link)  # noqa: SIM115  (closed by ``close``)
         except OSError as error:
