@@ -15,10 +15,6 @@ from scenarios import SCENARIOS, verdict
 
 STATES = 6
 DAMAGES = 4
-OPEN = {
-    "data set": "data sets have no checksums yet",
-}
-"""What fails until it is fixed."""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +40,7 @@ def test_a_power_cut_costs_nothing_that_was_saved(harness: Harness, name: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=OPEN[name], strict=True) if name in OPEN else ())
-        for name in DAMAGED
-    ],
-)
+@pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_without_effect_or_named(harness: Harness, name: str) -> None:
     harness.sample = DAMAGES
     assert not failures([harness.damages(name)])
