@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from embodrl.config.rules.verbs import Verb
     from embodrl.config.schema import Config
 
+_MEMORY_HINT = "use fewer environments, a smaller model or batch, or raise the limit"
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_SIGINT, EXIT_SIGTERM = 0, 1, 2, 130, 143
 
 Overrides = Annotated[
@@ -158,6 +160,13 @@ def leaving(debug: bool = False) -> Iterator[Outcome]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         outcome.code = EXIT_SIGINT
+    except MemoryError:
+        if debug:
+            traceback.print_exc()
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        why = "" if limit == resource.RLIM_INFINITY else f" within the limit of {limit / 2**30:.1f} GiB (ulimit -v)"
+        print(f"error: memory is used up{why}\n  hint: {_MEMORY_HINT}\n  code: out-of-memory", file=sys.stderr)
+        outcome.code = EXIT_ERROR
     except BrokenPipeError:
         # the reader of our output has gone, e.g. `embodrl config show | head`; nothing is left to print
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -184,6 +193,7 @@ def describe_os_error(error: OSError) -> EmbodrlError:
         errno.EDQUOT: "your disk quota is used up: free space, or choose a directory on another disk",
         errno.EROFS: "the file system is read-only: choose a directory on another one",
         errno.EACCES: "permission denied: choose a writable directory",
+        errno.EFBIG: "a file is larger than the limit (ulimit -f): raise it",
         errno.EMFILE: "too many files are open: raise `ulimit -n`",
         errno.ENOMEM: "out of memory: close other programs, or use fewer environments",
     }

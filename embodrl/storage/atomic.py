@@ -206,6 +206,7 @@ def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSE
         errno.EACCES: "permission denied: ",
         errno.EPERM: "permission denied: ",
         errno.EIO: "the disk reports faults: ",
+        errno.EFBIG: "it is larger than the limit of a file's size (ulimit -f): raise it, or ",
     }
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     free = format_size(shutil.disk_usage(existing).free)
