@@ -29,8 +29,8 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class StopSignal:
-    """Remembers SIGINT, SIGTERM, SIGHUP (the terminal was closed), SIGUSR1, SIGXCPU and SIGQUIT, so that the loop can save
-    and leave.
+    """Remembers SIGINT, SIGTERM, SIGHUP (the terminal was closed), and those that announce a preemption, so that the
+    loop can save and leave.
 
     While it is entered it replaces the handlers of these signals; afterwards the previous ones are back. Outside the
     main thread, where Python allows no handlers, it does nothing.
