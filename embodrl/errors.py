@@ -81,7 +81,8 @@ class ConfigProblem:
             lines.append("     at:       " + self.origin.replace("\n", "\n               "))
         named = {"allowed": self.allowed, "nearest": self.nearest, "hint": self.hint, "code": self.code}
         lines += [f"     {name + ':':<9} {text}" for name, text in named.items() if text]
-        return "\n".join(lines)
+        text = "\n".join(lines)  # values may hold control characters, which a terminal would obey
+        return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
 @dataclass
@@ -184,6 +185,10 @@ class CheckpointError(EmbodrlError):
     def __init__(self, message: str, hint: str = "", report: object = None, *, code: str | None = None) -> None:
         super().__init__(message, hint, code=code)
         self.report = report
+
+
+class PolicyFileError(CheckpointError):
+    """A file of a policy directory is invalid: config, statistics, index of shards, weights or tokenizer."""
 
 
 class EnvError(EmbodrlError):

@@ -115,10 +115,12 @@ class Fields:
             self.refuse(f"{name!r} is {_shown(value)}, which is not {within}")
         return float(value)
 
-    def numbers(self, name: str, length: int | None = None) -> list[float]:
-        """Return a list of finite numbers, of a certain length if given."""
+    def numbers(
+        self, name: str, length: int | None = None, *, low: float = -math.inf, high: float = math.inf
+    ) -> list[float]:
+        """Return a list of finite numbers within [low, high], of a certain length if given."""
         values = self.items(name, length)
-        return [self._finite(f"{name}[{index}]", value) for index, value in enumerate(values)]
+        return [self._finite(f"{name}[{index}]", value, low, high) for index, value in enumerate(values)]
 
     def texts(self, name: str) -> list[str]:
         """Return a list of strings."""

@@ -5,9 +5,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import pkgutil
-from collections.abc import Callable, Mapping
-from typing import Any
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from embodrl.errors import EmbodrlError
 
@@ -64,7 +69,8 @@ def import_function(path: str) -> Callable[..., Any]:
         EmbodrlError: there is none, or its module can't be imported; says why.
     """
     try:
-        found = import_object(path)
+        with exits_named(f"importing '{path}'"):
+            found = import_object(path)
     except EmbodrlError:
         raise
     except Exception as error:  # a user's module may raise anything
@@ -103,6 +109,50 @@ def import_workflow(path: str) -> Any:
             "give it a constructor without arguments",
             code="workflow-constructor",
         ) from error
+
+
+@contextmanager
+def exits_named(what: str) -> Iterator[None]:
+    """Turn an exit of custom code into an error that names it.
+
+    ``sys.exit`` raises SystemExit, which would end the run with its status and no message; ``os._exit`` would end it
+    at once. Forked children, other threads and embodrl's own code (such as a second SIGTERM) leave as usual.
+
+    Args:
+        what: what is called, for the message.
+
+    Raises:
+        EmbodrlError: it called ``sys.exit`` or ``os._exit``.
+    """
+    caller, leave = (os.getpid(), threading.get_ident()), os._exit
+
+    def refused(call: str) -> EmbodrlError:
+        hint = "return from the function, or raise an exception that says what is wrong"
+        return EmbodrlError(f"{what} called {call}", hint, code="function-exit")
+
+    def guarded(status: int) -> NoReturn:
+        own = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0] == "embodrl"
+        if own or (os.getpid(), threading.get_ident()) != caller:
+            leave(status)
+        raise refused(f"os._exit({status})")
+
+    os._exit = guarded
+    try:
+        yield
+    except SystemExit as error:
+        if _raised_by_embodrl(error):
+            raise
+        raise refused(f"sys.exit({error.code!r})") from error
+    finally:
+        os._exit = leave
+
+
+def _raised_by_embodrl(error: SystemExit) -> bool:
+    """Return whether the exit was raised by embodrl itself, e.g. by its signal handlers, within custom code."""
+    last = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last = frame
+    return last is not None and str(last.f_globals.get("__name__", "")).partition(".")[0] == "embodrl"
 
 
 def _is_part(name: str, module: str) -> bool:

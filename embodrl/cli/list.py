@@ -100,7 +100,7 @@ def load_extensions(settings: list[str]) -> None:
                     argument.key, message, str(argument.origin), "extensions", hint=hint, code="config-unknown-key"
                 )
             )
-    problems += import_extensions(tree)
+    problems += import_extensions(tree)[0]
     if problems:
         raise ConfigError(problems)
 

@@ -150,7 +150,7 @@ def prune(tree: Node, key: str) -> None:
 def describe(error: ValidationError, tree: Node, schema: type[Config]) -> list[tuple[str, ConfigProblem]]:
     """Return ``(key, problem)`` of each wrong key."""
     result: dict[str, ConfigProblem] = {}
-    for item in error.errors(include_url=False):
+    for item in error.errors(include_url=False)[:MAX_ERRORS]:
         key = _key(tree, item["loc"], item["type"])
         if key in result or any(known.startswith(f"{key}.") for known in result):
             continue  # the branches of a union complain one by one, and a list complains about its lost item
@@ -185,12 +185,14 @@ def _show(value: object) -> str:
     if isinstance(value, (dict, list)):
         return f"this {'mapping' if isinstance(value, dict) else 'list'}"
     if isinstance(value, str):
-        return f"the text '{value}'"
+        return f"the text '{value if len(value) <= 200 else value[:200] + '...'}'"
     return (
         {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value)
     )
 
 
+MAX_ERRORS = 50
+"""Of one configuration: more are of one broken list, and each takes some milliseconds."""
 REASONS = {
     "int_type": "is not an integer",
     "int_from_float": "is not an integer",

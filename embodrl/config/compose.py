@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.config.check import schema_keys, schema_of, unknown_key
-from embodrl.config.nodes import Node, Origin, from_plain, lookup, merge, parse_yaml, put, read_yaml
+from embodrl.config.nodes import (
+    MAX_DEPTH,
+    Node,
+    Origin,
+    from_mapping,
+    from_plain,
+    lookup,
+    merge,
+    parse_yaml,
+    put,
+    read_yaml,
+)
 from embodrl.config.trust import is_trusted
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
@@ -62,6 +73,10 @@ class Composition:
     untrusted: str = ""
 
 
+MAX_ARGUMENT = 10_000
+"""Characters of an argument: parsing takes more than linear time."""
+
+
 def groups() -> list[str]:
     """Return the preset groups: env, model, ..."""
     return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
@@ -97,6 +112,13 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
     for text in texts:
         origin = f"command line: {text}"
         key = text.partition("=")[0] or "(argument)"
+        if len(text) > MAX_ARGUMENT or key.count(".") > MAX_DEPTH:
+            message = f"has more than {MAX_ARGUMENT} characters, or a key of more than {MAX_DEPTH} parts"
+            hint = "write long lists and mappings into a YAML file and pass it with --config"
+            problems.append(
+                ConfigProblem(key[:80], message, str(Origin("argument", text)), hint=hint, code="argument-size")
+            )
+            continue
         if text.startswith("-"):
             hint = "options go before a lone '--' or are listed by --help; settings are written key=value"
             problems.append(
@@ -111,7 +133,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             continue
         try:
             parsed = parser.parse_override(text)
-        except (HydraException, ValueError) as error:
+        except (HydraException, ValueError, RecursionError) as error:
             near = re.search(r"(?:at|input):? ('.*?')(?: expecting|$)", str(error).splitlines()[0])
             reason = f"can't be parsed{f' near {near[1]}' if near else ''}"
             hint = _syntax_hint(text) or (
@@ -359,12 +381,12 @@ def is_choice(argument: Argument) -> bool:
 
 def read_mapping(mapping: Mapping[str, Any]) -> tuple[Node, list[ConfigProblem]]:
     """Return a tree of a script's mapping; ``{env: toy}`` becomes ``{presets: {env: toy}}``."""
-    tree = from_plain(dict(mapping), Origin("file", "mapping"))
+    tree, problems = from_mapping(mapping, Origin("file", "mapping"))
     chosen = {name: node for name, node in tree.children.items() if name in groups() and isinstance(node.value, str)}
     for name, node in chosen.items():
         del tree.children[name]
         put(tree, f"presets.{name}", node)
-    return tree, []
+    return tree, problems
 
 
 def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) -> Composition:

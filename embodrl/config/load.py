@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,11 @@ from embodrl.config.schema import Config
 from embodrl.config.trust import foreign_settings
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
-from embodrl.names import nearest
-from embodrl.specs import ENVS, MODELS
+from embodrl.names import exits_named, nearest
+from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES
 
+WITHOUT_ENTRIES: set[str] = set()
+"""Extensions whose import registered nothing. Only the first import of a module shows it."""
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -162,7 +165,7 @@ def finish(
 ) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
-    not_imported = import_extensions(tree)  # first: they bring settings
+    not_imported, without_entries = import_extensions(tree)  # first: they bring settings
     removed = remove_special(tree, schema_of(tree))
     renamed = replace_former_values(tree)
     fill_derived(tree)
@@ -183,7 +186,7 @@ def finish(
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
     origins = {key: origin_of_value(tree, key) for key in keys}
-    notes = composition.notes + renamed + report.notes
+    notes = composition.notes + renamed + without_entries + report.notes
     return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles)
 
 
@@ -318,14 +321,27 @@ def expand(tree: Node, defaults: dict[str, Any], text: str, seen: tuple[str, ...
     return REFERENCE.sub(lambda match: str(value_of(match.group(1).strip())), text)
 
 
-def import_extensions(tree: Node) -> list[ConfigProblem]:
-    """Import the modules that ``extensions`` names, so that their models and environments are known to the rules."""
+def import_extensions(tree: Node) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
+    """Import the modules that ``extensions`` names, so that what they register is known to the rules.
+
+    Returns:
+        What could not be imported, and notes on modules that register nothing.
+    """
     section = lookup(tree, "extensions")
     problems: list[ConfigProblem] = []
+    notes: list[ConfigProblem] = []
     for item in section.items if section is not None else []:
-        problem = import_extension(item.value, str(item.origin)) if isinstance(item.value, str) else None
-        problems += [problem] if problem is not None else []
-    return problems
+        if not isinstance(item.value, str):
+            continue  # the schema reports it
+        problem = import_extension(item.value, str(item.origin))
+        if problem is not None:
+            problems.append(problem)
+        elif item.value in WITHOUT_ENTRIES:
+            message = f"'{item.value}' registers no environment, model, estimator, loss or pipeline"
+            hint = "leave it out, unless importing it has another effect that is wanted"
+            code = "extension-registers-nothing"
+            notes.append(ConfigProblem("extensions", message, str(item.origin), hint=hint, code=code))
+    return problems, notes
 
 
 def without_consequences(problems: list[ConfigProblem], config: Config) -> list[ConfigProblem]:
@@ -365,13 +381,24 @@ def import_extension(name: str, origin: str) -> ConfigProblem | None:
     if not found:
         hint = "install the package it is in, or put its directory on PYTHONPATH"
         return problem(f"there is no module '{name}'", hint, "package.module")
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        message = f"'{name}' belongs to Python's standard library and registers nothing"
+        return problem(message, "name the module that calls embodrl.register_env, register_model, ...")
+    is_first, known = name not in sys.modules, _registered()
     try:
-        importlib.import_module(name)
+        with exits_named(f"importing '{name}'"):
+            importlib.import_module(name)
     except EmbodrlError as error:  # of a registration: its own hint and code say what to write there
         message = f"importing '{name}' failed: {error.message}"
         return ConfigProblem("extensions", message, origin, hint=error.hint, code=error.code)
-    except Exception as error:  # noqa: BLE001  (a user's module may raise anything; it is reported)
+    except Exception as error:  # noqa: BLE001  (a custom module may raise anything; it is reported)
         last = traceback.extract_tb(error.__traceback__)[-1]
         message = f"importing '{name}' failed: {type(error).__name__}: {error}"
         return problem(message, f"see {last.filename}, line {last.lineno}")
+    if is_first and _registered() == known:
+        WITHOUT_ENTRIES.add(name)
     return None
+
+
+def _registered() -> list[list[str]]:
+    return [registry.names() for registry in (ENVS, MODELS, ADVANTAGES, LOSSES, PIPELINES)]

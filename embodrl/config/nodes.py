@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +18,10 @@ from embodrl.errors import ConfigProblem
 
 INT = re.compile(r"[-+]?[0-9]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
+MAX_FILE_BYTES = 256 * 1024
 MAX_NODES = 10_000
+MAX_DEPTH = 20
+MAX_TEXT = 4096
 MAX_DIGITS = 100
 SPECIAL_KEY = re.compile(r"_[a-z]+_")
 STANDARD_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:str")
@@ -44,7 +50,8 @@ class Origin:
         if self.kind == "schema":
             return "schema default"
         if self.kind == "argument":
-            return f"command line: {self.source}"
+            shown = self.source if len(self.source) <= 200 else f"{self.source[:200]}..."
+            return f"command line: {shown}"
         return f"{self.source}:{self.line}" if self.line else self.source
 
 
@@ -87,6 +94,44 @@ def from_plain(value: Any, origin: Origin) -> Node:
     if isinstance(value, (list, tuple)):
         return Node([from_plain(item, origin) for item in cast(list[Any], value)], origin)
     return Node(value, origin)
+
+
+def from_mapping(mapping: Mapping[Any, Any], origin: Origin) -> tuple[Node, list[ConfigProblem]]:
+    """Return the tree of a script's mapping, which may hold anything, and what is wrong with it."""
+    problems: list[ConfigProblem] = []
+    count = 0
+
+    def problem(key: str, message: str, hint: str, code: str) -> Node:
+        problems.append(ConfigProblem(key or "(mapping)", message, str(origin), hint=hint, code=code))
+        return Node(None, origin)
+
+    def read(value: Any, key: str, depth: int) -> Node:
+        nonlocal count
+        count += 1
+        if depth > MAX_DEPTH or count > MAX_NODES:  # a mapping that holds itself is infinitely deep
+            if problems and problems[-1].code == "config-mapping-size":
+                return Node(None, origin)
+            message = f"is nested more than {MAX_DEPTH} levels deep, or has more than {MAX_NODES} values"
+            return problem(key, message, "the configuration has at most four levels", "config-mapping-size")
+        if isinstance(value, Mapping):
+            children = cast(Mapping[Any, Any], value).items()
+            return Node(
+                {str(name): read(child, f"{key}.{name}" if key else str(name), depth + 1) for name, child in children},
+                origin,
+            )
+        if isinstance(value, (list, tuple)):
+            items = cast(list[Any], value)
+            return Node([read(item, f"{key}.{index}", depth + 1) for index, item in enumerate(items)], origin)
+        if isinstance(value, os.PathLike):
+            return Node(os.fspath(cast(os.PathLike[str], value)), origin)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            if isinstance(value, str) and len(value) > MAX_TEXT:
+                return problem(key, f"has more than {MAX_TEXT} characters", "shorten it", "config-mapping-size")
+            return Node(value, origin)
+        hint = "give null, true or false, a number, text, a list or a mapping"
+        return problem(key, f"is of the type {type(value).__name__}", hint, "config-mapping-type")
+
+    return read(mapping, "", 0), problems
 
 
 def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
@@ -241,7 +286,7 @@ class _Reader:
                     key, node, f"has more than {MAX_NODES} values", "write aliases (*name) out", code="config-yaml-size"
                 )
             return Node(None, origin)
-        if depth > 20:
+        if depth > MAX_DEPTH:
             self.problem(
                 key,
                 node,
@@ -270,6 +315,10 @@ class _Reader:
             )
             return Node(None, origin)
         text = str(node.value)
+        if len(text) > MAX_TEXT:
+            message = f"has {len(text)} characters, more than {MAX_TEXT}"
+            self.problem(key, node, message, "shorten it", code="config-yaml-size")
+            return Node(None, origin)
         return Node(parse_scalar(text) if node.style is None else text, origin)
 
     def mapping(self, node: yaml.MappingNode, key: str, origin: Origin, depth: int) -> Node:
@@ -332,18 +381,29 @@ def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[Con
     """
     empty = Node({}, Origin(kind, name))
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = _read_bounded(path)
+        if len(content) > MAX_FILE_BYTES:
+            message, hint = f"is larger than {MAX_FILE_BYTES // 1024} KiB", "give a configuration; it has a few KiB"
+            return empty, [ConfigProblem("(file)", message, name, hint=hint, code="config-yaml-size")]
+        text = content.decode()
+    except (OSError, ValueError) as error:  # a zero byte in the path, or no UTF-8
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        problem = ConfigProblem(
-            "(file)",
-            f"can't read '{name}': {reason}",
-            name,
-            hint="give the path of a readable YAML file",
-            code="config-file-unreadable",
-        )
-        return empty, [problem]
+        message, hint = f"can't read '{name}': {reason}", "give the path of a readable YAML file"
+        return empty, [ConfigProblem("(file)", message, name, hint=hint, code="config-file-unreadable")]
     return parse_yaml(text, name, kind)
+
+
+def _read_bounded(path: Path) -> bytes:
+    """Return at most one byte more than a configuration may have.
+
+    Raises:
+        OSError: it can't be read, or is no regular file: a pipe or a device might never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return file.read(MAX_FILE_BYTES + 1)
 
 
 def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[ConfigProblem]]:

@@ -34,6 +34,7 @@ class LoadReport:
         aliased: checkpoint name -> model name, renamed on purpose.
         ignored: checkpoint name -> why it is not used.
         initialized: model name -> why it is not in the checkpoint (e.g. a new value head).
+        has_checksums: the files were compared with the list that embodrl writes; False if there is no list.
     """
 
     source: str
@@ -44,16 +45,17 @@ class LoadReport:
     aliased: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     initialized: dict[str, str] = field(default_factory=dict)
+    has_checksums: bool = False
 
     @property
     def ok(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def describe(self, limit: int | None = None) -> str:
-        """Return the whole report in words, one kind of name a paragraph.
+        """Return the whole report in words, one kind of name per line.
 
         Args:
-            limit: most names listed of a kind; None lists all.
+            limit: at most this many names per kind; None lists all.
         """
         kinds: dict[str, list[str]] = {
             "missing": self.missing,
@@ -63,7 +65,8 @@ class LoadReport:
             "ignored on purpose": [f"{name} ({reason})" for name, reason in self.ignored.items()],
             "new": [f"{name} ({reason})" for name, reason in self.initialized.items()],
         }
-        lines = [f"{self.source}: {self.num_loaded} tensors loaded"]
+        checked = "compared with checksums.json" if self.has_checksums else "no checksums"
+        lines = [f"{self.source}: {self.num_loaded} tensors loaded, {checked}"]
         for kind, names in kinds.items():
             if names:
                 shown = names[:limit]

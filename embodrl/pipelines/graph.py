@@ -9,10 +9,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem, user_location
+from embodrl.names import exits_named
 from embodrl.pipelines.checks import NodeSpec, check_nodes, resolve, sorted_names, upstream
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
 
@@ -179,7 +181,8 @@ class Graph:
         """Return what a node returned, and how many attempts had failed before."""
         for attempt in range(node.retries + 1):
             try:
-                return node.fn(context, *map(shared, inputs)), attempt
+                with nullcontext() if node.label.startswith("embodrl.") else exits_named(node.label):
+                    return node.fn(context, *map(shared, inputs)), attempt
             except Exception as error:  # a user's node may raise anything; tried again, or raised as NodeError
                 interrupted = isinstance(error, InterruptedError)
                 if interrupted and may_stop:

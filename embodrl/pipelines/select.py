@@ -9,7 +9,7 @@ from embodrl.config.rules.base import Context, Finding, Rule, value_of
 from embodrl.config.rules.pipeline import misnamed
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
-from embodrl.names import import_function
+from embodrl.names import exits_named, import_function
 from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.specs import ADVANTAGES, PIPELINES
 
@@ -82,7 +82,8 @@ def make_pipeline(config: Config) -> Pipeline:
         return PIPELINES.get(config.pipeline.name or default_name(config))(config)
     function = import_function(path)
     try:
-        made = function(config)
+        with exits_named(path):
+            made = function(config)
     except EmbodrlError:
         raise
     except Exception as error:  # a user's function may raise anything

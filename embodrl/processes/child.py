@@ -44,15 +44,6 @@ def importable_in_other_python() -> list[str]:
     return [str(path) for path in paths if path.is_dir() and not installed & {path, *path.parents}]
 
 
-def resident_bytes(pid: int | None) -> int:
-    """Return how many bytes of memory a process holds; 0 if there is none, or it has gone."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 class ChildHungError(Exception):
     """The process lives and does not work; the text says how that shows."""
 

@@ -20,6 +20,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
+from embodrl.processes.memory import MemoryWatch
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -102,6 +103,7 @@ def build(
         EmbodrlError: what a backend needs is missing.
     """
     log_dir, keep_frames = run_dir / "logs", needs_frames(config)
+    closing.enter_context(MemoryWatch())
     launcher = make_launcher(config, deployment)
     if launcher is not None:
         closing.callback(launcher.close)

@@ -21,9 +21,9 @@ from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
-from embodrl.storage.atomic import read_regular_file
+from embodrl.storage.atomic import atomic_directory, read_regular_file
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.storage.integrity import check_checksums
+from embodrl.storage.integrity import check_checksums, write_checksums
 from embodrl.storage.json_file import write_json_file
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy,
 
 
 def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: Any) -> None:
-    """Write the policy in its public layout, atomically, with what it was trained for (``embodrl.json``) beside it.
+    """Write the policy in its public layout, what it was trained for (``embodrl.json``) and checksums, atomically.
 
     Args:
         policy: with the weights to write.
@@ -101,9 +101,16 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
         OutputError: the directory can't be written; what was there before is unchanged.
     """
     try:
-        policy.save_pretrained(directory)
-        card = policy_card(config, **facts, embodrl=__version__, date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-        write_json_file(directory / CARD_FILE, card)
+        with atomic_directory(directory) as staging:
+            # In the staging directory, so that the next save removes whatever a killed one has left.
+            inner = staging / directory.name
+            policy.save_pretrained(inner)
+            for path in inner.iterdir():
+                path.rename(staging / path.name)
+            inner.rmdir()
+            card = policy_card(config, **facts, embodrl=__version__, date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+            write_json_file(staging / CARD_FILE, card)
+            write_checksums(staging, added=[CARD_FILE])
     except OutputError as error:
         raise OutputError(error.message, "free disk space, then `embodrl resume` the run", code=error.code) from error
 

@@ -19,7 +19,7 @@ from embodrl.processes.liveness import Activity, hurry
 
 TIMEOUT_S = 10.0
 _AT_ONCE_S = 2.0
-_RAISE_AFTER, _END_AFTER = 0.5, 0.85  # of the timeout
+_RAISE_AFTER, _END_AFTER = 0.7, 0.9  # of the timeout
 _LOOK_S = 0.2
 _END = b"\0"
 # The last three announce a preemption or a limit of CPU time on clusters, or come from Ctrl-\\.
@@ -36,8 +36,8 @@ class StopSignal:
     main thread, where Python allows no handlers, it does nothing.
 
     The process ends in time even if the main thread waits for a process that hangs, or for native code: a thread gets
-    the signals from the interpreter's C handler and keeps the time. After half of it, the main thread is interrupted
-    by an exception; near its end, everything is killed. What is being saved (``saving``) has as long as it makes
+    the signals from the interpreter's C handler and keeps the time. Late in it, the main thread is interrupted by an
+    exception; near its end, everything is killed. What is being saved (``saving``) has as long as it makes
     progress. If native code holds the interpreter lock, so that no thread runs, the second signal kills this process.
 
     Args:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from embodrl.deployment import ProcessPlace
-from embodrl.errors import EmbodrlError, WorkerError, WorkerTimeout
+from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, settle
@@ -18,6 +18,8 @@ from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
 
 START_TIMEOUT_S = 180.0
 CLOSE_GRACE_S = 5.0
+_NOTICE_S = 5.0
+"""Within which the death of a process is noticed."""
 
 
 class Handle:
@@ -84,6 +86,15 @@ class Handle:
         )
 
 
+def first_cause(error: BaseException, handles: Sequence[Handle]) -> BaseException:
+    """Return the death of a process if another one has reported it as an error of its connection."""
+    futures = [future for handle in handles for future in handle.futures.values()]
+    if isinstance(error, WorkerRaised) and len(futures) > 1:
+        wait(futures, _NOTICE_S)  # the report may arrive first
+    errors = [future.exception() for future in futures if future.done()]
+    return next((found for found in errors if isinstance(found, WorkerDied)), error)
+
+
 def wait_all(handles: Sequence[Handle], timeout_s: float | None = None) -> None:
     """Wait for several calls, and raise the first error of any, at once: others may wait for the one that failed.
 
@@ -94,7 +105,7 @@ def wait_all(handles: Sequence[Handle], timeout_s: float | None = None) -> None:
     wait(futures, timeout_s, FIRST_EXCEPTION)
     for handle in handles:
         if handle.error is not None:
-            raise handle.error
+            raise first_cause(handle.error, handles)
     for handle in handles:
         if not handle.done:
             raise handle.timeout_error(timeout_s or 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
 import stat
@@ -71,7 +72,8 @@ def atomic_directory(target: Path, elsewhere: str = ELSEWHERE) -> Iterator[Path]
         target.parent.mkdir(parents=True, exist_ok=True)
         if replaced.exists() and not target.exists():  # killed between the two renames of an earlier call
             replaced.rename(target)
-        remove(staging)
+        for left in (staging, *target.parent.glob(f".{glob.escape(staging.name)}.*")):  # by a process that was killed
+            remove(left)
         try:
             staging.mkdir()
             yield staging

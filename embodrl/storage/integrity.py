@@ -28,21 +28,32 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_checksums(directory: Path) -> None:
+def write_checksums(directory: Path, added: Collection[str] | None = None) -> None:
     """Write ``checksums.json`` for all files below ``directory``, as the last file of a directory that is complete.
+
+    Args:
+        directory: complete but for the list.
+        added: relative paths of files added since the list was written; only these are read. None reads all.
 
     Raises:
         OutputError: it can't be written.
     """
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != CHECKSUMS)
-    content = {
-        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in files
-    }
-    write_json_file(directory / CHECKSUMS, content)
+    path = directory / CHECKSUMS
+    content: dict[str, object] = {}
+    if added is not None and path.is_file():
+        content.update(read_fields(path, hint=_HINT).content)
+        files = [directory / name for name in added]
+    else:
+        files = sorted(file for file in directory.rglob("*") if file.is_file() and file.name != CHECKSUMS)
+    for file in files:
+        entry = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+        content[file.relative_to(directory).as_posix()] = entry
+    write_json_file(path, content)
 
 
-def check_checksums(directory: Path, only: Collection[str] | None = None, complete: bool = False) -> bool:
+def check_checksums(
+    directory: Path, only: Collection[str] | None = None, complete: bool = False, size_only: str | None = None
+) -> bool:
     """Compare files with ``checksums.json``.
 
     Args:
@@ -50,6 +61,7 @@ def check_checksums(directory: Path, only: Collection[str] | None = None, comple
         only: relative paths of the files to check; by default all that are listed. Files that are not listed are
             not checked: a user may add some.
         complete: all of ``only`` must be listed.
+        size_only: suffix of files of which the size alone is compared, e.g. large ones that are checked elsewhere.
 
     Returns:
         False if there is no such list: the directory comes from elsewhere, or from an earlier version.
@@ -66,13 +78,15 @@ def check_checksums(directory: Path, only: Collection[str] | None = None, comple
     for name in listed:
         if only is None or name in only:
             entry = listed.fields(name)
-            problems += _problems(directory, name, entry.integer("bytes"), entry.text("sha256"))
+            sha256 = entry.text("sha256")
+            is_large = size_only is not None and name.endswith(size_only)
+            problems += _problems(directory, name, entry.integer("bytes"), None if is_large else sha256)
     if problems:
         raise FileDamagedError("\n  ".join([f"{directory} is damaged:", *problems]), _HINT)
     return True
 
 
-def _problems(directory: Path, name: str, num_bytes: int, sha256: str) -> list[str]:
+def _problems(directory: Path, name: str, num_bytes: int, sha256: str | None) -> list[str]:
     path = directory / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
         return [f"{name}: the path leaves the directory"]
@@ -80,6 +94,8 @@ def _problems(directory: Path, name: str, num_bytes: int, sha256: str) -> list[s
         size = path.stat().st_size
         if size != num_bytes:
             return [f"{name}: {size:,} bytes, written with {num_bytes:,}"]
-        return [] if sha256_of(path) == sha256 else [f"{name}: the content differs from what was written (SHA-256)"]
+        if sha256 is None or sha256_of(path) == sha256:
+            return []
+        return [f"{name}: the content differs from what was written (SHA-256)"]
     except OSError as error:
         return [f"{name}: {error.strerror or error}"]

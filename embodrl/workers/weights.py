@@ -52,8 +52,6 @@ _CONNECT_S = 600.0
 _FIND_S = 10.0
 """A receiver connects when the rendezvous is open; the sender may have given up meanwhile."""
 _REACH_S = 60.0
-_NOTICE_S = 5.0
-"""Within which the death of a process is noticed."""
 
 
 def drain(channel: Channel) -> None:
@@ -341,7 +339,7 @@ class RemoteSender(Sender):
                     self._release(failure)
             answer = handle.result()
         except WorkerError as error:
-            cause = error if handle is None else _cause(handle, error)
+            cause = error  # of a process that has died, if there is one
             self.group.kill()  # without one of them the others would wait for ever
             raise WorkerError(cause.message, cause.hint, cause.rank) from cause
         if failure is not None:
@@ -353,13 +351,6 @@ class RemoteSender(Sender):
         self.close()
         if isinstance(failure, WorkerDied):
             drain(list(self.pipes.values())[failure.rank])
-
-
-def _cause(handle: Handle, error: WorkerError) -> WorkerError:
-    """Return the death of a process if another one reported it as an error of its connection."""
-    wait(handle.futures.values(), _NOTICE_S)  # the report may arrive first
-    errors = [future.exception() for future in handle.futures.values() if future.done()]
-    return next((found for found in errors if isinstance(found, WorkerDied)), error)
 
 
 class WeightChannel:

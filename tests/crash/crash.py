@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -36,6 +37,8 @@ _LEAST_SHM_BYTES = 256 * 2**20
 ONLY_WRITTEN = re.compile(r"(logs|tensorboard)/|\.lock$|(.*/)?\.[^/]*(\.partial|staging_|probe)")
 """What recoveries append to, replace or remove; directories that differ only in what these hold are tried once."""
 
+_CHECKPOINT = re.compile(r"checkpoints/step_\d+")
+
 
 @dataclass
 class Trial:
@@ -44,11 +47,13 @@ class Trial:
     Attributes:
         what: cut or damage.
         names: one of which a refusal has to name.
+        saved: a checkpoint had been reported as saved, so that a refusal loses it.
     """
 
     what: str
     tree: Tree
     names: Sequence[str]
+    saved: bool = False
     verdict: Verdict | None = None
 
 
@@ -59,12 +64,15 @@ class Series:
     Attributes:
         name: of the scenario and the kind of trial.
         operations: that were recorded; 0 for damage.
+        trials: all, or a sample of them.
+        found: distinct states, before sampling.
         seconds: that all trials took.
     """
 
     name: str
     operations: int
     trials: list[Trial]
+    found: int = 0
     seconds: float = 0.0
     count: Counter[str] = field(default_factory=Counter)
 
@@ -74,6 +82,15 @@ def distinct(tree: Tree) -> object:
     return frozenset((path, bool(data) if ONLY_WRITTEN.match(path) else data) for path, data in tree.items())
 
 
+def saved_after(operations: Sequence[Op], start: Tree) -> float:
+    """Return after how many operations a checkpoint is there and other work has begun; infinity if never."""
+    if any(_CHECKPOINT.fullmatch(path) for path in start):
+        return 0
+    named = [n for n, op in enumerate(operations) if op.kind == "rename" and _CHECKPOINT.fullmatch(op.other)]
+    later = (n for n, op in enumerate(operations) if named and n > named[0] and not op.path.startswith("checkpoints"))
+    return next(later, math.inf)
+
+
 class Harness:
     """Records scenarios and tries their recoveries.
 
@@ -81,11 +98,12 @@ class Harness:
         place: a new directory.
         jobs: recoveries at the same time.
         sample: states to try of each series, evenly spread; 0 is all of them.
+        careless: recorded commands sync nothing, to see that this is found out.
     """
 
-    def __init__(self, place: Path, jobs: int = 2, sample: int = 0) -> None:
+    def __init__(self, place: Path, jobs: int = 2, sample: int = 0, careless: bool = False) -> None:
         self.place, self.jobs, self.sample = place, jobs, sample
-        self.bench = Bench(place / "base")
+        self.bench = Bench(place / "base", careless)
 
     def recorded(self, scenario: Scenario) -> tuple[list[Op], Tree, Path]:
         """Record the command of a scenario; return its operations, what there was before, and where it wrote.
@@ -123,11 +141,17 @@ class Harness:
         """Recover every directory that a power cut may leave."""
         ops, start, directory = self.recorded(scenario)
         operations = joined(ops)
+        saved = saved_after(operations, start)
         known = {name for op in ops for path in (op.path, op.other) if path for name in (path, Path(path).name)}
 
         def trial(state: State) -> Trial:
             last = operations[state.done - 1] if state.done else "the start"
-            return Trial(f"cut after {state.done} operations ({last}), {state.variant}", state.tree, sorted(known))
+            return Trial(
+                f"cut after {state.done} operations ({last}), {state.variant}",
+                state.tree,
+                sorted(known),
+                state.done >= saved,
+            )
 
         trials = [trial(state) for state in states(ops, start, distinct)]
         return self._tried(scenario, Series(scenario.name, len(ops), trials), self.reference(scenario, directory))
@@ -140,7 +164,7 @@ class Harness:
         return self._tried(made.scenario, Series(f"damage: {name}", 0, trials), reference)
 
     def _tried(self, scenario: Scenario, series: Series, reference: Result) -> Series:
-        start = time.monotonic()
+        start, series.found = time.monotonic(), len(series.trials)
         if 0 < self.sample < len(series.trials):
             series.trials = [series.trials[len(series.trials) * i // self.sample] for i in range(self.sample)]
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -156,6 +180,8 @@ class Harness:
             write_tree(trial.tree, directory / "dir")
             names = [str(directory / "dir")] if "cut after" in trial.what else []
             trial.verdict = self.bench.judge(scenario, directory / "dir", reference, [*trial.names, *names])
+            if trial.saved and trial.verdict.kind == "refused":
+                trial.verdict = Verdict("FAILED", f"a saved checkpoint is lost: {trial.verdict.detail}")
         except Exception as error:  # noqa: BLE001  whatever it is, this trial has failed
             trial.verdict = Verdict("FAILED", f"the harness: {type(error).__name__}: {error}")
         shutil.rmtree(directory, ignore_errors=True)
@@ -172,10 +198,12 @@ def scratch() -> Iterator[Path]:
 
 def table(series: Sequence[Series]) -> str:
     """Return the counts as Markdown."""
-    lines = ["| | operations | states | identical | refused, named | noted | FAILED | s |", "|" + "---|" * 8]
+    lines = ["| | operations | states | tried | identical | refused, named | noted | FAILED | s |", "|" + "---|" * 9]
     for one in series:
         counts = " | ".join(str(one.count[kind]) for kind in ("identical", "refused", "noted", "FAILED"))
-        lines.append(f"| {one.name} | {one.operations or ''} | {len(one.trials)} | {counts} | {one.seconds:.0f} |")
+        lines.append(
+            f"| {one.name} | {one.operations or ''} | {one.found} | {len(one.trials)} | {counts} | {one.seconds:.0f} |"
+        )
     return "\n".join(lines)
 
 
@@ -197,13 +225,14 @@ def main() -> int:
     parser.add_argument("--part", choices=("power", "damage"), help="only one kind of trial")
     parser.add_argument("--sample", type=int, default=0, help="states to try of each series; default: all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="recoveries at the same time")
+    parser.add_argument("--careless", action="store_true", help="record without syncs: failures must show")
     parser.add_argument("--json", type=Path, help="write every trial to this file")
     options = parser.parse_args()
     wanted: Callable[[str], bool] = lambda name: not options.scenario or name in options.scenario  # noqa: E731
     done: list[Series] = []
     start = time.monotonic()
     with scratch() as place:
-        harness = Harness(place, options.jobs, options.sample)
+        harness = Harness(place, options.jobs, options.sample, options.careless)
         if options.part != "damage":
             if problem := missing_tool():
                 print(f"operations can't be recorded: {problem}", file=sys.stderr)
@@ -228,6 +257,7 @@ def main() -> int:
             {
                 "name": one.name,
                 "operations": one.operations,
+                "states": one.found,
                 "seconds": round(one.seconds, 1),
                 "trials": [{"what": trial.what, **vars(trial.verdict or Verdict("FAILED"))} for trial in one.trials],
             }

@@ -156,10 +156,11 @@ class Bench:
 
     Args:
         base: a new directory for inputs.
+        careless: recorded commands sync nothing, to see that this is found out.
     """
 
-    def __init__(self, base: Path) -> None:
-        self.base = base
+    def __init__(self, base: Path, careless: bool = False) -> None:
+        self.base, self.careless = base, careless
         self.server = ForkServer(1)
         base.mkdir(parents=True, exist_ok=True)
         (base / "tiny.yaml").write_text(_merged())
@@ -195,6 +196,8 @@ class Bench:
     def cold_command(self, template: Sequence[str], directory: Path) -> list[str]:
         """Return the command line of a process of its own."""
         code = "from embodrl.cli.main import main; main()"
+        if self.careless:
+            code = f"import os; os.fsync = lambda descriptor: None; {code}"
         return [sys.executable, "-c", code, *self.arguments(template, directory)]
 
     def recover(self, scenario: Scenario, directory: Path, out: Path) -> tuple[Outcome, Result | None]:

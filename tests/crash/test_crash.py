@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from crash import Harness, failures, scratch
+from crash import Harness, failures, saved_after, scratch
 from damage import DAMAGED, changes
-from recorder import missing_tool
+from recorder import Op, missing_tool
 from runs import Outcome
 from scenarios import SCENARIOS, verdict
 
@@ -55,6 +56,24 @@ def test_a_power_cut_costs_nothing_that_was_saved(harness: Harness, name: str) -
 def test_damage_is_without_effect_or_named(harness: Harness, name: str) -> None:
     harness.sample = DAMAGES
     assert not failures([harness.damages(name)])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(missing_tool()), reason=missing_tool())
+def test_a_command_that_syncs_nothing_is_found_out(place: Path) -> None:
+    series = Harness(place / "careless", sample=60, careless=True).power_cuts(SCENARIOS["train"])
+    assert any("a saved checkpoint is lost" in line for line in failures([series]))
+
+
+def test_a_checkpoint_counts_as_saved_when_other_work_follows() -> None:
+    ops = [
+        Op("create", "checkpoints/.staging_step_1/manifest.json"),
+        Op("rename", "checkpoints/.staging_step_1", "checkpoints/step_1"),
+        Op("sync", "checkpoints"),
+        Op("write", "metrics.jsonl", data=b"{}"),
+    ]
+    assert saved_after(ops, {}) == 3 and saved_after(ops[:3], {}) == math.inf
+    assert saved_after(ops, {"checkpoints/step_7": None}) == 0
 
 
 def test_verdicts() -> None:

@@ -14,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from expect import raises_code
+from runs import TINY, embodrl, metrics
 from worker_classes import Trouble
 
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EnvTimeout, WorkerDied
 from embodrl.processes.child import LOG_BYTES
 from embodrl.processes.liveness import Limits
+from embodrl.processes.memory import Available, MemoryWatch
 from embodrl.processes.restarts import RestartBudget
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -137,3 +139,58 @@ def test_restarts_count_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None
     for clock[0] in (0.0, 50.0, 99.0, 101.0, 120.0, 151.0):
         granted.append(budget.take())
     assert granted == [True, True, False, True, False, True]
+
+
+def test_the_process_that_takes_the_memory_is_named(group: WorkerGroup) -> None:
+    left = [Available(50, 100), Available(5, 100)]
+    watch = MemoryWatch(lambda: left.pop(0))
+    assert watch.look() == ""
+    pids = group.take_memory(1, 64 << 20).result(SOON_S)
+    assert f"(process {pids[1]})" in watch.look()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def test_a_run_restarts_a_rollout_process_that_was_stopped(config: Path, tmp_path: Path) -> None:
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    done = embodrl(
+        *("train", "--config", config, f"runner.output_dir={run_dir}", "cluster.heartbeat_timeout_s=2"),
+        "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}",
+        stop_at="act:6:SIGSTOP:rank_1_once",
+        children=children,
+        timeout_s=SOON_S,
+    )
+    assert done.code == 0, done.stderr
+    assert [row.get("rollout/restarts") for row in metrics(run_dir)] == [None, 0, 1, 1, 1]
+    assert "rollout[1] is stopped by a signal (state T)" in (run_dir / "logs" / "embodrl.log").read_text()
+
+
+def test_a_run_blames_the_trainer_rank_that_was_stopped(config: Path, tmp_path: Path) -> None:
+    """Rank 0 waits for it in a collective, and sees its connection end."""
+    done = embodrl(
+        *("train", "--config", config, f"runner.output_dir={tmp_path / 'run'}", "cluster.heartbeat_timeout_s=2"),
+        *("actor.training_backend=fsdp", "cluster.device=cpu"),
+        "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}",
+        stop_at="fsdp_step:6:SIGSTOP:rank_1",
+        timeout_s=SOON_S,
+    )
+    assert done.code == 1
+    assert "actor[1] is stopped by a signal (state T)" in done.stderr and "worker-hung" in done.stderr
+
+
+def test_a_signal_ends_a_run_that_waits_for_a_stopped_process(config: Path, tmp_path: Path) -> None:
+    children = tmp_path / "children"
+    done = embodrl(
+        *("train", "--config", config, f"runner.output_dir={tmp_path / 'run'}", "cluster.heartbeat_timeout_s=1000"),
+        *("actor.own_process=true", "cluster.stall_timeout_s=1000"),
+        stop_at="optimizer_step:10:SIGSTOP:rank_0,optimizer_step:10:SIGTERM:parent_of_0",
+        children=children,
+        timeout_s=SOON_S,
+    )
+    assert done.code in (1, 143), done.stderr
+    assert "actor[0] is stopped by a signal (state T)" in done.stderr

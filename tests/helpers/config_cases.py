@@ -184,9 +184,7 @@ FORM += [
 ]
 
 RULES = [
-    Wrong(
-        "far too many iterations", "runner.max_iterations", "sizes-are-possible", ("runner.max_iterations=99999999999",)
-    ),
+    Wrong("far too many iterations", "runner.max_iterations", "config-range", ("runner.max_iterations=99999999999",)),
     Wrong(
         "images of the size of a poster",
         "env.cameras.0.height",
@@ -477,7 +475,7 @@ RULES = [
         "levels-fit",
         ("algorithm.logprob_type=chunk_level", "algorithm.reward_type=action_level", "model.value_head.output=action"),
     ),
-    Wrong("lower clip of 1", "algorithm.clip_ratio_low", "clip-leaves-a-ratio", ("algorithm.clip_ratio_low=1.0",)),
+    Wrong("lower clip of 1", "algorithm.clip_ratio_low", "config-range", ("algorithm.clip_ratio_low=1.0",)),
     Wrong(
         "rollout and batches",
         "actor.global_batch_size",
@@ -497,7 +495,7 @@ RULES = [
         "device-has-the-dtype",
         ("actor.precision=fp32", "rollout.precision=fp32", "actor.param_dtype=bf16"),
     ),
-    Wrong("beta of 1", "actor.optim.betas.1", "betas-forget", ("actor.optim.betas=[0.9,1.0]",)),
+    Wrong("beta of 1", "actor.optim.betas.1", "config-range", ("actor.optim.betas=[0.9,1.0]",)),
     Wrong(
         "critic's warm-up for ever",
         "actor.optim.critic_warmup_iterations",

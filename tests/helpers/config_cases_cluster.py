@@ -19,7 +19,7 @@ CLUSTER = [
         "described hardware that is not here",
         "cluster.hardware.name",
         "described-hardware-is-here",
-        ("cluster.hardware.name=big", "cluster.hardware.num_cores=100000"),
+        ("cluster.hardware.name=big", "cluster.hardware.num_cores=60000"),
     ),
     Wrong(
         "GPUs that NUMA nodes can't share",

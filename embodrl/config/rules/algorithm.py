@@ -170,15 +170,6 @@ def dual_clip_is_the_outer_one(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("algorithm.clip_ratio_low")
-def clip_leaves_a_ratio(context: Context) -> Iterator[Finding]:
-    """The lower clip bound 1 - clip_ratio_low is a positive ratio below 1."""
-    low = context.config.algorithm.clip_ratio_low
-    if low in (0, 1):
-        message = f"the ratio would be clipped at 1 - {low:g} = {1 - low:g}"
-        yield Finding("algorithm.clip_ratio_low", message, "set it to 0.2", "above 0 and below 1")
-
-
 @rule("algorithm.decoupled", "algorithm.logprob_type")
 def decoupled_level_fits(context: Context) -> Iterator[Finding]:
     """The behaviour weight is not finer than the ratio, and is known where it is needed."""
@@ -297,15 +288,6 @@ def precisions_agree(context: Context) -> Iterator[Finding]:
         message = f"rollouts in '{rollout}' and training in '{actor}' disagree about log-probs, so no ratio starts at 1"
         hint = f"set rollout.precision={actor}, or both to auto"
         yield Finding("rollout.precision", message, hint, actor, others=("actor.precision",))
-
-
-@rule("actor.optim.betas")
-def betas_forget(context: Context) -> Iterator[Finding]:
-    """A beta of 1 never forgets its starting value of 0."""
-    for index, beta in enumerate(context.config.actor.optim.betas):
-        if beta == 1:
-            message = "a beta of 1 keeps the moving average at 0 for ever"
-            yield Finding(f"actor.optim.betas.{index}", message, "set betas to [0.9,0.95]", "0 to below 1")
 
 
 WARM_UPS = ("actor.optim.critic_warmup_iterations", "actor.optim.lr_warmup_iterations")

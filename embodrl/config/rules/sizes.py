@@ -7,18 +7,6 @@ from collections.abc import Iterator
 from embodrl.config.rules.base import Context, Finding, note, rule, value_of
 from embodrl.config.schema import Config
 
-MOST = {
-    "runner.max_iterations": 10_000_000,
-    "env.train.total_num_envs": 1_000_000,
-    "env.eval.total_num_envs": 1_000_000,
-    "env.eval.num_episodes": 10_000_000,
-    "actor.global_batch_size": 10_000_000,
-    "sft.batch_size": 100_000,
-    "sft.max_steps": 1_000_000_000,
-    "collect.num_episodes": 100_000_000,
-    "algorithm.update_epoch": 10_000,
-}
-"""Larger values are typing errors: no machine holds or finishes them."""
 MOST_PIXELS = 4_194_304
 MOST_IMAGE_BYTES = 64 * 2**30
 USUAL: dict[str, tuple[float, float]] = {
@@ -43,17 +31,6 @@ def number_of(config: Config, key: str) -> float | None:
     return value if isinstance(value, int | float) else None
 
 
-@rule(*MOST)
-def sizes_are_possible(context: Context) -> Iterator[Finding]:
-    """Numbers of iterations, environments and items are below what any machine could hold or finish."""
-    for key, most in MOST.items():
-        value = number_of(context.config, key)
-        if value is not None and value > most:
-            yield Finding(
-                key, f"{value} is larger than any machine could do", f"set it to at most {most}", f"1 to {most}"
-            )
-
-
 @rule("env.cameras", "env.train.total_num_envs", "env.eval.total_num_envs")
 def images_fit_in_memory(context: Context) -> Iterator[Finding]:
     """The images of one step of all environments take less than 64 GiB, and those of one camera 4 megapixels."""
@@ -72,7 +49,7 @@ def images_fit_in_memory(context: Context) -> Iterator[Finding]:
     pixels = sum(camera.height * camera.width for camera in env.cameras)
     environments = max(env.train.total_num_envs, env.eval.total_num_envs)
     needed = 3 * pixels * environments
-    if needed > MOST_IMAGE_BYTES and environments <= MOST["env.train.total_num_envs"]:
+    if needed > MOST_IMAGE_BYTES:
         yield Finding(
             "env.train.total_num_envs",
             f"the images of {environments} environments take {needed / 2**30:.0f} GiB per step",

@@ -133,7 +133,7 @@ class AlgorithmConfig(Section):
     surrogate: Literal["ratio", "log_ratio"] = Field(
         default="ratio", description="what the advantage multiplies: the clipped ratio (PPO) or its logarithm (CPGD)"
     )
-    clip_ratio_low: Fraction = Field(default=0.2, description="lower clip of the ratio")
+    clip_ratio_low: float = Field(default=0.2, gt=0, lt=1, description="lower clip of the ratio")
     clip_ratio_high: PositiveFloat = Field(default=0.28, description="upper clip of the ratio")
     clip_ratio_dual: PositiveFloat | None = Field(
         default=None, description="with a negative advantage no ratio counts for more than this (dual clip)"
@@ -153,7 +153,7 @@ class AlgorithmConfig(Section):
         description="each ratio counts the same, or each episode, or sums over episodes are divided by the rollout's"
         " length (Dr. GRPO)",
     )
-    update_epoch: PositiveInt = Field(default=2, description="passes over a rollout")
+    update_epoch: PositiveInt = Field(default=2, le=10_000, description="passes over a rollout")
     rollout_epoch: PositiveInt = Field(default=1, description="rollouts gathered one after the other for an update")
     group_size: PositiveInt = Field(default=1, description="environments that share an initial state")
     filter: FilterConfig = Field(default=FilterConfig(), description="dynamic sampling by success rate")

@@ -13,11 +13,13 @@ class HardwareConfig(Section):
     """Machines that are described instead of looked at, each like the others."""
 
     name: str | None = Field(default=None, description="what to call them; null is this machine, as it is")
-    num_gpus: NonNegativeInt = Field(default=0, description="GPUs of a machine, spread evenly over its NUMA nodes")
+    num_gpus: NonNegativeInt = Field(
+        default=0, le=1024, description="GPUs of a machine, spread evenly over its NUMA nodes"
+    )
     gpu_memory_gib: PositiveFloat = Field(default=80.0, description="memory of a GPU")
-    num_numa_nodes: PositiveInt = Field(default=1, description="NUMA nodes of a machine")
-    num_cores: PositiveInt = Field(default=2, description="cores of a machine, over all NUMA nodes")
-    threads_per_core: PositiveInt = Field(default=1, description="hardware threads of a core")
+    num_numa_nodes: PositiveInt = Field(default=1, le=1024, description="NUMA nodes of a machine")
+    num_cores: PositiveInt = Field(default=2, le=65_536, description="cores of a machine, over all NUMA nodes")
+    threads_per_core: PositiveInt = Field(default=1, le=64, description="hardware threads of a core")
     memory_gib: PositiveFloat = Field(default=16.0, description="main memory of a machine")
 
 
@@ -31,7 +33,7 @@ class NodeGroupConfig(Section):
 class ClusterConfig(Section):
     """Where the parts run."""
 
-    num_nodes: PositiveInt = Field(default=1, description="machines; more than one needs launcher ray")
+    num_nodes: PositiveInt = Field(default=1, le=10_000, description="machines; more than one needs launcher ray")
     launcher: Literal["process", "ray"] = Field(
         default="process",
         description="who brings up actor and rollout processes; ray: as Ray actors, of which the main process is none",

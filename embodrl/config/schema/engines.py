@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    Decay,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -21,7 +22,7 @@ class OptimConfig(Section):
 
     lr: PositiveFloat = Field(default=7e-5, description="peak learning rate of the policy")
     value_lr: PositiveFloat = Field(default=1e-3, description="peak learning rate of the value head")
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="AdamW betas")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW weight decay")
     clip_grad: PositiveFloat = Field(default=1.0, description="largest gradient norm")
@@ -72,7 +73,7 @@ class ActorConfig(Section):
         default=1, description="processes that share each layer of the language model; the others take other chunks"
     )
     fsdp: FsdpConfig = Field(default=FsdpConfig(), description="how the backend fsdp holds weights")
-    global_batch_size: PositiveInt = Field(default=160, description="chunks an optimizer step")
+    global_batch_size: PositiveInt = Field(default=160, le=10_000_000, description="chunks an optimizer step")
     micro_batch_size: PositiveInt = Field(
         default=80, description="chunks a forward and backward pass; divides global_batch_size"
     )

@@ -30,7 +30,7 @@ class CameraConfig(Section):
 class EnvTrainConfig(Section):
     """Environments that gather experience."""
 
-    total_num_envs: PositiveInt = Field(default=32, description="environments over all processes")
+    total_num_envs: PositiveInt = Field(default=32, le=1_000_000, description="environments over all processes")
     max_steps_per_rollout_epoch: PositiveInt = Field(
         default=100, description="environment steps per environment and rollout epoch"
     )
@@ -50,10 +50,13 @@ class EnvEvalConfig(Section):
 
     total_num_envs: PositiveInt = Field(
         default=32,
+        le=1_000_000,
         description="environments over all processes in `embodrl eval` and `sft`; `train` evaluates in those of"
         " env.train",
     )
-    num_episodes: PositiveInt = Field(default=128, description="episodes an evaluation, spread evenly over the tasks")
+    num_episodes: PositiveInt = Field(
+        default=128, le=10_000_000, description="episodes an evaluation, spread evenly over the tasks"
+    )
     seed: Seed = Field(default=1_000_000, description="reset seed of the first episode; episode i uses seed + i")
 
 
@@ -106,6 +109,7 @@ class EnvConfig(Section):
     )
     num_processes: PositiveInt = Field(
         default=2,
+        le=100_000,
         description="simulator processes (EnvManagers); auto measures at the first start which number is fastest, and"
         " keeps the result",
     )

@@ -61,7 +61,7 @@ class RunnerConfig(Section):
 
     name: str = Field(default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
     output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
-    max_iterations: PositiveInt = Field(default=40, description="rollout + update cycles")
+    max_iterations: PositiveInt = Field(default=40, le=10_000_000, description="rollout + update cycles")
     max_staleness: NonNegativeInt = Field(
         default=0,
         description="updates that rollouts may run ahead: 0 takes turns, 1 plays the next rollout while training, more"
@@ -114,7 +114,7 @@ class CollectConfig(Section):
         description="of a LeRobot data set's videos: 0 keeps every pixel as it is, 6 is hardly visible, 18 is small",
     )
     num_episodes: PositiveInt = Field(
-        default=400, description="episodes to keep over all tasks; successful ones unless keep_failures"
+        default=400, le=100_000_000, description="episodes to keep over all tasks; successful ones unless keep_failures"
     )
     noise_std: NonNegativeFloat = Field(
         default=0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
@@ -135,8 +135,8 @@ class SftConfig(Section):
         description="cameras of a LeRobot data set, in the order of env.cameras; null takes those of the same names",
     )
     output_dir: str = Field(default="outputs/sft", description="directory of the policy")
-    max_steps: PositiveInt = Field(default=1000, description="optimizer steps")
-    batch_size: PositiveInt = Field(default=64, description="frames a step")
+    max_steps: PositiveInt = Field(default=1000, le=1_000_000_000, description="optimizer steps")
+    batch_size: PositiveInt = Field(default=64, le=100_000, description="frames a step")
     lr: PositiveFloat = Field(default=4e-4, description="peak learning rate")
     lr_warmup_steps: NonNegativeInt = Field(default=50, description="linear warm-up")
     weight_decay: NonNegativeFloat = Field(default=0.01, description="AdamW weight decay")

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_step, spec_from_dict
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
-from embodrl.processes.child import ChildHungError, ChildProcess, resident_bytes
+from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
+from embodrl.processes.memory import resident_bytes
 from embodrl.specs import ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 

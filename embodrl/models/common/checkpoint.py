@@ -2,49 +2,160 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from embodrl.config.schema import ModelConfig
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.models.base import LoadReport
+from embodrl.models.common.config_file import CONFIG_FILE, read_file
+from embodrl.models.common.hub import download
 from embodrl.storage.atomic import atomic_directory as atomic_directory  # part of the public module
 from embodrl.storage.files import write_safetensors
+from embodrl.storage.integrity import check_checksums, write_checksums
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 NAMES_IN_MESSAGE = 20
 MAX_SHARD_BYTES = 5 * 1024**3
+MAX_HASHING_THREADS = 4
 # Of OpenVLA-OFT, the projector of the robot's state, and the continuous action head, by which a checkpoint is refused.
 _OFT_PATTERNS = ["proprio_projector--*.pt", "action_head--*.pt"]
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt", *_OFT_PATTERNS]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_AGAIN = "fetch or make the checkpoint again"
+# Besides the top level, families read files in these.
+_SUBDIRECTORIES = ("assets", "experiment_cfg")
+
+
+def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | None, LoadReport]:
+    """Return the directory that a policy's weights come from, or None for random ones, and a report to fill in.
+
+    Links that leave the directory are refused, and its files are compared with its checksums: the weights by size only,
+    since ``load_strict`` compares their content while it reads them.
+
+    Args:
+        config: section ``model``.
+        builtin: what ``warm_start: builtin`` means; None if no weights of the family ship with embodrl.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        FileDamagedError: a file differs from what embodrl wrote.
+    """
+    if config.model_path is not None:
+        directory = resolve(config.model_path)
+    elif config.warm_start is None:
+        return None, LoadReport("random weights")
+    elif config.warm_start == "builtin" and builtin is None:
+        raise CheckpointError(
+            f"no weights ship for {config.model_type}",
+            "start from random weights with model.warm_start=null, or give a directory that `embodrl sft` wrote",
+        )
+    else:
+        is_builtin = builtin is not None and config.warm_start == "builtin"
+        directory = builtin if builtin is not None and is_builtin else Path(config.warm_start).expanduser()
+        if not (directory / CONFIG_FILE).is_file():
+            raise CheckpointError(
+                "this installation of embodrl has no built-in warm start"
+                if is_builtin
+                else f"model.warm_start: {directory} holds no policy",
+                "give a directory that `embodrl sft` wrote, or start from random weights with model.warm_start=null",
+            )
+    check_links(directory)
+    report = LoadReport(str(directory))
+    report.has_checksums = check_checksums(directory, size_only=".safetensors")
+    return directory, report
+
+
+def resolve(model_path: str) -> Path:
+    """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
+
+    Only safetensors, JSON and tokenizer files are fetched, and two of OpenVLA-OFT's; never code.
+
+    Raises:
+        CheckpointError: no such directory, and the hub can't be reached or has no such model.
+    """
+    local = Path(model_path).expanduser()
+    if local.is_dir():
+        return local
+    if model_path.startswith(("/", ".", "~")) or model_path.count("/") != 1:
+        raise CheckpointError(f"directory {model_path} does not exist", "check model.model_path")
+    return download(
+        model_path,
+        HUB_PATTERNS,
+        f"'{model_path}' is no local directory and could not be fetched from the hub",
+        "check the name and the network, or give a local directory as model.model_path",
+    )
+
+
+def check_links(directory: Path) -> None:
+    """Refuse links to files outside of a checkpoint, which could be any file of the user.
+
+    Allowed are links within the directory, within the hub repository whose snapshot it is (the hub's cache links every
+    file to ``blobs/``), and into the hub's cache, as older versions of huggingface_hub made local copies.
+
+    Raises:
+        PolicyFileError: a link leads elsewhere.
+    """
+    for folder in (directory, *(directory / name for name in _SUBDIRECTORIES)):
+        for parent, names, files in os.walk(folder):
+            if folder == directory:
+                names_here, names[:] = list(names), []  # of the top level only
+            else:
+                names_here = names
+            for path in (Path(parent, name) for name in (*names_here, *files)):
+                if path.is_symlink() and not _is_inside(path, directory):
+                    raise PolicyFileError(
+                        f"{path} links to {os.path.realpath(path)}, outside of the checkpoint",
+                        "copy the file into the directory",
+                    )
+
+
+def _is_inside(path: Path, directory: Path) -> bool:
+    from huggingface_hub import constants
+
+    here = directory.absolute()
+    roots = [here, Path(constants.HF_HUB_CACHE)]
+    if here.parent.name == "snapshots":  # REPOSITORY/snapshots/REVISION
+        roots.append(here.parents[1])
+    target = Path(os.path.realpath(path))  # unlike resolve(), it takes a loop of links
+    return any(target.is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint, in order.
 
     Raises:
-        CheckpointError: no weights, only pickled ones, or a shard of the index is missing.
+        CheckpointError: no weights, only pickled ones, or the index is invalid: it names a shard that is missing or
+            outside of the directory.
     """
     index = directory / INDEX_FILE
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(
-                f"{index} is not an index of shards: {error}", "fetch the checkpoint again"
-            ) from error
+        weight_map = read_file(index).fields("weight_map")
+        names = sorted({weight_map.text(tensor) for tensor in weight_map})
+        for name in names:
+            if (
+                not name.endswith(".safetensors")
+                or ".." in Path(name).parts
+                or not _is_inside(directory / name, directory)
+            ):
+                weight_map.refuse(f"{name!r} is no safetensors file inside the directory")
         missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise CheckpointError(f"{directory} lacks shards: {', '.join(missing)}", "fetch the checkpoint again")
+        if missing or not names:
+            raise CheckpointError(f"{directory} lacks shards: {', '.join(missing) or 'all'}", _AGAIN)
         return [directory / name for name in names]
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
@@ -56,25 +167,83 @@ def weight_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "give the directory of a checkpoint")
 
 
-def stored_names(files: list[Path]) -> set[str]:
-    """Return the names of all tensors in safetensors files.
+def stored_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of all tensors in safetensors files, from their headers.
 
     Raises:
         CheckpointError: a file is corrupt.
     """
-    names: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as reader:
-                names.update(reader.keys())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
-    return names
+        with readable(path), safe_open(path, framework="pt") as reader:
+            shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+    return shapes
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn the library's errors of a safetensors file that the block reads into ``CheckpointError``."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        check_checksums(path.parent, [path.name])  # damage explains it
+        raise CheckpointError(f"{path} can't be read: {error}", _AGAIN) from error
+
+
+def check_layers(names: Collection[str], wanted: Mapping[str, int], directory: Path) -> None:
+    """Refuse a config.json with other numbers of layers than the weights have, before any layer is built.
+
+    Args:
+        names: of the stored tensors.
+        wanted: number of layers by what the names of their tensors begin with.
+        directory: of the checkpoint.
+
+    Raises:
+        PolicyFileError: they differ.
+    """
+    for prefix, count in wanted.items():
+        found = len({name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)})
+        if found != count:
+            raise PolicyFileError(
+                f"{directory / CONFIG_FILE} asks for {count} layers '{prefix}*', the weights have {found}",
+                "use the config.json that the weights were written with",
+            )
+
+
+def fill(
+    model: nn.Module,
+    files: Sequence[Path],
+    report: LoadReport,
+    init_weights: Callable[[], None],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    aliases: Mapping[str, str] | None = None,
+    ignore: Mapping[str, str] | None = None,
+) -> None:
+    """Give a network that was built on the meta device its weights, so that a large one is never held twice.
+
+    Args:
+        model: the network.
+        files: safetensors files; none for random weights.
+        report: filled in.
+        init_weights: draws random weights.
+        device: of the weights.
+        dtype: of the weights.
+        aliases: see ``load_strict``.
+        ignore: see ``load_strict``.
+    """
+    if files:
+        load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore)
+        return
+    model.to(dtype).to_empty(device=device)
+    init_weights()
+    report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
 
 
 def load_strict(
     module: nn.Module,
-    files: list[Path],
+    files: Sequence[Path],
     report: LoadReport,
     *,
     device: torch.device | str,
@@ -97,17 +266,17 @@ def load_strict(
         ``report``.
 
     Raises:
-        CheckpointError: a file is corrupt, or a name is missing, unexpected or of another shape. The module
-            must not be used after that.
+        CheckpointError: a file is corrupt, a name is missing, unexpected or of another shape, or a weight is not
+            finite or quantised. The module must not be used after that.
+        FileDamagedError: a file differs from what embodrl wrote.
     """
     aliases, ignore = aliases or {}, ignore or {}
     on_meta = torch.device(device).type == "meta"
-    expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    floating = {name: value.is_floating_point() for name, value in module.state_dict().items()}
+    expected = module.state_dict()
     state: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt", device="cpu" if on_meta else str(device)) as reader:
+    with contextlib.nullcontext() if on_meta else _hashed_meanwhile(files):
+        for path in files:
+            with readable(path), safe_open(path, framework="pt", device="cpu" if on_meta else str(device)) as reader:
                 for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     name = aliases.get(stored) or stored
                     if stored in ignore:
@@ -120,10 +289,9 @@ def load_strict(
                         report.aliased[stored] = name
                     if on_meta:
                         state[name] = torch.empty(shape, dtype=dtype, device="meta")
-                        continue
-                    state[name] = _read(reader.get_tensor(stored), stored, floating[name], dtype, report)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error
+                    else:
+                        floating = expected[name].is_floating_point()
+                        state[name] = _checked(reader.get_tensor(stored), stored, floating, dtype, path)
     mismatched = {name for name, _, _ in report.mismatched}
     report.missing.extend(name for name in expected if name not in state and name not in mismatched)
     if not report.ok:
@@ -140,11 +308,29 @@ def load_strict(
     return report
 
 
+@contextlib.contextmanager
+def _hashed_meanwhile(files: Sequence[Path]) -> Iterator[None]:
+    """Compare files with the checksums of their directory while the block reads them.
+
+    Hashing releases the interpreter's lock and finds in memory what the block reads from the disk, or the other way
+    round, so that it hardly adds to the time of a load.
+    """
+    with ThreadPoolExecutor(MAX_HASHING_THREADS) as pool:
+        checks = [pool.submit(check_checksums, path.parent, [path.name]) for path in files]
+        try:
+            yield
+        finally:
+            # Also where the block fails: that the file is damaged explains it.
+            damages = [error for check in checks if (error := check.exception()) is not None]
+            if damages:
+                raise damages[0]
+
+
 def _is_loadable(
     stored: str,
     name: str,
     shape: tuple[int, ...],
-    expected: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
     report: LoadReport,
 ) -> bool:
@@ -153,23 +339,44 @@ def _is_loadable(
         report.unexpected.append(stored)
         return False
     if name in state:
-        raise CheckpointError(
-            f"{report.source} has {name} twice, once as {stored}", "fetch or make the checkpoint again"
-        )
-    if shape != expected[name]:
-        report.mismatched.append((name, shape, expected[name]))
+        raise CheckpointError(f"{report.source} has {name} twice, once as {stored}", _AGAIN)
+    if shape != (wanted := tuple(expected[name].shape)):
+        report.mismatched.append((name, shape, wanted))
         return False
     return True
 
 
-def _read(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, report: LoadReport) -> Tensor:
-    if floating and not tensor.is_floating_point():
+def _checked(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, path: Path) -> Tensor:
+    """Return a weight in its final type after checking the stored type and that every value is finite."""
+    if floating != tensor.is_floating_point() or (floating and tensor.element_size() < 2):
         raise CheckpointError(
-            f"{report.source} stores {stored} as {tensor.dtype}; quantised weights can't be trained",
+            f"{path} stores {stored} as {tensor.dtype}; quantised weights can't be trained",
             "use the checkpoint in bfloat16 or float32",
         )
     # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
-    return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+    weight = tensor.to(dtype if floating else tensor.dtype, copy=True)
+    # A sum is by far the cheapest test. It may overflow where all values are finite, hence the second look.
+    if floating and not bool(weight.sum().isfinite()):
+        bad = int(weight.numel() - weight.isfinite().sum())
+        if bad:
+            raise PolicyFileError(
+                f"{path}: {bad:,} of {weight.numel():,} values of '{stored}' are NaN or infinite as {dtype}",
+                "the training that wrote it had diverged or the file is damaged: use an earlier checkpoint",
+                code="weights-not-finite",
+            )
+    return weight
+
+
+@contextlib.contextmanager
+def policy_directory(target: Path) -> Iterator[Path]:
+    """Yield a new directory that becomes ``target`` when the block ends, with checksums of what the block wrote there.
+
+    Raises:
+        OutputError: see ``atomic_directory``.
+    """
+    with atomic_directory(target) as staging:
+        yield staging
+        write_checksums(staging)
 
 
 def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -195,23 +402,9 @@ def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: 
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file.
-
-    Raises:
-        CheckpointError: missing, unreadable, not JSON, or not a mapping.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} does not exist", "give the directory of a checkpoint in the public layout"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch the checkpoint again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no mapping", "fetch the checkpoint again")
-    return content
+def read_json(path: Path) -> dict[str, object]:
+    """Return the object in a JSON file; raises ``PolicyFileError`` for a missing or invalid one."""
+    return dict(read_file(path).content)
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -219,32 +412,13 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def source(config: ModelConfig) -> Path | None:
-    """Return the directory that a policy's weights come from; None for random ones.
-
-    For families without a warm start in the package.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
-    if config.model_path is not None:
-        return resolve(config.model_path)
-    if config.warm_start is None:
-        return None
-    directory = Path(config.warm_start).expanduser()
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"model.warm_start: {directory} holds no policy",
-            "give a directory that `embodrl sft` wrote, or null; no weights of this family ship with embodrl",
-        )
-    return directory
-
-
-def check_size(found: Any, wanted: Any, parts: Sequence[str], directory: Path, section: str) -> None:
+def check_size(
+    found: DataclassInstance, wanted: DataclassInstance, parts: Sequence[str], directory: Path, section: str
+) -> None:
     """Refuse a warm start of another size than the configuration asks for.
 
     Args:
-        found: the configuration in the directory, a dataclass.
+        found: the configuration in the directory.
         wanted: that of the section.
         parts: fields to compare; of a field that is a dataclass, its fields.
         directory: named in the error.
@@ -253,7 +427,7 @@ def check_size(found: Any, wanted: Any, parts: Sequence[str], directory: Path, s
     Raises:
         CheckpointError: with every difference.
     """
-    have, want = _flat(asdict(found), parts), _flat(asdict(wanted), parts)
+    have, want = _flat(found, parts), _flat(wanted, parts)
     differences = [f"{name} {have[name]} instead of {want[name]}" for name in want if have[name] != want[name]]
     if differences:
         raise CheckpointError(
@@ -262,35 +436,9 @@ def check_size(found: Any, wanted: Any, parts: Sequence[str], directory: Path, s
         )
 
 
-def _flat(values: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for part in parts:
-        inner = values[part]
-        flat |= {f"{part}.{name}": value for name, value in inner.items()} if isinstance(inner, dict) else {part: inner}
+def _flat(values: DataclassInstance, parts: Sequence[str]) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for part, inner in dataclasses.asdict(values).items():
+        if part in parts:
+            flat |= {f"{part}.{n}": v for n, v in inner.items()} if isinstance(inner, dict) else {part: inner}
     return flat
-
-
-def resolve(model_path: str) -> Path:
-    """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
-
-    Only safetensors, JSON and tokenizer files are fetched, and two of OpenVLA-OFT's; never code.
-
-    Raises:
-        CheckpointError: no such directory, and the hub can't be reached or has no such model.
-    """
-    local = Path(model_path).expanduser()
-    if local.is_dir():
-        return local
-    looks_like_path = model_path.startswith(("/", ".", "~")) or model_path.count("/") != 1
-    if looks_like_path:
-        raise CheckpointError(f"directory {model_path} does not exist", "check model.model_path")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model_path, allow_patterns=HUB_PATTERNS))
-    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"'{model_path}' is no local directory and could not be fetched from the hub: {type(error).__name__}",
-            "check the name and the network, or give a local directory as model.model_path",
-        ) from error

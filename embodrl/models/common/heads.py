@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from embodrl.config.schema import ModelConfig
-from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import NoiseHead
@@ -112,7 +110,10 @@ def _fill(
     head.init_weights(generator)  # drawn even if overwritten, so that later draws do not depend on the checkpoint
     path = None if directory is None else directory / f"{role}.safetensors"
     if path is not None and path.is_file():
-        found, wanted = _shapes(path), {name: tuple(value.shape) for name, value in head.state_dict().items()}
+        found, wanted = (
+            checkpoint.stored_shapes([path]),
+            {name: tuple(value.shape) for name, value in head.state_dict().items()},
+        )
         # A whole head of another shape was made with other settings; names that are no whole head are damage.
         if found == wanted or not _is_whole(found):
             checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)
@@ -144,11 +145,3 @@ def _numbered(shapes: dict[str, tuple[int, ...]], stem: str) -> list[str]:
     while f"{stem}.{len(names)}.weight" in shapes:
         names.append(f"{stem}.{len(names)}")
     return names
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(path, framework="pt") as reader:
-            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the checkpoint again") from error

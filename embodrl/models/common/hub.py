@@ -1,4 +1,4 @@
-"""Single files from the Hugging Face hub, for checkpoints that leave out what everyone has."""
+"""Files from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ from pathlib import Path
 from embodrl.errors import CheckpointError
 
 
-def fetch_tokenizer(repository: str, files: Sequence[str], directory: Path, hint: str) -> Path:
-    """Return a directory with a tokenizer's files, fetched unless they are in the hub's cache.
+def download(repository: str, patterns: Sequence[str], problem: str, hint: str) -> Path:
+    """Return the directory of a repository's files, fetched unless they are in the hub's cache.
 
     Args:
         repository: ``OWNER/NAME``.
-        files: nothing else is fetched; those that the repository lacks are skipped.
-        directory: the checkpoint that has no tokenizer; named in errors.
-        hint: what to do if it can't be fetched.
+        patterns: of the files; nothing else is fetched.
+        problem: message if it can't be fetched, to which the cause is added.
+        hint: what the user can do then.
 
     Raises:
-        CheckpointError: no network, no such repository, no permission to read it, or none of the files in it.
+        CheckpointError: no network, no such repository, or no permission to read it.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    missing = f"{directory} has no tokenizer, and {repository} could not be fetched from the hub"
     try:
-        place = Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(files)))
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(f"{missing}: {type(error).__name__}", hint) from error
+        raise CheckpointError(f"{problem}: {type(error).__name__}", hint) from error
+
+
+def fetch_tokenizer(repository: str, files: Sequence[str], directory: Path, hint: str) -> Path:
+    """Return a directory with the tokenizer's ``files`` of a repository, for the checkpoint in ``directory``.
+
+    Raises:
+        CheckpointError: see ``download``; or the repository has none of the files.
+    """
+    missing = f"{directory} has no tokenizer, and {repository} could not be fetched from the hub"
+    place = download(repository, files, missing, hint)
     if not any((place / name).is_file() for name in files):
         raise CheckpointError(f"{missing}: it has no {' and no '.join(files)}", hint)
     return place

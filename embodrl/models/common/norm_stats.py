@@ -6,15 +6,55 @@ and states alike.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import CheckpointError
+from embodrl.fields import Fields
 from embodrl.names import nearest
+
+MAX_STATISTIC = 1e6
+"""Environment units are metres, radians, at most encoder ticks; beyond this a file is damaged."""
+
+StatsSets = Mapping[str, Fields]
+"""Statistics by data set or robot, as a checkpoint's files have them."""
+
+
+def stats_sets(fields: Fields) -> dict[str, Fields]:
+    """Return the sets of statistics in an object that has nothing else."""
+    return {name: fields.fields(name) for name in fields}
+
+
+def stats_content(sets: StatsSets) -> dict[str, object]:
+    """Return the object that ``stats_sets`` reads."""
+    return {name: stats.content for name, stats in sets.items()}
+
+
+def read_values(fields: Fields, name: str, low: float = -MAX_STATISTIC) -> NDArray[np.float64]:
+    """Return one number per dimension, ``float64[A]``, each finite and from ``low`` to ``MAX_STATISTIC``."""
+    return np.asarray(fields.numbers(name, low=low, high=MAX_STATISTIC), dtype=np.float64)
+
+
+def read_range(fields: Fields, low: str, high: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the ends of each dimension's range, ``float64[A]`` each; none may be reversed."""
+    lower, upper = read_values(fields, low), read_values(fields, high)
+    if len(lower) != len(upper):
+        fields.refuse(f"'{low}' has {len(lower)} entries, '{high}' {len(upper)}")
+    if reversed_ := np.flatnonzero(lower > upper).tolist():
+        fields.refuse(f"'{low}[{reversed_[0]}]' is above '{high}[{reversed_[0]}]'")
+    return lower, upper
+
+
+def read_mask(fields: Fields, length: int) -> NDArray[np.bool_]:
+    """Return ``mask``, ``bool[A]``: which dimensions are normalised; by default all."""
+    values = fields.items("mask", length) if "mask" in fields else [True] * length
+    for index, value in enumerate(values):
+        if value not in (0, 1):
+            fields.refuse(f"'mask[{index}]' is not true or false")
+    return np.asarray(values, dtype=np.bool_)
 
 
 @dataclass(frozen=True)
@@ -49,7 +89,7 @@ class ActionStats:
         return np.clip(np.where(self.mask, np.where(span == 0.0, 0.0, scaled), values), -1.0, 1.0)
 
 
-def identity_stats(action_dim: int) -> dict[str, Any]:
+def identity_stats(action_dim: int) -> dict[str, dict[str, object]]:
     """Return statistics (config.json layout) that leave actions of [-1, 1] as they are."""
     return {"action": {"q01": [-1.0] * action_dim, "q99": [1.0] * action_dim, "mask": [True] * action_dim}}
 
@@ -128,26 +168,19 @@ def choose_key(keys: Collection[str], key: str | None, source: str) -> str:
     return key
 
 
-def choose_stats(norm_stats: dict[str, Any], key: str | None, action_dim: int, source: str) -> ActionStats:
-    """Return the statistics of that key.
-
-    Args:
-        norm_stats: by data set, as in config.json or dataset_statistics.json.
-        key: which; ``key + "_no_noops"`` is tried second; None takes the only one.
-        action_dim: A, to check against.
-        source: named in errors.
+def choose_stats(sets: StatsSets, key: str | None, action_dim: int, source: str) -> ActionStats:
+    """Return the action statistics of that key; ``key + "_no_noops"`` is tried second, None takes the only one.
 
     Raises:
-        CheckpointError: no such key, several keys and none chosen, or another number of dimensions.
+        CheckpointError: no such key, several keys and none chosen, another number of dimensions than ``action_dim``,
+            or an invalid value.
     """
-    key = choose_key(norm_stats, key, source)
-    entry = norm_stats[key]["action"]
-    q01 = np.asarray(entry["q01"], dtype=np.float64)
-    q99 = np.asarray(entry["q99"], dtype=np.float64)
-    mask = np.asarray(entry.get("mask", [True] * len(q01)), dtype=np.bool_)
-    if not len(q01) == len(q99) == len(mask) == action_dim:
+    key = choose_key(sets, key, source)
+    action = sets[key].fields("action")
+    q01, q99 = read_range(action, "q01", "q99")
+    if len(q01) != action_dim:
         raise CheckpointError(
             f"{source}: action statistics '{key}' have {len(q01)} dimensions, not {action_dim}",
             f"set model.action_dim={len(q01)} or choose other statistics",
         )
-    return ActionStats(key, q01, q99, mask)
+    return ActionStats(key, q01, q99, read_mask(action, action_dim))

@@ -15,14 +15,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models.common.checkpoint import read_json
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 
 LOGITS_TOLERANCE = 1e-5
 CHAIN_TOLERANCE = 5e-5
 ACTION_TOLERANCE = 1e-6
 INPUTS_FILE = "io.safetensors"
-CONFIG_FILE = "config.json"
-SECTION = "embodrl"
 
 Setting = TypeVar("Setting", int, str, bool)
 
@@ -73,26 +71,29 @@ def read_settings(directory: Path, defaults: Mapping[str, Setting], others: Coll
     Args:
         directory: the fixture; config.json may be missing.
         defaults: the settings that there are, with their defaults.
-        others: keys of that section that someone else reads.
+        others: keys of that section that are read elsewhere.
 
     Raises:
         CheckpointError: an unknown setting, or a value that is none: another type than the default's, or a number
             below 1.
     """
     path = directory / CONFIG_FILE
-    section = read_json(path).get(SECTION, {}) if path.is_file() else {}
-    hint = f"known settings: {', '.join(defaults)}"
-    if not isinstance(section, dict):
-        raise CheckpointError(f"{path}: '{SECTION}' holds no mapping", hint)
+    if not path.is_file():
+        return dict(defaults)
+    section = read_file(path).fields(OWN_SECTION, {})
     found = dict(defaults)
-    for name, value in section.items():
+    for name, value in section.content.items():
         if name in others:
             continue
         if name not in defaults:
-            raise CheckpointError(f"{path}: unknown setting '{SECTION}.{name}'", hint)
+            section.refuse(f"unknown setting '{name}'; known: {', '.join(defaults)}")
         wanted = type(defaults[name])
-        if type(value) is not wanted or (wanted is int and int(value) < 1):
-            raise CheckpointError(f"{path}: {SECTION}.{name} is {value!r}, not a valid {wanted.__name__}", hint)
+        if (
+            not isinstance(value, wanted)
+            or isinstance(value, bool) != (wanted is bool)
+            or (isinstance(value, int) and wanted is int and value < 1)
+        ):
+            section.refuse(f"'{name}' is {value!r}, not a valid {wanted.__name__}")
         found[name] = value
     return found
 
@@ -111,6 +112,6 @@ def head_dimension(width: int, num_heads: int, setting: str) -> int:
     if width % num_heads:
         raise CheckpointError(
             f"{num_heads} attention heads do not divide the width {width}",
-            f"set {SECTION}.{setting} in the fixture's {CONFIG_FILE}",
+            f"set {OWN_SECTION}.{setting} in the fixture's {CONFIG_FILE}",
         )
     return width // num_heads

@@ -6,9 +6,31 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, PolicyFileError
 
 TINY_TOKENIZER = Path(__file__).parent / "tiny_tokenizer.json"
+
+
+MAX_BYTES = 256 * 2**20
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a tokenizer.json, without its padding and truncation.
+
+    Raises:
+        PolicyFileError: no such file, or not a tokenizer.
+    """
+    if not path.is_file():
+        raise PolicyFileError(f"{path} does not exist", "a checkpoint needs the tokenizer.json of its language model")
+    if path.stat().st_size > MAX_BYTES:
+        raise PolicyFileError(f"{path} is larger than {MAX_BYTES:,} bytes", "fetch the file again")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception for invalid content
+        raise PolicyFileError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 class PromptTokenizer:
@@ -24,16 +46,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, path: Path, bos_id: int, prompt_end_id: int) -> None:
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} does not exist", "a checkpoint needs the tokenizer.json of its language model"
-            )
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise CheckpointError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = read_tokenizer(path)
         self.bos_id = bos_id
         self.prompt_end_id = prompt_end_id
         for role, token_id in (("BOS", bos_id), ("the end of a prompt", prompt_end_id)):

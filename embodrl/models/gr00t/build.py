@@ -27,7 +27,6 @@ from embodrl.models.gr00t.processing import (
 )
 from embodrl.models.gr00t.spec import Gr00tModelConfig
 
-RANDOM_SOURCE = "random weights"
 EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
 EAGLE_FILES = (
     "tokenizer.json",
@@ -61,20 +60,26 @@ def build_gr00t(
         CheckpointError: no such checkpoint, or it does not fit.
     """
     device = torch.device(device)
-    directory = checkpoint.source(config)
-    source = RANDOM_SOURCE if directory is None else str(directory)
+    directory, report = checkpoint.locate(config)
     tokenizer = tiny_chat_tokenizer()
     metadata = identity_metadata(NEW_EMBODIMENT, config.action_dim)
     model_config = Gr00tConfig.from_architecture(config.gr00t, tokenizer.vocab_size, metadata)
+    files, aliases = [], {}
     if directory is not None:
         found = Gr00tConfig.from_directory(directory)
         if config.model_path is None:
             checkpoint.check_size(found, model_config, ("siglip", "qwen", "head"), directory, "model.gr00t")
-        model_config, tokenizer = found, _tokenizer(directory, found)
-    robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, source)
+        tokenizer = _tokenizer(directory, found)
+        files = checkpoint.weight_files(directory)
+        model_config, aliases = _fitted(found, files, directory)
+    robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, report.source)
     generator = new_generator(device, seed)
-    report = LoadReport(source)
-    model = _build_model(model_config, directory, report, device, dtype, generator)
+    with torch.device("meta"):
+        model = Gr00tModel(model_config)
+    checkpoint.fill(
+        model, files, report, lambda: model.init_weights(generator), device=device, dtype=dtype, aliases=aliases
+    )
+    model.reset_buffers(device)
     processor = Gr00tProcessor(
         tokenizer,
         model_config.siglip.image_size,
@@ -109,41 +114,20 @@ def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
     return tokenizer
 
 
-def _build_model(
-    config: Gr00tConfig,
-    directory: Path | None,
-    report: LoadReport,
-    device: torch.device,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> Gr00tModel:
-    files, aliases = [], {}
-    if directory is not None:
-        files = checkpoint.weight_files(directory)
-        config, aliases = fitted(config, checkpoint.stored_names(files))
-    # Without memory first, so that a 3B model is never held twice.
-    with torch.device("meta"):
-        model = Gr00tModel(config)
-    if directory is None:
-        model.to(dtype).to_empty(device=device)
-        model.init_weights(generator)
-        report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
-    else:
-        checkpoint.load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases)
-    model.reset_buffers(device)
-    return model
-
-
-def fitted(config: Gr00tConfig, names: set[str]) -> tuple[Gr00tConfig, dict[str, str]]:
+def _fitted(config: Gr00tConfig, files: list[Path], directory: Path) -> tuple[Gr00tConfig, dict[str, str]]:
     """Return the configuration with the optional parts that a checkpoint has, and what to rename in it.
 
     Qwen's output layer is its embedding where the two are tied, and writers then store one of them; GR00T needs the
     embedding.
-
-    Args:
-        config: of the checkpoint.
-        names: of its tensors.
     """
+    names = checkpoint.stored_shapes(files)
+    layers = {
+        f"{EAGLE}.vision_model.vision_model.encoder.layers.": config.siglip.depth,
+        f"{EAGLE}.language_model.model.layers.": config.qwen.num_hidden_layers,
+        "action_head.model.transformer_blocks.": config.head.dit.num_layers,
+        "action_head.vl_self_attention.transformer_blocks.": config.head.vl.num_layers,
+    }
+    checkpoint.check_layers(names, layers, directory)
     tied = LM_HEAD in names and EMBEDDING not in names
     pooling = any(name.startswith(POOLING_HEAD) for name in names)
     aliases = {LM_HEAD: EMBEDDING} if tied else {}

@@ -8,14 +8,25 @@ has the 2,724,163,520 parameters that users of the checkpoint report.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from embodrl.errors import CheckpointError
-from embodrl.models.common.checkpoint import read_json
+from embodrl.fields import Fields
+from embodrl.models.common.config_file import (
+    CONFIG_FILE,
+    OWN_SECTION,
+    check_family,
+    check_multiple,
+    fields_of,
+    read_file,
+    read_sizes,
+    read_vit,
+    size,
+)
 from embodrl.models.common.dit import TransformerSpec
-from embodrl.models.common.family import check_family
+from embodrl.models.common.norm_stats import stats_sets
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
 from embodrl.models.gr00t.spec import Gr00tArchitectureConfig
 
@@ -103,21 +114,22 @@ class Gr00tConfig:
     embodiment_ids: dict[str, int] = field(default_factory=lambda: dict(EMBODIMENT_IDS))
     lm_head: bool = False
     pooling_head: bool = False
-    metadata: dict[str, Any] = field(default_factory=dict)
-    raw: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Fields] = field(default_factory=dict[str, Fields])
+    raw: Mapping[str, object] = field(default_factory=dict[str, object])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
-        head, raw_head = self.head, self.raw.get("action_head_cfg", {})
+        head, raw = self.head, fields_of(self.raw, CONFIG_FILE)
+        raw_head = raw.fields("action_head_cfg", {})
         action_head = {
-            **raw_head,
+            **raw_head.content,
             "action_dim": head.action_dim,
             "action_horizon": head.action_horizon,
             "add_pos_embed": True,
             "backbone_embedding_dim": head.backbone_dim,
             "diffusion_model_cfg": {
                 **{"dropout": 0.2, "final_dropout": True, "positional_embeddings": None},
-                **raw_head.get("diffusion_model_cfg", {}),
+                **raw_head.fields("diffusion_model_cfg", {}).content,
                 **_transformer_dict(head.dit),
                 "cross_attention_dim": head.backbone_dim,
                 "interleave_self_attention": True,
@@ -133,13 +145,13 @@ class Gr00tConfig:
             "noise_beta_alpha": head.noise_beta_alpha,
             "noise_beta_beta": head.noise_beta_beta,
             "noise_s": head.noise_s,
-            "num_inference_timesteps": raw_head.get("num_inference_timesteps", 4),
+            "num_inference_timesteps": raw_head.content.get("num_inference_timesteps", 4),
             "num_target_vision_tokens": head.num_future_tokens,
             "num_timestep_buckets": head.num_timestep_buckets,
             "use_vlln": True,
             "vl_self_attention_cfg": {
                 **{"dropout": 0.2, "final_dropout": True, "positional_embeddings": None},
-                **raw_head.get("vl_self_attention_cfg", {}),
+                **raw_head.fields("vl_self_attention_cfg", {}).content,
                 **_transformer_dict(head.vl),
             },
         }
@@ -155,10 +167,10 @@ class Gr00tConfig:
                 "eagle_path": EAGLE_PATH,
                 "project_to_dim": None,
                 "reproject_vision": False,
-                **self.raw.get("backbone_cfg", {}),
+                **raw.fields("backbone_cfg", {}).content,
                 "select_layer": self.qwen.num_hidden_layers,
             },
-            "embodrl": {
+            OWN_SECTION: {
                 "siglip": asdict(self.siglip),
                 "qwen": asdict(self.qwen),
                 "system_prompt": self.system_prompt,
@@ -167,35 +179,41 @@ class Gr00tConfig:
         }
 
     @staticmethod
-    def from_dict(raw: dict[str, Any], metadata: dict[str, Any], source: str = "config.json") -> Gr00tConfig:
+    def from_dict(raw: Mapping[str, object], metadata: Mapping[str, Fields], source: str = CONFIG_FILE) -> Gr00tConfig:
         """Read config.json.
 
         Args:
             raw: the parsed file.
-            metadata: experiment_cfg/metadata.json.
+            metadata: experiment_cfg/metadata.json, by robot.
             source: named in errors.
 
         Raises:
-            CheckpointError: another model, another version of GR00T, or a variant that is not supported.
+            CheckpointError: another model, another version of GR00T, a variant that is not supported, or an invalid
+                value.
         """
-        _reject_other_models(raw, source)
-        extra = raw.get("embodrl", {})
-        head = _head_spec(raw, source)
-        qwen = qwen3_1_7b(int(_required(raw["backbone_cfg"], "select_layer", source)))
+        fields = fields_of(raw, source)
+        _reject_other_models(fields)
+        head = _head_spec(fields.fields("action_head_cfg"))
+        own = fields.fields(OWN_SECTION, {})
+        qwen = qwen3_1_7b(size(fields.fields("backbone_cfg"), "num_layers", key="select_layer"))
         siglip = SO400M_224
-        if "qwen" in extra:
-            qwen, siglip = QwenSpec(**extra["qwen"]), SiglipSpec(**extra["siglip"])
+        is_public = "qwen" not in own
+        if not is_public:
+            qwen = read_sizes(qwen, own.fields("qwen"), complete=True)
+            check_multiple(own.fields("qwen"), "num_attention_heads", "num_key_value_heads")
+            siglip = read_vit(siglip, own.fields("siglip"))
         if head.backbone_dim != qwen.hidden_size:
             _refuse(source, "backbone_embedding_dim", head.backbone_dim, f"it is {qwen.hidden_size} in GR00T N1.5")
+        ids = own.fields("embodiment_ids", EMBODIMENT_IDS)
         return Gr00tConfig(
             siglip,
             qwen,
             head,
-            extra.get("system_prompt", SYSTEM_PROMPT),
-            dict(extra.get("embodiment_ids", EMBODIMENT_IDS)),
-            lm_head="qwen" not in extra,
-            pooling_head="qwen" not in extra,
-            metadata=metadata,
+            own.text("system_prompt", SYSTEM_PROMPT),
+            {name: ids.integer(name, high=head.num_embodiments * 64) for name in ids},
+            lm_head=is_public,
+            pooling_head=is_public,
+            metadata=dict(metadata),
             raw=raw,
         )
 
@@ -204,15 +222,17 @@ class Gr00tConfig:
         """Read config.json and experiment_cfg/metadata.json.
 
         Raises:
-            CheckpointError: a file is missing, not JSON, or of another model.
+            CheckpointError: a file is missing, invalid, or of another model.
         """
-        path = directory / "config.json"
-        raw = read_json(path)
-        _reject_other_models(raw, str(path))
-        return Gr00tConfig.from_dict(raw, read_json(directory / METADATA_FILE), str(path))
+        fields = read_file(directory / CONFIG_FILE)
+        _reject_other_models(fields)
+        metadata = stats_sets(read_file(directory / METADATA_FILE))
+        return Gr00tConfig.from_dict(fields.content, metadata, fields.source)
 
     @staticmethod
-    def from_architecture(arch: Gr00tArchitectureConfig, vocab_size: int, metadata: dict[str, Any]) -> Gr00tConfig:
+    def from_architecture(
+        arch: Gr00tArchitectureConfig, vocab_size: int, metadata: Mapping[str, object]
+    ) -> Gr00tConfig:
         """Return the configuration of a model built without a checkpoint; its chat has no system message."""
         siglip = arch.siglip
         return Gr00tConfig(
@@ -242,7 +262,7 @@ class Gr00tConfig:
             ),
             system_prompt="",
             embodiment_ids={NEW_EMBODIMENT: arch.num_embodiments - 1},
-            metadata=metadata,
+            metadata=stats_sets(fields_of(metadata, "built-in statistics")),
         )
 
 
@@ -254,69 +274,58 @@ def _transformer_dict(spec: TransformerSpec) -> dict[str, int]:
     }
 
 
-def _transformer_spec(raw: dict[str, Any], source: str) -> TransformerSpec:
-    if raw.get("positional_embeddings") is not None:
-        _refuse(source, "positional_embeddings", raw["positional_embeddings"], "GR00T N1.5 has null")
-    return TransformerSpec(*(_required(raw, name, source) for name in _transformer_dict(TransformerSpec(0, 0, 0))))
+def _transformer_spec(fields: Fields) -> TransformerSpec:
+    if fields.content.get("positional_embeddings") is not None:
+        _refuse(fields.source, "positional_embeddings", fields.content["positional_embeddings"], "GR00T N1.5 has null")
+    return TransformerSpec(*(size(fields, name) for name in _transformer_dict(TransformerSpec(0, 0, 0))))
 
 
-def _head_spec(raw: dict[str, Any], source: str) -> ActionHeadSpec:
-    head = _required(raw, "action_head_cfg", source)
-    model = _required(head, "diffusion_model_cfg", source)
+def _head_spec(head: Fields) -> ActionHeadSpec:
+    model = head.fields("diffusion_model_cfg")
     for holder, name, wanted in (
         (model, "interleave_self_attention", True),
         (model, "norm_type", "ada_norm"),
         (head, "add_pos_embed", True),
         (head, "use_vlln", True),
     ):
-        if holder.get(name, wanted) != wanted:
-            _refuse(source, name, holder[name], f"GR00T N1.5 has {wanted}")
-    dit = _transformer_spec(model, source)
-    hidden_size = head.get("hidden_size", 1024)
-    for name, found, wanted in (
-        ("input_embedding_dim", head.get("input_embedding_dim", dit.width), dit.width),
-        ("output_dim", model.get("output_dim", hidden_size), hidden_size),
-    ):
-        if found != wanted:
-            _refuse(source, name, found, f"the other dimensions ask for {wanted}")
-    defaults = {
-        name: head[key]
-        for name, key in (
-            ("num_embodiments", "max_num_embodiments"),
-            ("num_future_tokens", "num_target_vision_tokens"),
-            *((same, same) for same in ("max_seq_len", "num_timestep_buckets")),
-            *((same, same) for same in ("noise_beta_alpha", "noise_beta_beta", "noise_s")),
-        )
-        if head.get(key) is not None
-    }
-    return ActionHeadSpec(
+        if holder.content.get(name, wanted) != wanted:
+            _refuse(holder.source, name, holder.content[name], f"GR00T N1.5 has {wanted}")
+    dit = _transformer_spec(model)
+    hidden_size = size(head, "hidden_size", 1024)
+    for holder, name, wanted in ((head, "input_embedding_dim", dit.width), (model, "output_dim", hidden_size)):
+        if (found := size(holder, name, wanted)) != wanted:
+            _refuse(holder.source, name, found, f"the other dimensions ask for {wanted}")
+    spec = ActionHeadSpec(
         dit,
-        _transformer_spec(_required(head, "vl_self_attention_cfg", source), source),
-        _required(head, "backbone_embedding_dim", source),
+        _transformer_spec(head.fields("vl_self_attention_cfg")),
+        size(head, "backbone_embedding_dim"),
         hidden_size,
-        _required(head, "action_dim", source),
-        _required(head, "max_state_dim", source),
-        _required(head, "action_horizon", source),
-        **defaults,
+        size(head, "action_dim"),
+        size(head, "max_state_dim"),
+        size(head, "action_horizon"),
+    )
+    return replace(
+        spec,
+        num_embodiments=size(head, "num_embodiments", spec.num_embodiments, key="max_num_embodiments"),
+        num_future_tokens=size(head, "num_future_tokens", spec.num_future_tokens, key="num_target_vision_tokens"),
+        max_seq_len=size(head, "max_seq_len", spec.max_seq_len),
+        num_timestep_buckets=size(head, "num_timestep_buckets", spec.num_timestep_buckets),
+        noise_beta_alpha=head.number("noise_beta_alpha", spec.noise_beta_alpha, low=1e-3, high=1e3),
+        noise_beta_beta=head.number("noise_beta_beta", spec.noise_beta_beta, low=1e-3, high=1e3),
+        noise_s=head.number("noise_s", spec.noise_s, low=1e-3, high=1e3),
     )
 
 
-def _reject_other_models(raw: dict[str, Any], source: str) -> None:
-    check_family(raw, ("gr00t",), source)
-    found = raw.get("model_type", raw.get("type"))
+def _reject_other_models(fields: Fields) -> None:
+    check_family(fields, ("gr00t",))
+    found = fields.content.get("model_type", fields.content.get("type"))
     if found != MODEL_TYPE:
         hint = "use a checkpoint of GR00T N1.5 in NVIDIA's layout, or choose the matching model.model_type"
-        raise CheckpointError(f"{source}: model_type is '{found}', not '{MODEL_TYPE}'", hint)
-    backbone = _required(raw, "backbone_cfg", source)
+        raise CheckpointError(f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", hint)
+    backbone = fields.fields("backbone_cfg")
     for name in ("project_to_dim", "reproject_vision"):
-        if backbone.get(name):
-            _refuse(source, name, backbone[name], "GR00T N1.5 goes without")
-
-
-def _required(raw: dict[str, Any], name: str, source: str) -> Any:
-    if raw.get(name) is None:
-        raise CheckpointError(f"{source} has no {name}", "fetch the checkpoint again")
-    return raw[name]
+        if backbone.content.get(name):
+            _refuse(backbone.source, name, backbone.content[name], "GR00T N1.5 goes without")
 
 
 def _refuse(source: str, name: str, found: object, reason: str) -> None:

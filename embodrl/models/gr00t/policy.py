@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.dit import KeyValue
 from embodrl.models.common.flow import NoiseHead, Velocity, reversed_velocity
 from embodrl.models.common.flow_policy import FlowPolicy
@@ -21,11 +22,11 @@ from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.norm_stats import stats_content
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.gr00t.config import METADATA_FILE
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.processing import Gr00tProcessor, RobotStats
-from embodrl.storage.atomic import atomic_directory
 from embodrl.types import Observation
 
 SIGLIP_MEAN_AND_STD = 0.5
@@ -156,12 +157,12 @@ class Gr00tPolicy(FlowPolicy):
         directory appears, or is replaced, in one step.
         """
         config = self.model.config
-        with atomic_directory(directory) as staging:
+        with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(merged_state_dict(self.model), staging)
             save_heads(staging, self.value_head, self.noise_head)
-            checkpoint.write_json(staging / "config.json", config.to_dict())
+            checkpoint.write_json(staging / CONFIG_FILE, config.to_dict())
             (staging / METADATA_FILE).parent.mkdir()
-            checkpoint.write_json(staging / METADATA_FILE, config.metadata)
+            checkpoint.write_json(staging / METADATA_FILE, stats_content(config.metadata))
             self.processor.tokenizer.save(staging)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +16,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
+from embodrl.fields import Fields
+from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.images import center_crop_area, resize_bicubic
-from embodrl.models.common.tokenizer import TINY_TOKENIZER
+from embodrl.models.common.norm_stats import StatsSets, read_range
+from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer
 from embodrl.names import nearest
 from embodrl.types import Observation
 
@@ -57,8 +59,6 @@ class ChatTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
         image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
         missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
         if image_token_id is None or missing:
@@ -84,7 +84,7 @@ class ChatTokenizer:
 
 def tiny_chat_tokenizer() -> ChatTokenizer:
     """Return the shipped tokenizer with the chat's special tokens behind its own."""
-    tokenizer = Tokenizer.from_file(str(TINY_TOKENIZER))
+    tokenizer = read_tokenizer(TINY_TOKENIZER)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return ChatTokenizer(tokenizer, "embodrl")
 
@@ -101,15 +101,17 @@ def load_chat_tokenizer(directory: Path) -> ChatTokenizer:
     Raises:
         CheckpointError: the files are corrupt or of another model.
     """
-    try:
-        if (directory / "tokenizer.json").is_file():
-            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        else:
-            from transformers import Qwen2Tokenizer
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        return ChatTokenizer(read_tokenizer(path), str(directory))
+    from transformers import Qwen2Tokenizer
 
-            tokenizer = Qwen2Tokenizer.from_pretrained(str(directory), local_files_only=True).backend_tokenizer
-    except Exception as error:  # tokenizers raises plain Exception
-        raise CheckpointError(f"{directory} has no readable tokenizer: {error}", "fetch the files again") from error
+    try:
+        tokenizer = Qwen2Tokenizer.from_pretrained(str(directory), local_files_only=True).backend_tokenizer
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+    except Exception as error:  # tokenizers raises plain Exception for invalid content
+        raise PolicyFileError(f"{directory} has no readable tokenizer: {error}", "fetch the files again") from error
     return ChatTokenizer(tokenizer, str(directory))
 
 
@@ -145,17 +147,17 @@ class RobotStats:
     state: MinMaxStats | None
 
 
-def identity_metadata(name: str, action_dim: int) -> dict[str, Any]:
+def identity_metadata(name: str, action_dim: int) -> dict[str, object]:
     """Return metadata.json of one robot whose actions lie in [-1, 1] and whose state is used as it is."""
     action = {"action": {"min": [-1.0] * action_dim, "max": [1.0] * action_dim}}
     entry = {"embodiment_tag": name, "modalities": {}, "statistics": {"action": action, "state": {}}}
     return {name: entry}
 
 
-def choose_robot(metadata: dict[str, Any], key: str | None, action_dim: int, source: str) -> RobotStats:
+def choose_robot(metadata: StatsSets, key: str | None, action_dim: int, source: str) -> RobotStats:
     """Return the statistics of a robot.
 
-    Its parts ("arm", "gripper", ...) are joined in the order of the file, which does not say more about their order.
+    Its parts ("arm", "gripper", ...) are joined in the order of the file, the only order that is stated.
 
     Args:
         metadata: by robot, as in metadata.json.
@@ -164,7 +166,7 @@ def choose_robot(metadata: dict[str, Any], key: str | None, action_dim: int, sou
         source: named in errors.
 
     Raises:
-        CheckpointError: no such robot, several and none chosen, incomplete statistics, or other dimensions.
+        CheckpointError: no such robot, several and none chosen, invalid statistics, or other dimensions.
     """
     names, listed = list(metadata), ", ".join(sorted(metadata)) or "none"
     if key is None:
@@ -179,28 +181,30 @@ def choose_robot(metadata: dict[str, Any], key: str | None, action_dim: int, sou
             f"{source} has no statistics of the robot '{key}'; it has: {listed}",
             f"set model.unnorm_key={near}" if near else "set model.unnorm_key to one of these",
         )
-    statistics = metadata[key].get("statistics", {})
-    action = _joined(statistics.get("action", {}), f"{source}: action statistics of '{key}'")
+    statistics = metadata[key].fields("statistics", {})
+    action = _joined(statistics.fields("action", {}))
     if action is None or action.dims != action_dim:
         found = 0 if action is None else action.dims
         raise CheckpointError(
             f"{source}: action statistics of '{key}' have {found} dimensions, not {action_dim}",
             f"set model.action_dim={found}, or choose another robot with model.unnorm_key",
         )
-    return RobotStats(key, action, _joined(statistics.get("state", {}), f"{source}: state statistics of '{key}'"))
+    return RobotStats(key, action, _joined(statistics.fields("state", {})))
 
 
-def _joined(parts: dict[str, Any], source: str) -> MinMaxStats | None:
-    if not parts:
+def _joined(parts: Fields) -> MinMaxStats | None:
+    if not parts.content:
         return None
-    try:
-        low, high = (
-            np.concatenate([np.atleast_1d(np.asarray(part[bound], dtype=np.float64)) for part in parts.values()])
-            for bound in ("min", "max")
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{source} are incomplete: {error}", "fetch the checkpoint again") from error
-    return MinMaxStats(low, high)
+    lows: list[NDArray[np.float64]] = []
+    highs: list[NDArray[np.float64]] = []
+    for name in parts:
+        part = parts.fields(name)
+        # A part of one dimension may state its number alone.
+        listed = {n: v if isinstance(v, list) else [v] for n, v in part.content.items() if n in ("min", "max")}
+        low, high = read_range(fields_of(listed, part.source), "min", "max")
+        lows.append(low)
+        highs.append(high)
+    return MinMaxStats(np.concatenate(lows), np.concatenate(highs))
 
 
 class Gr00tProcessor:

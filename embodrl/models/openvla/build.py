@@ -23,7 +23,6 @@ from embodrl.models.openvla.spec import OpenVlaConfig
 
 BUILTIN_WARM_START = Path(__file__).parents[2] / "assets" / "openvla_tiny"
 TINY_STATS_KEY = "maniskill"
-RANDOM_SOURCE = "random weights"
 
 
 @dataclass
@@ -69,7 +68,7 @@ def build_openvla(
     """
     parts = build_parts(config, BUILTIN_WARM_START, True, torch.device(device), dtype, seed)
     model = parts.model.config
-    if "keep_stop_token" in model.raw.get("embodrl", {}):
+    if "keep_stop_token" in model.own:
         raise CheckpointError(
             f"{parts.directory} holds an OpenVLA-OFT policy, whose attention is bidirectional",
             "set model.model_type=openvla_oft (model=openvla_oft)",
@@ -96,7 +95,7 @@ def build_parts(
     Raises:
         CheckpointError: no such checkpoint, or it does not fit.
     """
-    directory = _source(config, builtin)
+    directory, report = checkpoint.locate(config, builtin)
     tokenizer = tiny_tokenizer()
     tiny = OpenVLAConfig.from_architecture(
         config.architecture,
@@ -104,65 +103,26 @@ def build_parts(
         tokenizer.prompt_end_id,
         {TINY_STATS_KEY: identity_stats(config.action_dim)},
     )
-    model_config = tiny
+    model_config, files = tiny, []
     if directory is not None:
         model_config = OpenVLAConfig.from_directory(directory)
         tokenizer = PromptTokenizer(directory / "tokenizer.json", model_config.bos_id, model_config.prompt_end_id)
         if config.model_path is None:
             checkpoint.check_size(model_config, tiny, ("dino", "siglip", "llama"), directory, "model.architecture")
-    report = LoadReport(RANDOM_SOURCE if directory is None else str(directory))
+        files = checkpoint.weight_files(directory)
+        layers = {
+            "language_model.model.layers.": model_config.llama.num_hidden_layers,
+            "vision_backbone.featurizer.blocks.": model_config.dino.depth,
+            "vision_backbone.fused_featurizer.blocks.": model_config.siglip.depth,
+        }
+        checkpoint.check_layers(checkpoint.stored_shapes(files), layers, directory)
     stats = choose_stats(model_config.norm_stats, config.unnorm_key, config.action_dim, report.source)
     generator = new_generator(device, seed)
-    model = _build_model(model_config, causal, directory, report, device, dtype, generator)
+    with torch.device("meta"):
+        model = OpenVLAModel(model_config, causal)
+    checkpoint.fill(model, files, report, lambda: init_weights(model, generator), device=device, dtype=dtype)
+    model.reset_buffers(device)
     head = build_value_head(
         config, model_config.llama.hidden_size, directory, report, device=device, generator=generator
     )
     return Parts(directory, model, tokenizer, stats, head, report, generator)
-
-
-def _source(config: OpenVlaConfig, builtin: Path | None) -> Path | None:
-    if config.model_path is not None:
-        return checkpoint.resolve(config.model_path)
-    if config.warm_start is None:
-        return None
-    if config.warm_start == "builtin":
-        if builtin is None:
-            raise CheckpointError(
-                f"no weights ship for {config.model_type}",
-                "start from random weights with model.warm_start=null, or give a directory that `embodrl sft` wrote",
-            )
-        if not (builtin / "config.json").is_file():
-            raise CheckpointError(
-                "this installation of embodrl has no built-in warm start",
-                "make one with `make warm-start`, or start from random weights with model.warm_start=null",
-            )
-        return builtin
-    directory = Path(config.warm_start).expanduser()
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(
-            f"model.warm_start: {directory} holds no policy",
-            "give a directory that `embodrl sft` wrote, builtin or null",
-        )
-    return directory
-
-
-def _build_model(
-    config: OpenVLAConfig,
-    causal: bool,
-    directory: Path | None,
-    report: LoadReport,
-    device: torch.device,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> OpenVLAModel:
-    # Without memory first, so that a 7B model is never held twice.
-    with torch.device("meta"):
-        model = OpenVLAModel(config, causal)
-    if directory is None:
-        model.to(dtype).to_empty(device=device)
-        init_weights(model, generator)
-        report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
-    else:
-        checkpoint.load_strict(model, checkpoint.weight_files(directory), report, device=device, dtype=dtype)
-    model.reset_buffers(device)
-    return model

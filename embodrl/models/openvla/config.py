@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from embodrl.errors import CheckpointError
-from embodrl.models.common.checkpoint import read_json
-from embodrl.models.common.family import OPENVLA_FAMILIES, check_family
+from embodrl.fields import Fields
+from embodrl.models.common.config_file import (
+    CONFIG_FILE,
+    OPENVLA_FAMILIES,
+    OWN_SECTION,
+    check_family,
+    check_multiple,
+    fields_of,
+    read_file,
+    read_sizes,
+    read_vit,
+)
+from embodrl.models.common.norm_stats import stats_content, stats_sets
 from embodrl.models.common.vit import VitSpec
-from embodrl.models.openvla.spec import ArchitectureConfig, VitConfig
+from embodrl.models.openvla.spec import ArchitectureConfig
 
 PAD_TO_MULTIPLE_OF = 64
 LLAMA_PROMPT_END = 29871
@@ -23,18 +34,6 @@ KNOWN_VISION: dict[str, tuple[VitSpec, VitSpec]] = {
         VitSpec(224, 14, 1024, 24, 16, 4096, num_registers=4, class_token=True, layer_scale=True),
         VitSpec(224, 14, 1152, 27, 16, 4304, attention_pool=True),
     )
-}
-
-_LLAMA_2_7B = {
-    "vocab_size": 32064,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
 }
 
 
@@ -53,6 +52,9 @@ class LlamaSpec:
     rope_theta: float = 10000.0
 
 
+LLAMA_2_7B = LlamaSpec(32064, 4096, 11008, 32, 32, 32)
+
+
 @dataclass(frozen=True)
 class OpenVLAConfig:
     """An OpenVLA model.
@@ -65,7 +67,7 @@ class OpenVLAConfig:
         pad_to_multiple_of: ids at the end of the embedding that no token uses.
         prompt_end_id: the id that a prompt ends with (29871, a lone word boundary, with the Llama tokenizer).
         bos_id, eos_id: ends of a sequence.
-        norm_stats: statistics by data set, as in config.json.
+        norm_stats: statistics by data set.
         raw: the file's contents, so that saving keeps the keys that embodrl does not use.
     """
 
@@ -78,8 +80,8 @@ class OpenVLAConfig:
     prompt_end_id: int = LLAMA_PROMPT_END
     bos_id: int = 1
     eos_id: int = 2
-    norm_stats: dict[str, Any] = field(default_factory=dict)
-    raw: dict[str, Any] = field(default_factory=dict)
+    norm_stats: dict[str, Fields] = field(default_factory=dict[str, Fields])
+    raw: Mapping[str, object] = field(default_factory=dict[str, object])
 
     @property
     def action_vocab_size(self) -> int:
@@ -101,12 +103,11 @@ class OpenVLAConfig:
         """Image tokens in the language model's sequence."""
         return self.dino.num_patches
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
-        text = {**self.raw.get("text_config", {}), **asdict(self.llama), "model_type": "llama"}
-        text["pad_token_id"] = self.pad_token_id
-        public = {
-            **{k: v for k, v in self.raw.items() if k != "embodrl"},
+        text = {**fields_of(self.raw, CONFIG_FILE).fields("text_config", {}).content, **asdict(self.llama)}
+        return {
+            **{k: v for k, v in self.raw.items() if k != OWN_SECTION},
             "model_type": "openvla",
             "arch_specifier": "no-align+fused-gelu-mlp",
             "llm_backbone_id": self.raw.get("llm_backbone_id", "llama2-7b-pure"),
@@ -117,21 +118,29 @@ class OpenVLAConfig:
             "n_action_bins": self.n_action_bins,
             "pad_token_id": self.pad_token_id,
             "pad_to_multiple_of": self.pad_to_multiple_of,
-            "norm_stats": self.norm_stats,
-            "text_config": text,
+            "norm_stats": stats_content(self.norm_stats),
+            "text_config": {**text, "model_type": "llama", "pad_token_id": self.pad_token_id},
+            OWN_SECTION: self.own_section(),
         }
-        extra = {
+
+    def own_section(self) -> dict[str, object]:
+        """Return what the public keys of config.json leave open."""
+        return {
             "dino": asdict(self.dino),
             "siglip": asdict(self.siglip),
             "prompt_end_id": self.prompt_end_id,
             "bos_id": self.bos_id,
             "eos_id": self.eos_id,
         }
-        return {**public, "embodrl": extra}
+
+    @property
+    def own(self) -> Fields:
+        """What embodrl added to config.json; empty for a public checkpoint."""
+        return fields_of(self.raw, CONFIG_FILE).fields(OWN_SECTION, {})
 
     @staticmethod
     def from_dict(
-        raw: dict[str, Any], vision: tuple[VitSpec, VitSpec] | None = None, source: str = "config.json"
+        raw: Mapping[str, object], vision: tuple[VitSpec, VitSpec] | None = None, source: str = CONFIG_FILE
     ) -> OpenVLAConfig:
         """Read config.json.
 
@@ -141,51 +150,52 @@ class OpenVLAConfig:
             source: named in errors.
 
         Raises:
-            CheckpointError: another family, an older OpenVLA (one vision tower, or letterboxed images) or unknown
-                towers.
+            CheckpointError: another family, an older OpenVLA (one vision tower, or letterboxed images), unknown
+                towers, or an invalid value.
         """
-        _reject_other_families(raw, source)
-        extra = raw.get("embodrl", {})
-        if vision is None and "dino" in extra:
-            vision = (VitSpec(**extra["dino"]), VitSpec(**extra["siglip"]))
-        backbone = raw.get("vision_backbone_id", "")
-        if vision is None and backbone not in KNOWN_VISION:
-            raise CheckpointError(
-                f"{source}: unknown vision backbone '{backbone}'; known: {', '.join(KNOWN_VISION)}",
-                "use a checkpoint of the fused DINOv2 + SigLIP model at 224 pixels",
-            )
-        dino, siglip = vision if vision is not None else KNOWN_VISION[backbone]
-        text = {**_LLAMA_2_7B, **raw.get("text_config", {})}
-        llama = LlamaSpec(**{name: text[name] for name in LlamaSpec.__dataclass_fields__})
-        ids = {name: extra[name] for name in ("prompt_end_id", "bos_id", "eos_id") if name in extra}
-        return OpenVLAConfig(
-            dino,
-            siglip,
-            llama,
-            pad_token_id=raw.get("pad_token_id", 32000),
-            n_action_bins=raw.get("n_action_bins", 256),
-            pad_to_multiple_of=raw.get("pad_to_multiple_of", PAD_TO_MULTIPLE_OF),
-            norm_stats=raw.get("norm_stats") or {},
-            raw=raw,
-            **ids,
+        fields = fields_of(raw, source)
+        _reject_other_models(fields)
+        own = fields.fields(OWN_SECTION, {})
+        text = fields.fields("text_config", {})
+        llama = read_sizes(LLAMA_2_7B, text)
+        sizes = fields_of(asdict(llama), text.source)
+        check_multiple(sizes, "hidden_size", "num_attention_heads")
+        check_multiple(sizes, "num_attention_heads", "num_key_value_heads")
+        if llama.hidden_size // llama.num_attention_heads % 2:
+            text.refuse("the head dimension 'hidden_size' / 'num_attention_heads' is odd")
+        config = OpenVLAConfig(*(vision or _vision(fields)), llama, raw=raw)
+        last_id = llama.vocab_size - 1
+        config = replace(
+            config,
+            pad_token_id=fields.integer("pad_token_id", config.pad_token_id, high=last_id),
+            pad_to_multiple_of=fields.integer("pad_to_multiple_of", config.pad_to_multiple_of, high=last_id),
+            n_action_bins=fields.integer("n_action_bins", config.n_action_bins, low=2, high=last_id),
+            prompt_end_id=own.integer("prompt_end_id", config.prompt_end_id, high=last_id),
+            bos_id=own.integer("bos_id", config.bos_id, high=last_id),
+            eos_id=own.integer("eos_id", config.eos_id, high=last_id),
+            norm_stats=stats_sets(fields.fields("norm_stats", {})),
         )
+        if config.first_action_id < 0:
+            fields.refuse("'n_action_bins' and 'pad_to_multiple_of' do not fit in 'vocab_size' of text_config")
+        return config
 
     @staticmethod
     def from_directory(directory: Path) -> OpenVLAConfig:
         """Read config.json and, if there is one, dataset_statistics.json of a fine-tuned checkpoint.
 
         Raises:
-            CheckpointError: config.json is missing, not JSON, or of another model.
+            CheckpointError: config.json is missing, invalid, or of another model.
         """
-        config = OpenVLAConfig.from_dict(read_json(directory / "config.json"), source=str(directory / "config.json"))
+        path = directory / CONFIG_FILE
+        config = OpenVLAConfig.from_dict(read_file(path).content, source=str(path))
         statistics = directory / "dataset_statistics.json"
         if statistics.is_file():
-            config = replace(config, norm_stats={**config.norm_stats, **read_json(statistics)})
+            config = replace(config, norm_stats={**config.norm_stats, **stats_sets(read_file(statistics))})
         return config
 
     @staticmethod
     def from_architecture(
-        arch: ArchitectureConfig, text_vocab_size: int, prompt_end_id: int, norm_stats: dict[str, Any]
+        arch: ArchitectureConfig, text_vocab_size: int, prompt_end_id: int, norm_stats: Mapping[str, object]
     ) -> OpenVLAConfig:
         """Return the configuration of a model built without a checkpoint.
 
@@ -201,42 +211,53 @@ class OpenVLAConfig:
             num_attention_heads=arch.num_attention_heads,
             num_key_value_heads=arch.num_attention_heads,
         )
-
-        def vit(part: VitConfig, **traits: Any) -> VitSpec:
-            return VitSpec(
-                arch.image_size, arch.patch_size, part.width, part.depth, part.num_heads, part.mlp_dim, **traits
-            )
-
+        image = (arch.image_size, arch.patch_size)
+        dino, siglip = ((part.width, part.depth, part.num_heads, part.mlp_dim) for part in (arch.dino, arch.siglip))
         return OpenVLAConfig(
-            vit(arch.dino, num_registers=4, class_token=True, layer_scale=True),
-            vit(arch.siglip, attention_pool=True),
+            VitSpec(*image, *dino, num_registers=4, class_token=True, layer_scale=True),
+            VitSpec(*image, *siglip, attention_pool=True),
             llama,
             pad_token_id=action_vocab,
             prompt_end_id=prompt_end_id,
-            norm_stats=norm_stats,
+            norm_stats=stats_sets(fields_of(norm_stats, "built-in statistics")),
         )
 
 
-def _reject_other_families(raw: dict[str, Any], source: str) -> None:
-    check_family(raw, OPENVLA_FAMILIES, source)
-    family = raw.get("model_type")
+def _vision(fields: Fields) -> tuple[VitSpec, VitSpec]:
+    own = fields.fields(OWN_SECTION, {})
+    if "dino" not in own:
+        backbone = fields.text("vision_backbone_id", "")
+        if backbone not in KNOWN_VISION:
+            raise CheckpointError(
+                f"{fields.source}: unknown vision backbone '{backbone}'; known: {', '.join(KNOWN_VISION)}",
+                "use a checkpoint of the fused DINOv2 + SigLIP model at 224 pixels",
+            )
+        return KNOWN_VISION[backbone]
+    dino, siglip = (read_vit(VitSpec(1, 1, 1, 1, 1, 1), own.fields(name)) for name in ("dino", "siglip"))
+    if dino.image_size != siglip.image_size or dino.num_patches != siglip.num_patches:
+        own.refuse("'dino' and 'siglip' differ in image size or number of patches")
+    return dino, siglip
+
+
+def _reject_other_models(fields: Fields) -> None:
+    check_family(fields, OPENVLA_FAMILIES)
+    source, family = fields.source, fields.content.get("model_type")
     if family != "openvla":
         raise CheckpointError(
             f"{source}: model_type is '{family}', not 'openvla'", "choose the matching model.model_type"
         )
-    if not raw.get("use_fused_vision_backbone", True) or "dinosiglip" not in raw.get(
-        "vision_backbone_id", "dinosiglip"
-    ):
+    backbone = fields.text("vision_backbone_id", "dinosiglip")
+    if not fields.flag("use_fused_vision_backbone", True) or "dinosiglip" not in backbone:
         raise CheckpointError(
-            f"{source}: older OpenVLA with the one vision tower '{raw.get('vision_backbone_id')}' is not supported",
+            f"{source}: older OpenVLA with the one vision tower '{backbone}' is not supported",
             "use a checkpoint with the fused DINOv2 + SigLIP backbone (openvla-7b or a fine-tune of it)",
         )
-    strategy = raw.get("image_resize_strategy", "resize-naive")
+    strategy = fields.text("image_resize_strategy", "resize-naive")
     if strategy != "resize-naive":
         raise CheckpointError(
             f"{source}: image_resize_strategy '{strategy}' is not supported (older OpenVLA checkpoints letterbox)",
             "use a checkpoint trained with resize-naive",
         )
-    projector = raw.get("arch_specifier", "no-align+fused-gelu-mlp")
+    projector = fields.text("arch_specifier", "no-align+fused-gelu-mlp")
     if projector != "no-align+fused-gelu-mlp":
         raise CheckpointError(f"{source}: arch_specifier '{projector}' is not supported", "use no-align+fused-gelu-mlp")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +12,12 @@ from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.common.checkpoint import SINGLE_FILE, load_strict
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.models.common.norm_stats import choose_stats
 from embodrl.models.common.parity import (
     ACTION_TOLERANCE,
     INPUTS_FILE,
     LOGITS_TOLERANCE,
-    SECTION,
     Comparison,
     compare,
     count_layers,
@@ -27,7 +26,7 @@ from embodrl.models.common.parity import (
     read_tensors,
 )
 from embodrl.models.common.vit import VitSpec
-from embodrl.models.openvla.config import OpenVLAConfig, read_json
+from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.modeling import OpenVLAModel
 
@@ -85,26 +84,20 @@ def load_fixture(directory: Path, causal: bool = True) -> tuple[OpenVLAModel, di
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
     """
-    raw = read_json(directory / "config.json")
+    fields = read_file(directory / CONFIG_FILE)
     vision = None
-    settings = recording_settings(directory)
-    if "dino" not in raw.get(SECTION, {}):
+    settings = read_settings(directory, DEFAULTS, MODEL_KEYS)
+    if "dino" not in fields.fields(OWN_SECTION, {}):
         weights = read_tensors(directory / SINGLE_FILE)
         vision = (
             tower_spec(weights, "vision_backbone.featurizer.", int(settings["dino_heads"]), "dino_heads"),
             tower_spec(weights, "vision_backbone.fused_featurizer.", int(settings["siglip_heads"]), "siglip_heads"),
         )
-    model = OpenVLAModel(OpenVLAConfig.from_dict(raw, vision, str(directory / "config.json")), causal).eval()
+    model = OpenVLAModel(OpenVLAConfig.from_dict(fields.content, vision, fields.source), causal).eval()
     load_strict(
         model, [directory / SINGLE_FILE], LoadReport(str(directory)), device=torch.device("cpu"), dtype=torch.float32
     )
     return model, read_tensors(directory / INPUTS_FILE)
-
-
-def recording_settings(directory: Path) -> dict[str, Any]:
-    """Return ``DEFAULTS`` as the fixture's config.json changes them; raises as ``read_settings``."""
-    defaults: dict[str, Any] = DEFAULTS
-    return read_settings(directory, defaults, MODEL_KEYS)
 
 
 def recorded_logits(io: dict[str, Tensor], directory: Path) -> tuple[Tensor, slice]:
@@ -180,7 +173,7 @@ def decode_actions(model: OpenVLAModel, tokens: Tensor, directory: Path) -> Tens
         CheckpointError: there are none, or several and none chosen, or of other dimensions.
     """
     config = model.config
-    key = recording_settings(directory)["unnorm_key"] or None
+    key = str(read_settings(directory, DEFAULTS, MODEL_KEYS)["unnorm_key"]) or None
     if key is None:
         key = next((key for key in RECORDED_STATS if key in config.norm_stats), None)
     stats = choose_stats(config.norm_stats, key, tokens.shape[-1], "config.json")

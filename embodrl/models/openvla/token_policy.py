@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +20,18 @@ from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.action_bins import ActionBins
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
-from embodrl.models.common.norm_stats import ActionStats
+from embodrl.models.common.norm_stats import ActionStats, stats_content
 from embodrl.models.common.recompute import recompute_layers
 from embodrl.models.common.sampling import action_entropy, action_log_probs, smoothed_targets
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.config import DINO_MEAN, DINO_STD, SIGLIP_MEAN, SIGLIP_STD
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla.processing import OpenVLAProcessor
-from embodrl.storage.atomic import atomic_directory
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 
@@ -188,17 +187,17 @@ class TokenPolicy(VLAPolicy):
         own, so that the rest is a plain OpenVLA checkpoint. The directory appears, or is replaced, in one step.
         """
         config = self.model.config
-        with atomic_directory(directory) as staging:
+        with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(merged_state_dict(self.model), staging)
             self.save_extras(staging)
-            checkpoint.write_json(staging / "config.json", self.config_dict())
-            checkpoint.write_json(staging / "dataset_statistics.json", config.norm_stats)
+            checkpoint.write_json(staging / CONFIG_FILE, {**config.to_dict(), OWN_SECTION: self.own_section()})
+            checkpoint.write_json(staging / "dataset_statistics.json", stats_content(config.norm_stats))
             checkpoint.write_json(staging / "preprocessor_config.json", preprocessor_config(config.image_size))
             self.processor.tokenizer.save(staging)
 
-    def config_dict(self) -> dict[str, Any]:
-        """Return config.json."""
-        return self.model.config.to_dict()
+    def own_section(self) -> dict[str, object]:
+        """Return the section ``embodrl`` of config.json."""
+        return self.model.config.own_section()
 
     def save_extras(self, directory: Path) -> None:
         """Write what is no part of the network."""

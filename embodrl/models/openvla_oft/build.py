@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import OWN_SECTION
 from embodrl.models.openvla.build import Parts, build_parts
 from embodrl.models.openvla_oft.config import (
-    OWN_SECTION,
     PROPRIO_FILE,
     PUBLIC_PROPRIO_FILES,
     TINY_PROPRIO_DIM,
@@ -49,7 +49,7 @@ def build_openvla_oft(
     parts = build_parts(config, None, False, device, dtype, seed)
     if parts.directory is not None:
         reject_other_kinds(parts.directory)
-        check_stop_token(parts.model.config.raw, config.keep_stop_token, parts.report.source)
+        check_stop_token(parts.model.config.own, config.keep_stop_token, parts.report.source)
     projector, proprio = _proprio(config, parts, device, dtype)
     model = parts.model.config
     processor = OpenVLAOFTProcessor(
@@ -86,7 +86,7 @@ def _proprio(
         )
     norm_stats, stats = parts.model.config.norm_stats, None
     # Only embodrl's tiny size leaves the state as it is.
-    if OWN_SECTION not in parts.model.config.raw or norm_stats[parts.stats.key].get("proprio"):
+    if OWN_SECTION not in parts.model.config.raw or norm_stats[parts.stats.key].content.get("proprio"):
         stats = choose_proprio_stats(norm_stats, parts.stats.key, parts.report.source)
     dim = TINY_PROPRIO_DIM if stats is None else len(stats.q01)
     with torch.device("meta"):

@@ -1,21 +1,21 @@
-"""What an OpenVLA-OFT checkpoint has beside OpenVLA's files, which its config.json does not tell from OpenVLA's."""
+"""What an OpenVLA-OFT checkpoint has in addition to OpenVLA's files; their config.json files may be the same."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import CheckpointError
+from embodrl.fields import Fields
+from embodrl.models.common.norm_stats import StatsSets, read_mask, read_range
 
 MAX_IMAGES = 4
 TINY_PROPRIO_DIM = 32
 PROPRIO_FILE = "proprio_projector.safetensors"
 PUBLIC_PROPRIO_FILES = "proprio_projector--*_checkpoint.pt"
-OWN_SECTION = "embodrl"
 _OTHER_KINDS = {
     "action_head--*": "a continuous action head (L1 regression or diffusion)",
     "noisy_action_projector--*": "a diffusion action head",
@@ -45,26 +45,20 @@ class ProprioStats:
         return np.clip(np.where(self.mask, scaled, values), -1.0, 1.0)
 
 
-def choose_proprio_stats(norm_stats: dict[str, Any], key: str, source: str) -> ProprioStats:
-    """Return the statistics of the robot's state that belong to those of the action.
-
-    Args:
-        norm_stats: by data set, as in config.json or dataset_statistics.json.
-        key: that of the action statistics.
-        source: named in errors.
+def choose_proprio_stats(sets: StatsSets, key: str, source: str) -> ProprioStats:
+    """Return the statistics of the robot's state that belong to the action statistics ``key``.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are none, or a value is invalid.
     """
-    entry = norm_stats[key].get("proprio")
-    if not entry or "q01" not in entry:
+    state = sets[key].fields("proprio", {})
+    if "q01" not in state:
         raise CheckpointError(
             f"{source}: the statistics '{key}' have no quantiles of the robot's state",
             "set model.use_proprio=false, or add 'proprio' with q01 and q99 to dataset_statistics.json",
         )
-    q01 = np.asarray(entry["q01"], dtype=np.float64)
-    q99 = np.asarray(entry["q99"], dtype=np.float64)
-    return ProprioStats(q01, q99, np.asarray(entry.get("mask", [True] * len(q01)), dtype=np.bool_))
+    q01, q99 = read_range(state, "q01", "q99")
+    return ProprioStats(q01, q99, read_mask(state, len(q01)))
 
 
 def reject_other_kinds(directory: Path) -> None:
@@ -80,15 +74,20 @@ def reject_other_kinds(directory: Path) -> None:
             )
 
 
-def check_stop_token(raw: dict[str, Any], keep_stop_token: bool, source: str) -> None:
+def check_stop_token(own: Fields, keep_stop_token: bool, source: str) -> None:
     """Refuse a checkpoint that embodrl trained with another choice of ``model.keep_stop_token``.
 
-    Public files do not say: moojink/openvla-oft and SimpleVLA-RL keep the token, RLinf's own loader drops it.
+    Public files leave it open: moojink/openvla-oft and SimpleVLA-RL keep the token, RLinf's own loader drops it.
+
+    Args:
+        own: what embodrl added to config.json.
+        keep_stop_token: the setting.
+        source: named in errors.
 
     Raises:
         CheckpointError: another choice.
     """
-    trained = raw.get(OWN_SECTION, {}).get("keep_stop_token", keep_stop_token)
+    trained = own.flag("keep_stop_token", keep_stop_token)
     if trained != keep_stop_token:
         setting = str(trained).lower()
         raise CheckpointError(

@@ -13,7 +13,6 @@ from embodrl.models.openvla.parity import (
     load_fixture,
     recorded_logits,
 )
-from embodrl.models.openvla_oft.config import OWN_SECTION
 from embodrl.models.openvla_oft.modeling import append_action_places, at_action_places
 
 KEEP_STOP_TOKEN = True
@@ -35,7 +34,7 @@ def run(directory: Path) -> list[Comparison]:
     model, io = load_fixture(directory, causal=False)
     prefix = model.embed_prefix(io["pv"], io["ids"])
     length, num_tokens = prefix.shape[1], io["a"].numel()
-    keep_stop_token = model.config.raw.get(OWN_SECTION, {}).get("keep_stop_token", KEEP_STOP_TOKEN)
+    keep_stop_token = model.config.own.flag("keep_stop_token", KEEP_STOP_TOKEN)
     hidden = model.hidden_states(append_action_places(model, prefix, num_tokens, keep_stop_token), None)
     at_actions = at_action_places(hidden, length, num_tokens)
     recorded, ids = recorded_logits(io, directory)

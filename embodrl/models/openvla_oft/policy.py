@@ -6,7 +6,7 @@ Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pix
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from embodrl.models.common.sampling import draw
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla.token_policy import TokenPolicy, exponential_noise
-from embodrl.models.openvla_oft.config import OWN_SECTION, PROPRIO_FILE
+from embodrl.models.openvla_oft.config import PROPRIO_FILE
 from embodrl.models.openvla_oft.modeling import ProprioProjector, append_action_places, at_action_places
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor
 from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
@@ -108,11 +108,8 @@ class OpenVLAOFTPolicy(TokenPolicy):
         own = {} if self.proprio_projector is None else {"proprio_projector": self.proprio_projector}
         return {**super().parts(), **own}
 
-    def config_dict(self) -> dict[str, Any]:
-        """See TokenPolicy."""
-        config = super().config_dict()
-        config[OWN_SECTION]["keep_stop_token"] = self.keep_stop_token
-        return config
+    def own_section(self) -> dict[str, object]:
+        return {**super().own_section(), "keep_stop_token": self.keep_stop_token}
 
     def save_extras(self, directory: Path) -> None:
         """Write the value head and the projector of the state; the latter not pickled, as public ones are."""

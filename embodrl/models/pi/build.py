@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,19 +10,19 @@ import torch
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of, read_file
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.init import new_generator
-from embodrl.models.pi.config import EMBODRL_KEY, PiConfig, Variant
+from embodrl.models.pi.config import PiConfig, Variant
 from embodrl.models.pi.modeling import PiModel, init_weights
 from embodrl.models.pi.policy import PiPolicy, default_value_input
 from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.spec import PiModelConfig
 from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot, read_openpi
 from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
-from embodrl.models.pi.weights import aliases_and_ignored, variant_of
+from embodrl.models.pi.weights import EXPERT, LANGUAGE, TOWER, aliases_and_ignored, variant_of
 
 TINY_STATS_KEY = "maniskill"
-RANDOM_SOURCE = "random weights"
 
 _SIZES = ("siglip", "vlm", "expert", "max_action_dim", "action_horizon", "num_images", "discrete_state")
 
@@ -60,12 +61,12 @@ def build_pi(
         CheckpointError: no such checkpoint, or it does not fit.
         MissingDependencyError: its tokenizer needs a package that is not installed.
     """
-    directory = checkpoint.source(config)
+    directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()
     model_config = PiConfig.from_architecture(config.pi, variant, tokenizer.vocab_size)
-    report = LoadReport(RANDOM_SOURCE if directory is None else str(directory))
+    files, aliases, ignore = [], {}, {}
     if directory is None:
-        sets = {TINY_STATS_KEY: identity_set(config.action_dim)}
+        sets = {TINY_STATS_KEY: fields_of(identity_set(config.action_dim), "built-in statistics")}
         stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, report.source)
     else:
         tiny = model_config
@@ -73,8 +74,21 @@ def build_pi(
         if config.model_path is None:
             checkpoint.check_size(model_config, tiny, _SIZES, directory, "model.pi")
         tokenizer = load_tokenizer(directory, model_config.vocab_size)
+        files = checkpoint.weight_files(directory)
+        aliases, ignore = _names(model_config, files, directory)
     generator = new_generator(device, seed)
-    model = _build_model(model_config, directory, report, device, dtype, generator)
+    with torch.device("meta"):
+        model = PiModel(model_config)
+    checkpoint.fill(
+        model,
+        files,
+        report,
+        lambda: init_weights(model, generator),
+        device=device,
+        dtype=dtype,
+        aliases=aliases,
+        ignore=ignore,
+    )
     feature_dim = model_config.expert.width
     chosen = config.value_head.input
     value_input = default_value_input(variant) if chosen == "auto" else chosen
@@ -91,35 +105,21 @@ def build_pi(
 
 
 def _read(directory: Path, variant: Variant, config: PiModelConfig) -> tuple[PiConfig, PiStats]:
-    raw = checkpoint.read_json(directory / "config.json")
-    model_config = PiConfig.from_dict(raw, variant, str(directory / "config.json"))
+    fields = read_file(directory / CONFIG_FILE)
+    model_config = PiConfig.from_dict(fields.content, variant, fields.source)
+    is_own = OWN_SECTION in fields
     sets, methods = read_openpi(directory), None
-    if not sets and EMBODRL_KEY not in raw:
+    if not sets and not is_own:
         sets, methods = read_lerobot(directory)
     if methods is not None:
-        model_config = model_config.with_normalization(methods)
+        model_config = replace(model_config, normalization=methods)
     stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, str(directory))
-    return model_config.with_data_set(stats.key, raw), stats
+    return model_config if is_own else model_config.with_data_set(stats.key), stats
 
 
-def _build_model(
-    config: PiConfig,
-    directory: Path | None,
-    report: LoadReport,
-    device: torch.device,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> PiModel:
-    # Without memory first, so that a 3B model is never held twice.
-    with torch.device("meta"):
-        model = PiModel(config)
-    if directory is None:
-        model.to(dtype).to_empty(device=device)
-        init_weights(model, generator)
-        report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
-        return model
-    files = checkpoint.weight_files(directory)
-    names = checkpoint.stored_names(files)
+def _names(config: PiConfig, files: list[Path], directory: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return aliases and names to ignore after checking that the weights are those of the configuration."""
+    names = checkpoint.stored_shapes(files)
     found = variant_of(names)
     if found is not None and found != config.variant:
         raise CheckpointError(
@@ -127,5 +127,11 @@ def _build_model(
             f"set model.model_type={found}",
         )
     aliases, ignore = aliases_and_ignored(names)
-    checkpoint.load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore)
-    return model
+    here = [aliases.get(name, name) for name in names]
+    layers = {
+        f"{TOWER}vision_model.encoder.layers.": config.siglip.depth,
+        f"{LANGUAGE}layers.": config.vlm.depth,
+        f"{EXPERT}layers.": config.expert.depth,
+    }
+    checkpoint.check_layers(here, layers, directory)
+    return aliases, ignore

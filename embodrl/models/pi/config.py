@@ -2,27 +2,38 @@
 
 openpi's file (action_dim, action_horizon, the two Gemma variants, precision) leaves open which of the two models it is,
 the number of cameras and how prompts and actions were prepared in training; those are chosen in openpi's code by the
-name of the training configuration. What a checkpoint leaves open is filled in here, in ``_UNSAID`` and
-``_BY_DATA_SET``. The published checkpoints themselves were not at hand.
+name of the training configuration. What a checkpoint leaves open is filled in here, in ``PUBLIC`` and
+``with_data_set``. The published checkpoints themselves were not at hand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from embodrl.errors import CheckpointError
-from embodrl.models.common.family import check_family
+from embodrl.fields import Fields
+from embodrl.models.common.config_file import (
+    CONFIG_FILE,
+    OWN_SECTION,
+    check_family,
+    check_multiple,
+    fields_of,
+    read_sizes,
+    read_vit,
+    size,
+)
 from embodrl.models.common.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
 from embodrl.models.pi.spec import PiArchitectureConfig
 
 Variant = Literal["pi0", "pi05"]
 Method = Literal["mean_std", "quantiles", "identity"]
+METHODS: tuple[Method, ...] = get_args(Method)
 OPENPI_EPS = 1e-6
 PALIGEMMA_VOCAB_SIZE = 257152
 KNOWN_GEMMA = {"gemma_2b": GEMMA_2B, "gemma_300m": GEMMA_300M}
-EMBODRL_KEY = "embodrl"
 
 
 @dataclass(frozen=True)
@@ -41,14 +52,6 @@ class Normalization:
 
 BY_DEVIATION = Normalization("mean_std", "mean_std")
 BY_QUANTILES = Normalization("quantiles", "quantiles")
-_UNSAID: dict[Variant, dict[str, Any]] = {
-    "pi0": {"max_prompt_tokens": 48, "num_images": 3, "discrete_state": False, "normalization": BY_DEVIATION},
-    "pi05": {"max_prompt_tokens": 200, "num_images": 3, "discrete_state": True, "normalization": BY_QUANTILES},
-}
-_BY_DATA_SET: dict[tuple[Variant, str], dict[str, Any]] = {
-    ("pi0", "physical-intelligence/libero"): {"relative_dims": 6},
-    ("pi05", "physical-intelligence/libero"): {"discrete_state": False},
-}
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,8 @@ class PiConfig:
         action_horizon: actions predicted (H).
         num_images: cameras at most.
         max_prompt_tokens: prompts are padded to it (L).
-        discrete_state: the prompt tells the state (pi0.5 only).
-        padded_state_in_prompt: it tells the padding as well, as lerobot does; openpi does not.
+        discrete_state: the prompt has the state (pi0.5 only).
+        padded_state_in_prompt: it has the padding as well, as with lerobot; not with openpi.
         relative_dims: this many leading action dimensions are relative to the state.
         normalization: how statistics are used.
     """
@@ -90,7 +93,7 @@ class PiConfig:
         """pi0.5: the noise level enters through the expert's norms, and there is no token of the state."""
         return self.variant == "pi05"
 
-    def to_dict(self, precision: str) -> dict[str, Any]:
+    def to_dict(self, precision: str) -> dict[str, object]:
         """Return config.json: openpi's keys, and ``embodrl`` with everything.
 
         Args:
@@ -102,25 +105,17 @@ class PiConfig:
             "paligemma_variant": _variant_name(self.vlm),
             "action_expert_variant": _variant_name(self.expert),
             "precision": precision,
-            EMBODRL_KEY: asdict(self),
+            OWN_SECTION: asdict(self),
         }
 
-    def with_data_set(self, key: str, raw: dict[str, Any]) -> PiConfig:
-        """Return the configuration with what is known of a data set that a public checkpoint was trained on.
-
-        Args:
-            key: name of its statistics.
-            raw: config.json, whose own word counts more.
-        """
-        known = {} if EMBODRL_KEY in raw else _BY_DATA_SET.get((self.variant, key), {})
-        return replace(self, **known)
-
-    def with_normalization(self, normalization: Normalization) -> PiConfig:
-        """Return the configuration with another use of statistics."""
-        return replace(self, normalization=normalization)
+    def with_data_set(self, key: str) -> PiConfig:
+        """Return the configuration with what is known of the data set that a public checkpoint was trained on."""
+        if key != "physical-intelligence/libero":
+            return self
+        return replace(self, relative_dims=6) if self.variant == "pi0" else replace(self, discrete_state=False)
 
     @staticmethod
-    def from_dict(raw: dict[str, Any], variant: Variant, source: str = "config.json") -> PiConfig:
+    def from_dict(raw: Mapping[str, object], variant: Variant, source: str = CONFIG_FILE) -> PiConfig:
         """Read config.json of openpi's or lerobot's layout.
 
         Args:
@@ -129,29 +124,27 @@ class PiConfig:
             source: named in errors.
 
         Raises:
-            CheckpointError: of another model, or of a kind that is not supported.
+            CheckpointError: of another model or of a kind that is not supported, or a value is invalid.
         """
-        check_family(raw, (variant,), source)
-        if EMBODRL_KEY in raw:
-            config = _from_embodrl(raw[EMBODRL_KEY], source)
-            _check_variant(config.variant, variant, source)
-            return config
-        if "type" in raw:
-            _check_variant(raw["type"], variant, source)
-            return _from_lerobot(raw, variant, source)
-        missing = [name for name in ("action_dim", "action_horizon") if name not in raw]
+        fields = fields_of(raw, source)
+        check_family(fields, (variant,))
+        if OWN_SECTION in fields:
+            return _from_embodrl(fields.fields(OWN_SECTION), variant)
+        if "type" in fields:
+            _check_variant(fields.text("type"), variant, source)
+            return _from_lerobot(fields, variant)
+        missing = [name for name in ("action_dim", "action_horizon") if name not in fields]
         if missing:
             raise CheckpointError(
                 f"{source} is neither openpi's nor lerobot's: it has no type and no {' and no '.join(missing)}",
                 "give the directory of a pi0 or pi0.5 checkpoint",
             )
-        return PiConfig(
-            variant,
-            vlm=_known_gemma(raw.get("paligemma_variant", "gemma_2b"), source),
-            expert=_known_gemma(raw.get("action_expert_variant", "gemma_300m"), source),
-            max_action_dim=raw["action_dim"],
-            action_horizon=raw["action_horizon"],
-            **_UNSAID[variant],
+        return replace(
+            PUBLIC[variant],
+            vlm=_known_gemma(fields, "paligemma_variant", "gemma_2b"),
+            expert=_known_gemma(fields, "action_expert_variant", "gemma_300m"),
+            max_action_dim=size(fields, "action_dim"),
+            action_horizon=size(fields, "action_horizon"),
         )
 
     @staticmethod
@@ -170,62 +163,85 @@ class PiConfig:
             arch.num_images,
             arch.max_prompt_tokens,
             discrete_state=arch.discrete_state and variant == "pi05",
-            normalization=_UNSAID[variant]["normalization"],
+            normalization=PUBLIC[variant].normalization,
         )
 
 
-PI0_FULL = PiConfig("pi0")
-PI05_FULL = PiConfig("pi05", **_UNSAID["pi05"])
+PUBLIC: dict[Variant, PiConfig] = {
+    "pi0": PiConfig("pi0"),
+    "pi05": PiConfig("pi05", max_prompt_tokens=200, discrete_state=True, normalization=BY_QUANTILES),
+}
+"""The public models, and what their files leave open."""
 
 
-def _from_embodrl(extra: dict[str, Any], source: str) -> PiConfig:
-    try:
-        parts: dict[str, Any] = {"siglip": SiglipSpec(**extra["siglip"])}
-        parts["normalization"] = Normalization(**extra["normalization"])
-        parts |= {name: GemmaSpec(**extra[name]) for name in ("vlm", "expert")}
-        return PiConfig(**{**extra, **parts})
-    except (KeyError, TypeError) as error:
+def _from_embodrl(own: Fields, variant: Variant) -> PiConfig:
+    _check_variant(own.text("variant"), variant, own.source)
+    config = read_sizes(PiConfig(variant), own, complete=True)
+    stated = own.fields("normalization")
+    check_multiple(own.fields("vlm"), "num_heads", "num_kv_heads")
+    if config.vlm.head_dim % 2 or config.expert.width % 2:
+        own.refuse("'head_dim' and the width of 'expert' must be even")
+    if replace(config.expert, width=config.vlm.width, mlp_dim=config.vlm.mlp_dim) != config.vlm:
+        own.refuse("'vlm' and 'expert' differ in more than width and mlp_dim")
+    return replace(
+        config,
+        siglip=read_vit(config.siglip, own.fields("siglip")),
+        normalization=Normalization(
+            method(stated, "state"), method(stated, "actions"), stated.number("eps", OPENPI_EPS, low=0.0, high=1.0)
+        ),
+    )
+
+
+def method(fields: Fields, name: str) -> Method:
+    """Return how statistics are used, of a field that names it in lower or, as lerobot's, in upper case."""
+    found = fields.text(name).lower()
+    for known in METHODS:
+        if found == known:
+            return known
+    fields.refuse(f"normalisation '{found.upper()}' of '{name}' is not supported; known: {', '.join(METHODS)}")
+
+
+def _from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
+    if fields.flag("use_relative_actions", False):
         raise CheckpointError(
-            f"{source}: its part '{EMBODRL_KEY}' does not fit: {error}", "use a checkpoint of this version of embodrl"
-        ) from error
-
-
-def _from_lerobot(raw: dict[str, Any], variant: Variant, source: str) -> PiConfig:
-    if raw.get("use_relative_actions"):
-        raise CheckpointError(
-            f"{source}: lerobot's use_relative_actions is not supported",
+            f"{fields.source}: lerobot's use_relative_actions is not supported",
             "use a checkpoint trained on absolute actions",
         )
-    size = tuple(raw.get("image_resolution", (SO400M_224.image_size,) * 2))
-    if size != (SO400M_224.image_size,) * 2:
-        raise CheckpointError(f"{source}: image_resolution {size} is not supported", "use a checkpoint at 224 pixels")
-    cameras = [part for part in raw.get("input_features", {}).values() if part.get("type") == "VISUAL"]
-    unsaid = _UNSAID[variant]
-    return PiConfig(
-        variant,
-        vlm=_known_gemma(raw.get("paligemma_variant", "gemma_2b"), source),
-        expert=_known_gemma(raw.get("action_expert_variant", "gemma_300m"), source),
-        max_action_dim=raw.get("max_action_dim", 32),
-        action_horizon=raw.get("chunk_size", 50),
-        num_images=max(len(cameras), unsaid["num_images"]),
-        max_prompt_tokens=raw.get("tokenizer_max_length", unsaid["max_prompt_tokens"]),
-        discrete_state=unsaid["discrete_state"],
-        normalization=unsaid["normalization"],
+    pixels = SO400M_224.image_size
+    resolution = fields.numbers("image_resolution", 2) if "image_resolution" in fields else [pixels, pixels]
+    if resolution != [pixels, pixels]:
+        width, height = map(int, resolution)
+        raise CheckpointError(
+            f"{fields.source}: image_resolution {width} x {height} is not supported",
+            f"use a checkpoint at {pixels} pixels",
+        )
+    features = fields.fields("input_features", {})
+    cameras = [name for name in features if features.fields(name).content.get("type") == "VISUAL"]
+    public = PUBLIC[variant]
+    return replace(
+        public,
+        vlm=_known_gemma(fields, "paligemma_variant", "gemma_2b"),
+        expert=_known_gemma(fields, "action_expert_variant", "gemma_300m"),
+        max_action_dim=size(fields, "max_action_dim", public.max_action_dim),
+        action_horizon=size(fields, "action_horizon", public.action_horizon, key="chunk_size"),
+        num_images=max(len(cameras), public.num_images),
+        max_prompt_tokens=size(fields, "max_prompt_tokens", public.max_prompt_tokens, key="tokenizer_max_length"),
         padded_state_in_prompt=True,
     )
 
 
-def _known_gemma(name: str, source: str) -> GemmaSpec:
+def _known_gemma(fields: Fields, key: str, default: str) -> GemmaSpec:
+    name = fields.text(key, default)
     if name not in KNOWN_GEMMA:
         raise CheckpointError(
-            f"{source}: Gemma variant '{name}' is not supported; known: {', '.join(KNOWN_GEMMA)}",
+            f"{fields.source}: Gemma variant '{name}' is not supported; known: {', '.join(KNOWN_GEMMA)}",
             "merge LoRA weights before converting" if "lora" in name else "use a checkpoint of a known size",
         )
     return KNOWN_GEMMA[name]
 
 
 def _variant_name(spec: GemmaSpec) -> str:
-    return next((name for name, known in KNOWN_GEMMA.items() if known == spec), EMBODRL_KEY)
+    return next((name for name, known in KNOWN_GEMMA.items() if known == spec), OWN_SECTION)
 
 
 def _check_variant(found: str, wanted: Variant, source: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.flow import NoiseHead, Velocity
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.common.flow_spec import FlowModelConfig
@@ -27,7 +28,6 @@ from embodrl.models.pi.modeling import PiContext, PiModel
 from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.stats import ASSETS, STATS_FILE, PiStats
 from embodrl.models.pi.weights import public_state
-from embodrl.storage.atomic import atomic_directory
 from embodrl.types import Observation
 
 TIME_ALPHA = 1.5
@@ -158,11 +158,11 @@ class PiPolicy(FlowPolicy):
         """
         config = self.model.config
         precision = str(self.model.dtype).removeprefix("torch.")
-        with atomic_directory(directory) as staging:
+        with checkpoint.policy_directory(directory) as staging:
             state = merged_state_dict(self.model)
             checkpoint.save_weights(public_state(state, config.expert.width), staging)
             save_heads(staging, self.value_head, self.noise_head)
-            checkpoint.write_json(staging / "config.json", config.to_dict(precision))
+            checkpoint.write_json(staging / CONFIG_FILE, config.to_dict(precision))
             assets = staging / ASSETS / self.pi_stats.key
             assets.mkdir(parents=True)
             checkpoint.write_json(assets / STATS_FILE, {"norm_stats": self.pi_stats.raw})

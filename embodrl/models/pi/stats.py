@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +16,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from embodrl.errors import CheckpointError
-from embodrl.models.common.checkpoint import read_json
-from embodrl.models.common.norm_stats import MeanStd, Quantiles, choose_key
-from embodrl.models.pi.config import Method, Normalization
+from embodrl.fields import Fields
+from embodrl.models.common.config_file import fields_of, read_file
+from embodrl.models.common.norm_stats import MeanStd, Quantiles, StatsSets, choose_key, read_range, read_values
+from embodrl.models.pi.config import Method, Normalization, method
 
 Scaling = MeanStd | Quantiles
 
@@ -28,7 +28,6 @@ STATS_FILE = "norm_stats.json"
 LEROBOT_FILE = "policy_preprocessor.json"
 LEROBOT_KEY = "lerobot"
 _FIELDS: dict[Method, tuple[str, ...]] = {"mean_std": ("mean", "std"), "quantiles": ("q01", "q99"), "identity": ()}
-_LEROBOT_METHODS: dict[str, Method] = {"MEAN_STD": "mean_std", "QUANTILES": "quantiles", "IDENTITY": "identity"}
 _LEROBOT_NAMES = {"state": "observation.state", "actions": "action"}
 
 
@@ -46,63 +45,65 @@ class PiStats:
     key: str
     actions: Scaling
     state: Scaling | None
-    raw: dict[str, Any]
+    raw: Mapping[str, object]
 
 
-def read_openpi(directory: Path) -> dict[str, dict[str, Any]]:
+def read_openpi(directory: Path) -> dict[str, Fields]:
     """Return the sets of statistics in a directory, by name; without any, nothing.
 
     Raises:
-        CheckpointError: a file is no statistics.
+        PolicyFileError: a file has no statistics.
     """
     root = directory / ASSETS
-    sets: dict[str, dict[str, Any]] = {}
+    sets: dict[str, Fields] = {}
     for path in sorted(root.rglob(STATS_FILE)):
-        content = read_json(path)
-        sets[path.parent.relative_to(root).as_posix()] = content.get("norm_stats", content)
+        content = read_file(path)
+        name = path.parent.relative_to(root).as_posix()
+        sets[name] = content.fields("norm_stats") if "norm_stats" in content else content
     return sets
 
 
-def read_lerobot(directory: Path) -> tuple[dict[str, dict[str, Any]], Normalization | None]:
+def lerobot_steps(directory: Path) -> list[Fields]:
+    """Return lerobot's steps of preprocessing; none without its file."""
+    path = directory / LEROBOT_FILE
+    content = read_file(path) if path.is_file() else fields_of({}, str(path))
+    return content.objects("steps") if "steps" in content else []
+
+
+def read_lerobot(directory: Path) -> tuple[dict[str, Fields], Normalization | None]:
     """Return lerobot's statistics, as the one set that there is, and how they are used; None without the file.
 
     Raises:
         CheckpointError: a file is corrupt or names a method that is not supported.
     """
-    path = directory / LEROBOT_FILE
-    if not path.is_file():
-        return {}, None
-    steps = [step for step in read_json(path).get("steps", []) if step.get("registry_name") == "normalizer_processor"]
+    steps = [step for step in lerobot_steps(directory) if step.text("registry_name", "") == "normalizer_processor"]
     if not steps:
         return {}, None
-    step = steps[0]
-    modes = {part: step["config"]["norm_map"].get(part, "IDENTITY") for part in ("STATE", "ACTION")}
-    unknown = [mode for mode in modes.values() if mode not in _LEROBOT_METHODS]
-    if unknown:
-        raise CheckpointError(
-            f"{path}: normalisation {unknown[0]} is not supported; known: {', '.join(_LEROBOT_METHODS)}",
-            "use a checkpoint with one of these",
-        )
-    methods = Normalization(
-        _LEROBOT_METHODS[modes["STATE"]], _LEROBOT_METHODS[modes["ACTION"]], step["config"].get("eps", 1e-8)
+    settings = steps[0].fields("config")
+    norm_map = fields_of(
+        {"STATE": "IDENTITY", "ACTION": "IDENTITY", **settings.fields("norm_map").content}, steps[0].source
     )
-    if "state_file" not in step:
+    eps = settings.number("eps", 1e-8, low=0.0, high=1.0)
+    methods = Normalization(method(norm_map, "STATE"), method(norm_map, "ACTION"), eps)
+    if "state_file" not in steps[0]:
         return {}, methods
+    name = steps[0].text("state_file")
+    path = directory / name
+    if Path(name).name != name:
+        steps[0].refuse(f"'state_file' is '{name}', not a file name")
     try:
-        tensors = load_file(directory / step["state_file"])
+        tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{directory / step['state_file']} can't be read: {error}", "fetch it again") from error
-    entry: dict[str, Any] = {}
-    for part, name in _LEROBOT_NAMES.items():
-        fields = {f: tensors[f"{name}.{f}"].tolist() for f in ("mean", "std", "q01", "q99") if f"{name}.{f}" in tensors}
-        if fields:
-            entry[part] = fields
-    return {LEROBOT_KEY: entry}, methods
+        raise CheckpointError(f"{path} can't be read: {error}", "fetch it again") from error
+    entry: dict[str, object] = {}
+    for part, prefix in _LEROBOT_NAMES.items():
+        found = {f: tensors[f"{prefix}.{f}"] for f in ("mean", "std", "q01", "q99") if f"{prefix}.{f}" in tensors}
+        if found:
+            entry[part] = {name: values.tolist() for name, values in found.items()}
+    return {LEROBOT_KEY: fields_of(entry, str(path))}, methods
 
 
-def choose(
-    sets: Mapping[str, dict[str, Any]], key: str | None, methods: Normalization, action_dim: int, source: str
-) -> PiStats:
+def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim: int, source: str) -> PiStats:
     """Return the statistics of that key.
 
     Args:
@@ -113,7 +114,7 @@ def choose(
         source: named in errors.
 
     Raises:
-        CheckpointError: no such key, several and none chosen, or they lack what is needed.
+        CheckpointError: no such key, several and none chosen, they lack what is needed, or a value is invalid.
     """
     if not sets and key is None and methods.actions != "identity":
         raise CheckpointError(
@@ -121,19 +122,19 @@ def choose(
             f"put the statistics of your data set in {ASSETS}/ID/{STATS_FILE}",
         )
     key = choose_key(sets, key, source) if sets or key is not None else LEROBOT_KEY
-    entry = sets.get(key, {})
-    where = f"{source}: statistics '{key}'"
+    entry = sets.get(key, fields_of({}, source))
     if methods.actions == "identity":
-        actions: Scaling | None = _identity(action_dim)
+        actions: Scaling | None = MeanStd(np.zeros(action_dim), np.ones(action_dim), 0.0)
     else:
-        actions = _scaling(entry.get("actions"), methods.actions, methods.eps, f"{where}, actions")
+        actions = _scaling(entry, "actions", methods.actions, methods.eps)
+    where = f"{source}: statistics '{key}'"
     if actions is None:
         raise CheckpointError(f"{where} have no actions", "choose others with model.unnorm_key")
-    state = _scaling(entry.get("state"), methods.state, methods.eps, f"{where}, state")
-    return PiStats(key, cut(actions, action_dim, f"{where}, actions", "model.action_dim"), state, dict(entry))
+    state = _scaling(entry, "state", methods.state, methods.eps)
+    return PiStats(key, cut(actions, action_dim, f"{where}, actions", "model.action_dim"), state, entry.content)
 
 
-def identity_set(action_dim: int) -> dict[str, Any]:
+def identity_set(action_dim: int) -> dict[str, object]:
     """Return statistics (norm_stats.json layout) of actions that fill [-1, 1] with deviation 1."""
     ones = [1.0] * action_dim
     lows = [-1.0] * action_dim
@@ -163,17 +164,16 @@ def _ends(scaling: Scaling) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return scaling.q01, scaling.q99
 
 
-def _identity(dims: int) -> MeanStd:
-    return MeanStd(np.zeros(dims), np.ones(dims), 0.0)
-
-
-def _scaling(entry: Mapping[str, Any] | None, method: Method, eps: float, where: str) -> Scaling | None:
-    if entry is None or method == "identity":
+def _scaling(entry: Fields, part: str, method: Method, eps: float) -> Scaling | None:
+    if entry.content.get(part) is None or method == "identity":
         return None
-    lacking = [name for name in _FIELDS[method] if entry.get(name) is None]
+    stats = entry.fields(part)
+    lacking = [name for name in _FIELDS[method] if stats.content.get(name) is None]
     if lacking:
-        raise CheckpointError(f"{where}: no {' and no '.join(lacking)}", "compute them from the data set")
-    first, second = (np.asarray(entry[name], dtype=np.float64) for name in _FIELDS[method])
-    if first.ndim != 1 or first.shape != second.shape:
-        raise CheckpointError(f"{where}: {' and '.join(_FIELDS[method])} differ in shape", "compute them again")
-    return MeanStd(first, second, eps) if method == "mean_std" else Quantiles(first, second, eps)
+        stats.refuse(f"no {' and no '.join(lacking)}: compute them from the data set")
+    if method == "quantiles":
+        return Quantiles(*read_range(stats, "q01", "q99"), eps)
+    mean, std = read_values(stats, "mean"), read_values(stats, "std", low=0.0)
+    if len(mean) != len(std):
+        stats.refuse(f"'mean' has {len(mean)} entries, 'std' {len(std)}")
+    return MeanStd(mean, std, eps)

@@ -7,13 +7,10 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from embodrl.errors import CheckpointError, MissingDependencyError
-from embodrl.models.common.checkpoint import read_json
 from embodrl.models.common.hub import fetch_tokenizer
-from embodrl.models.common.tokenizer import TINY_TOKENIZER
-from embodrl.models.pi.stats import LEROBOT_FILE
+from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer
+from embodrl.models.pi.stats import lerobot_steps
 
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -45,12 +42,7 @@ class JsonTokenizer(TextTokenizer):
     """A tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise CheckpointError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = read_tokenizer(path)
         known = [self._tokenizer.token_to_id(token) for token in _BOS]
         bos = next((token_id for token_id in known if token_id is not None), None)
         if bos is None:
@@ -133,9 +125,7 @@ def hub_name(directory: Path) -> str:
     Raises:
         CheckpointError: the file is corrupt.
     """
-    path = directory / LEROBOT_FILE
-    steps = read_json(path).get("steps", []) if path.is_file() else []
-    names = [step.get("config", {}).get("tokenizer_name") for step in steps]
+    names = [step.fields("config", {}).text("tokenizer_name", "") for step in lerobot_steps(directory)]
     return next((name for name in names if name), PALIGEMMA)
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 LEROBOT_PREFIX = "model."
-EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
+TOWER = "paligemma_with_expert.paligemma.model.vision_tower."
+LANGUAGE = "paligemma_with_expert.paligemma.model.language_model."
+EXPERT = "paligemma_with_expert.gemma_expert.model."
+EMBEDDING = f"{LANGUAGE}embed_tokens.weight"
 TIED_TO_EMBEDDING = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
-_TOWER = "paligemma_with_expert.paligemma.model.vision_tower."
 _TOWER_LEVEL = "vision_model."
 
 
@@ -31,8 +33,8 @@ def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[s
             ignore[name] = "tied to embed_tokens"
         elif target == TIED_TO_EMBEDDING:
             aliases[name] = EMBEDDING
-        elif target.startswith(_TOWER) and not target.startswith(_TOWER + _TOWER_LEVEL):
-            aliases[name] = _TOWER + _TOWER_LEVEL + target.removeprefix(_TOWER)
+        elif target.startswith(TOWER) and not target.startswith(TOWER + _TOWER_LEVEL):
+            aliases[name] = TOWER + _TOWER_LEVEL + target.removeprefix(TOWER)
         elif target != name:
             aliases[name] = target
     return aliases, ignore

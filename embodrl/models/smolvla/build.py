@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE, fields_of
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.pi.config import Normalization
@@ -21,7 +20,6 @@ from embodrl.models.smolvla.processing import SmolProcessor
 from embodrl.models.smolvla.spec import SmolVlaModelConfig
 
 TINY_STATS_KEY = "maniskill"
-RANDOM_SOURCE = "random weights"
 _SIZES = ("siglip", "vlm", "expert", "scale_factor", "max_action_dim", "action_horizon")
 
 
@@ -44,33 +42,37 @@ def build_smolvla(
         CheckpointError: no such checkpoint, or it does not fit.
     """
     device = torch.device(device)
-    directory = checkpoint.source(config)
-    report = LoadReport(RANDOM_SOURCE if directory is None else str(directory))
+    directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()
     model_config = SmolVlaConfig.from_architecture(config.smolvla, tokenizer.vocab_size)
     methods = Normalization("mean_std", "mean_std", files.LEROBOT_EPS)
-    sets = {TINY_STATS_KEY: identity_set(config.action_dim)}
-    weights: list[Path] = []
+    sets = {TINY_STATS_KEY: fields_of(identity_set(config.action_dim), "built-in statistics")}
+    weights, aliases, ignore = [], {}, {}
     if directory is not None:
         tiny = model_config
-        model_config = SmolVlaConfig.read(directory / "config.json")
+        model_config = SmolVlaConfig.read(directory / CONFIG_FILE)
         if config.model_path is None:
             checkpoint.check_size(model_config, tiny, _SIZES, directory, "model.smolvla")
         weights = checkpoint.weight_files(directory)
         sets, methods = files.read_stats(directory, weights)
         tokenizer = files.load_tokenizer(directory, model_config)
+        names = checkpoint.stored_shapes(weights)
+        aliases, ignore = files.aliases_and_ignored(names)
+        checkpoint.check_layers([aliases.get(name, name) for name in names], files.layers(model_config), directory)
     stats = choose(sets, config.unnorm_key, methods, config.action_dim, report.source)
     generator = new_generator(device, seed)
-    # Without memory first, so that a large model is never held twice.
     with torch.device("meta"):
         model = SmolVlaModel(model_config)
-    if directory is None:
-        model.to(dtype).to_empty(device=device)
-        init_weights(model, generator)
-        report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
-    else:
-        aliases, ignore = files.aliases_and_ignored(checkpoint.stored_names(weights))
-        checkpoint.load_strict(model, weights, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore)
+    checkpoint.fill(
+        model,
+        weights,
+        report,
+        lambda: init_weights(model, generator),
+        device=device,
+        dtype=dtype,
+        aliases=aliases,
+        ignore=ignore,
+    )
     feature_dim = model_config.expert.width
     value_dim = feature_dim if config.value_head.input == "suffix" else model_config.vlm.width
     policy = SmolVlaPolicy(

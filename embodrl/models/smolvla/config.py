@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from embodrl.errors import CheckpointError
-from embodrl.fields import Fields, read_fields
-from embodrl.models.common.family import check_family
+from embodrl.fields import Fields
+from embodrl.models.common.config_file import (
+    OWN_SECTION,
+    check_family,
+    check_multiple,
+    read_file,
+    read_sizes,
+    read_vit,
+    size,
+)
 from embodrl.models.common.siglip import SiglipSpec
 from embodrl.models.smolvla.spec import SmolVlaArchitectureConfig
-
-EMBODRL_KEY = "embodrl"
-MAX_DIM = 2**16
-_HINT = "fetch the checkpoint again, or choose one in lerobot's layout"
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,11 @@ class SmolVlaConfig:
         Raises:
             CheckpointError: it is of another model, invalid, or uses what is not supported.
         """
-        raw = read_fields(path, CheckpointError, _HINT)
-        check_family(raw.content, ("smolvla",), str(path))
+        raw = read_file(path)
+        check_family(raw, ("smolvla",))
         if raw.text("type", "") != "smolvla":
             raw.refuse(f"it is not of a SmolVLA: type is {raw.content.get('type')!r}")
-        return _own(raw.fields(EMBODRL_KEY)) if EMBODRL_KEY in raw else _lerobot(raw)
+        return _own(raw.fields(OWN_SECTION)) if OWN_SECTION in raw else _lerobot(raw)
 
 
 def expert_mlp_dim(width: int) -> int:
@@ -167,10 +170,10 @@ def _lerobot(raw: Fields) -> SmolVlaConfig:
         self_attention_every=max(raw.integer("self_attn_every_n_layers", 2, low=-1, high=vlm.depth), 0),
         cross_attention="cross" in mode,
         expert_every=vlm.depth // layers,
-        max_state_dim=raw.integer("max_state_dim", 32, low=1, high=MAX_DIM),
-        max_action_dim=raw.integer("max_action_dim", 32, low=1, high=MAX_DIM),
-        action_horizon=raw.integer("chunk_size", 50, low=1, high=MAX_DIM),
-        max_prompt_tokens=raw.integer("tokenizer_max_length", 48, low=1, high=MAX_DIM),
+        max_state_dim=size(raw, "max_state_dim", 32),
+        max_action_dim=size(raw, "max_action_dim", 32),
+        action_horizon=size(raw, "action_horizon", 50, key="chunk_size"),
+        max_prompt_tokens=size(raw, "max_prompt_tokens", 48, key="tokenizer_max_length"),
         num_steps=raw.integer("num_steps", 10, low=1, high=1000),
         vlm_name=name,
         cameras=_cameras(raw),
@@ -193,31 +196,16 @@ def _cameras(raw: Fields) -> tuple[str, ...]:
 
 
 def _own(raw: Fields) -> SmolVlaConfig:
-    def decoder(name: str) -> DecoderSpec:
-        part = raw.fields(name)
-        fields = ("width", "depth", "mlp_dim", "num_heads", "num_kv_heads", "head_dim")
-        spec = DecoderSpec(*(part.integer(field, low=1, high=MAX_DIM) for field in fields))
-        if spec.num_heads % spec.num_kv_heads or spec.depth > 256:
-            raw.refuse(f"{name} has {spec.num_heads} heads, {spec.num_kv_heads} key heads and {spec.depth} layers")
-        return spec
-
-    vision = raw.fields("siglip")
-    fields = ("image_size", "patch_size", "width", "depth", "num_heads", "mlp_dim")
-    siglip = SiglipSpec(*(vision.integer(field, low=1, high=MAX_DIM) for field in fields))
-    return SmolVlaConfig(
-        siglip,
-        decoder("vlm"),
-        decoder("expert"),
-        raw.integer("scale_factor", low=1, high=64),
-        raw.integer("vocab_size", low=1, high=2**20),
-        self_attention_every=raw.integer("self_attention_every", high=256),
-        cross_attention=raw.flag("cross_attention"),
-        expert_every=raw.integer("expert_every", low=1, high=256),
-        max_state_dim=raw.integer("max_state_dim", low=1, high=MAX_DIM),
-        max_action_dim=raw.integer("max_action_dim", low=1, high=MAX_DIM),
-        action_horizon=raw.integer("action_horizon", low=1, high=MAX_DIM),
-        max_prompt_tokens=raw.integer("max_prompt_tokens", low=1, high=MAX_DIM),
-        num_steps=raw.integer("num_steps", low=1, high=1000),
-        vlm_name=raw.text("vlm_name"),
-        cameras=tuple(raw.texts("cameras")),
-    )
+    public = KNOWN_VLMS[DEFAULT_VLM]
+    language = public.language
+    known = SmolVlaConfig(public.siglip, language, language, public.scale_factor, public.vocab_size)
+    config = read_sizes(known, raw, complete=True)
+    read_vit(known.siglip, raw.fields("siglip"))
+    check_multiple(raw.fields("vlm"), "num_heads", "num_kv_heads")
+    if config.vlm.head_dim % 2 or config.expert.width % 2 or config.siglip.grid % config.scale_factor:
+        raw.refuse("'head_dim' or the width of 'expert' is odd, or 'scale_factor' does not divide the rows of patches")
+    vlm, expert = config.vlm, config.expert
+    same = replace(expert, width=vlm.width, mlp_dim=vlm.mlp_dim, depth=vlm.depth) == vlm
+    if not same or expert.depth * config.expert_every != vlm.depth:
+        raw.refuse("'vlm' and 'expert' differ in heads, or 'expert_every' is not the ratio of their depths")
+    return replace(config, vlm_name=raw.text("vlm_name"), cameras=tuple(raw.texts("cameras")))

@@ -9,19 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
+from embodrl.fields import Fields
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.pi.config import Normalization
 from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot
 from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
-from embodrl.models.smolvla.config import EMBODRL_KEY, SmolVlaConfig
+from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.storage.files import write_safetensors
 
 PREFIX = "model."
@@ -52,12 +53,21 @@ def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[s
     return aliases, ignore
 
 
+def layers(config: SmolVlaConfig) -> dict[str, int]:
+    """Return the numbers of layers by what the names of their tensors begin with."""
+    return {
+        f"{_TOWER}encoder.layers.": config.siglip.depth,
+        "vlm_with_expert.vlm.model.text_model.layers.": config.vlm.depth,
+        "vlm_with_expert.lm_expert.layers.": config.expert.depth,
+    }
+
+
 def public_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under lerobot's names."""
     return {PREFIX + name.replace(_TOWER, _VISION): tensor for name, tensor in state.items()}
 
 
-def read_stats(directory: Path, files: Sequence[Path]) -> tuple[dict[str, dict[str, Any]], Normalization]:
+def read_stats(directory: Path, files: Sequence[Path]) -> tuple[dict[str, Fields], Normalization]:
     """Return the sets of statistics by name (openpi's layout of a set), and how they are used.
 
     Raises:
@@ -69,19 +79,16 @@ def read_stats(directory: Path, files: Sequence[Path]) -> tuple[dict[str, dict[s
     return _buffers(files), Normalization("mean_std", "mean_std", LEROBOT_EPS)
 
 
-def _buffers(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    sets: dict[str, dict[str, Any]] = {}
+def _buffers(files: Sequence[Path]) -> dict[str, Fields]:
+    sets: dict[str, dict[str, dict[str, object]]] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as reader:
-                for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
-                    if match := _BUFFER.fullmatch(name):
-                        part = "actions" if match["part"] == "action" else "state"
-                        entry = sets.setdefault(match["robot"] or LEROBOT_KEY, {}).setdefault(part, {})
-                        entry[match["field"]] = reader.get_tensor(name).double().tolist()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}", "fetch the checkpoint again") from error
-    return sets
+        with checkpoint.readable(path), safe_open(path, framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
+                if match := _BUFFER.fullmatch(name):
+                    part = "actions" if match["part"] == "action" else "state"
+                    entry = sets.setdefault(match["robot"] or LEROBOT_KEY, {}).setdefault(part, {})
+                    entry[match["field"]] = reader.get_tensor(name).double().tolist()
+    return {robot: fields_of(entry, f"{files[0]}, {robot}") for robot, entry in sets.items()}
 
 
 def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
@@ -128,9 +135,9 @@ def write_config(directory: Path, config: SmolVlaConfig, action_dim: int, state_
         "num_vlm_layers": config.vlm.depth,
         "self_attn_every_n_layers": config.self_attention_every or -1,
         "expert_width_multiplier": config.expert.width / config.vlm.width,
-        EMBODRL_KEY: config.to_dict(),
+        OWN_SECTION: config.to_dict(),
     }
-    checkpoint.write_json(directory / "config.json", content)
+    checkpoint.write_json(directory / CONFIG_FILE, content)
 
 
 def write_processors(directory: Path, config: SmolVlaConfig, stats: PiStats, action_dim: int, state_dim: int) -> None:
@@ -180,10 +187,10 @@ def _write_pipeline(directory: Path, name: str, steps: Sequence[tuple[str, dict[
 
 
 def _tensors(stats: PiStats) -> dict[str, Tensor]:
-    names = {"state": "observation.state", "actions": "action"}
+    names, raw = {"state": "observation.state", "actions": "action"}, fields_of(stats.raw, stats.key)
     return {
         f"{names[part]}.{field}": torch.tensor(values, dtype=torch.float32)
-        for part, entry in stats.raw.items()
-        if part in names
-        for field, values in entry.items()
+        for part in names
+        if part in raw
+        for field, values in raw.fields(part).content.items()
     }

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from embodrl.models.base import LoadReport
-from embodrl.models.common.checkpoint import load_strict, stored_names
+from embodrl.models.common.checkpoint import load_strict, stored_shapes
+from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.flow import integrate
 from embodrl.models.common.parity import (
     CHAIN_TOLERANCE,
-    CONFIG_FILE,
     INPUTS_FILE,
     LOGITS_TOLERANCE,
     Comparison,
@@ -49,7 +49,7 @@ def load(directory: Path) -> SmolVlaModel:
     with torch.device("meta"):
         model = SmolVlaModel(config)
     weights = [directory / WEIGHTS_FILE]
-    aliases, ignore = aliases_and_ignored(stored_names(weights))
+    aliases, ignore = aliases_and_ignored(stored_shapes(weights))
     report = LoadReport(str(directory))
     load_strict(model, weights, report, device="cpu", dtype=torch.float32, aliases=aliases, ignore=ignore)
     return model.eval()

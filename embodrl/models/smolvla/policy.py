@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.flow import NoiseHead, Velocity
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.common.flow_spec import FlowModelConfig
@@ -23,7 +24,6 @@ from embodrl.models.pi.stats import PiStats
 from embodrl.models.smolvla import files
 from embodrl.models.smolvla.modeling import DecoderLayer, SmolContext, SmolVlaModel
 from embodrl.models.smolvla.processing import SmolProcessor
-from embodrl.storage.atomic import atomic_directory
 from embodrl.types import Observation
 
 
@@ -132,8 +132,9 @@ class SmolVlaPolicy(FlowPolicy):
         replaced, in one step.
         """
         config, stats = self.model.config, self.robot_stats
-        state_dim = len(stats.raw.get("state", {}).get("mean", [])) or config.max_state_dim
-        with atomic_directory(directory) as staging:
+        state = fields_of(stats.raw, stats.key).fields("state", {})
+        state_dim = len(state.items("mean")) if "mean" in state else config.max_state_dim
+        with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(files.public_state(merged_state_dict(self.model)), staging)
             save_heads(staging, self.value_head, self.noise_head)
             files.write_config(staging, config, self.action_dim, state_dim)

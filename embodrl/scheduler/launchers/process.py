@@ -115,23 +115,21 @@ class _ProcessWorker(Running):
     def _on_exit(self, hung: str) -> None:
         """Fail what is pending, and notify the group unless this end was asked for."""
         try:
-            if hung:
-                self._child.end_group()
             reason = hung or self._child.exit_reason()
         except WorkerTimeout as error:
             reason = error.message
-        hint = "see its last output; `embodrl doctor` checks memory and drivers"
+        kind, hint = WorkerDied, "see its last output; `embodrl doctor` checks memory and drivers"
         if hung:
+            kind = WorkerHung
             hint = (
-                "its stack is in its last output, unless it was stopped; if it was only slow, raise"
+                "its last output has its stack, unless it was stopped; if it was only slow, raise"
                 " cluster.heartbeat_timeout_s or cluster.stall_timeout_s"
             )
         with self._lock:
-            error = (WorkerHung if hung and not self._closing else WorkerDied)(
-                f"{self._job.name} {'was closed' if self._closing else reason}",
-                "" if self._closing else hint,
-                self._job.rank,
-                log_tail="" if self._closing else self._child.log_tail(),
+            error = (
+                WorkerDied(f"{self._job.name} was closed", "", self._job.rank)
+                if self._closing
+                else kind(f"{self._job.name} {reason}", hint, self._job.rank, log_tail=self._child.log_tail())
             )
             self._dead = error
             pending, self._pending = list(self._pending.values()), {}
@@ -140,6 +138,9 @@ class _ProcessWorker(Running):
             self._on_death(error)
         for future in pending:
             settle(future, error)
+        if hung:  # only now: others in a collective would report its end, and not what it was
+            with contextlib.suppress(WorkerTimeout):
+                self._child.end_group()
 
     def explain_delay(self) -> str:
         self._child.dump_stack()

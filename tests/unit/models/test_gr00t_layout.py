@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from embodrl.errors import CheckpointError
+from embodrl.models.common.config_file import fields_of
 from embodrl.models.gr00t.config import Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
 
@@ -66,6 +67,7 @@ PUBLIC: dict[str, Any] = {
         },
     },
 }
+ROBOTS = {"gr1": fields_of({}, "x")}
 EAGLE = "backbone.eagle_model"
 VISION = f"{EAGLE}.vision_model.vision_model"
 QWEN = f"{EAGLE}.language_model"
@@ -168,7 +170,7 @@ def test_construction_needs_no_memory():
 
 
 def test_config_survives_a_round_trip():
-    config = Gr00tConfig.from_dict(PUBLIC, {"gr1": {}})
+    config = Gr00tConfig.from_dict(PUBLIC, ROBOTS)
     written = config.to_dict()
     for key in ("action_dim", "compute_dtype", "model_type", "hidden_size"):
         assert written[key] == PUBLIC[key]
@@ -176,7 +178,7 @@ def test_config_survives_a_round_trip():
         if not isinstance(value, dict):
             assert written["action_head_cfg"][key] == value
     assert written["backbone_cfg"] == PUBLIC["backbone_cfg"]
-    again = Gr00tConfig.from_dict(written, {"gr1": {}})
+    again = Gr00tConfig.from_dict(written, ROBOTS)
     for part in ("siglip", "qwen", "head", "system_prompt", "embodiment_ids", "metadata"):
         assert getattr(again, part) == getattr(config, part)
 
@@ -186,11 +188,11 @@ def test_config_survives_a_round_trip():
     [
         (("model_type",), "gr00t_n1", "model_type is 'gr00t_n1', not 'gr00t_n1_5'"),
         (("backbone_cfg", "project_to_dim"), 1536, "project_to_dim 1536 is not supported"),
-        (("backbone_cfg", "select_layer"), None, "has no select_layer"),
+        (("backbone_cfg", "select_layer"), None, "'select_layer' is null"),
         (("action_head_cfg", "use_vlln"), False, "use_vlln False is not supported"),
         (("action_head_cfg", "input_embedding_dim"), 1024, "the other dimensions ask for 1536"),
         (("action_head_cfg", "backbone_embedding_dim"), 1536, "it is 2048 in GR00T N1.5"),
-        (("action_head_cfg", "max_state_dim"), None, "has no max_state_dim"),
+        (("action_head_cfg", "max_state_dim"), None, "'max_state_dim' is null"),
         (("action_head_cfg", "diffusion_model_cfg", "interleave_self_attention"), False, "GR00T N1.5 has True"),
         (("action_head_cfg", "vl_self_attention_cfg", "positional_embeddings"), "sinusoidal", "has null"),
     ],

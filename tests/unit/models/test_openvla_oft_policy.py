@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common.checkpoint import read_json, write_json
+from embodrl.models.common.config_file import fields_of
 from embodrl.models.openvla_oft.config import ProprioStats, choose_proprio_stats
 from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy
 from embodrl.models.openvla_oft.processing import ProprioInput
@@ -233,7 +234,7 @@ def test_unfit_projectors_are_refused(tmp_path, wrong, message):
 
 def test_statistics_of_the_state_are_needed():
     with pytest.raises(CheckpointError, match="'libero' have no quantiles of the robot's state"):
-        choose_proprio_stats({"libero": {"action": {}, "proprio": {"mean": [0.0]}}}, "libero", "x")
+        choose_proprio_stats({"libero": fields_of({"action": {}, "proprio": {"mean": [0.0]}}, "x")}, "libero", "x")
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from PIL import Image
 from embodrl.errors import CheckpointError
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.common.attention import attention
+from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.images import center_crop_area, resize_bicubic
-from embodrl.models.common.norm_stats import choose_stats, identity_stats
+from embodrl.models.common.norm_stats import choose_stats, identity_stats, stats_sets
 from embodrl.models.common.sampling import action_entropy, draw, log_distribution, smoothed_targets
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
 from embodrl.models.openvla.policy import exponential_noise
@@ -59,23 +60,23 @@ class TestStats:
     }
 
     def test_by_hand(self):
-        stats = choose_stats(self.table, "bridge", 2, "x")
+        stats = choose_stats(stats_sets(fields_of(self.table, "x")), "bridge", 2, "x")
         np.testing.assert_allclose(stats.unnormalize(np.array([[0.5, 0.25]])), [[2.5, 0.25]])
         np.testing.assert_allclose(stats.normalize(np.array([[2.5, 0.25], [9.0, 3.0]])), [[0.5, 0.25], [1.0, 1.0]])
 
     def test_no_noops_is_tried(self):
-        assert choose_stats(self.table, "libero", 2, "x").key == "libero_no_noops"
+        assert choose_stats(stats_sets(fields_of(self.table, "x")), "libero", 2, "x").key == "libero_no_noops"
 
     def test_errors_list_the_keys(self):
         with pytest.raises(CheckpointError, match=r"bridge, libero_no_noops"):
-            choose_stats(self.table, "brigde", 2, "x")
+            choose_stats(stats_sets(fields_of(self.table, "x")), "brigde", 2, "x")
         with pytest.raises(CheckpointError, match=r"2 sets .*\n.*model.unnorm_key"):
-            choose_stats(self.table, None, 2, "x")
+            choose_stats(stats_sets(fields_of(self.table, "x")), None, 2, "x")
         with pytest.raises(CheckpointError, match="2 dimensions, not 7"):
-            choose_stats(self.table, "bridge", 7, "x")
+            choose_stats(stats_sets(fields_of(self.table, "x")), "bridge", 7, "x")
 
     def test_a_dimension_without_range_is_zero(self):
-        stats = choose_stats({"k": {"action": {"q01": [3.0], "q99": [3.0]}}}, None, 1, "x")
+        stats = choose_stats({"k": fields_of({"action": {"q01": [3.0], "q99": [3.0]}}, "x")}, None, 1, "x")
         assert stats.normalize(np.array([3.0])).tolist() == [0.0]
 
 

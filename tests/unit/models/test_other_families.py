@@ -9,7 +9,7 @@ import torch
 from tiny_families import FAMILIES, build, tiny_config
 
 from embodrl.errors import CheckpointError
-from embodrl.models.common.family import families_of
+from embodrl.models.common.config_file import families_of
 from embodrl.models.registry import build_policy
 
 # OpenVLA-OFT is made from an OpenVLA by fine-tuning, so that pair is no mistake.

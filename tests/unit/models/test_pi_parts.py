@@ -18,7 +18,7 @@ from embodrl.models.common.attention import attention
 from embodrl.models.common.gemma import AdaptiveRMSNorm, GemmaModel, GemmaSpec, RMSNorm, rotary, rotate
 from embodrl.models.common.images import resize_with_pad
 from embodrl.models.common.siglip import SiglipSpec, SiglipTower
-from embodrl.models.pi.config import PI0_FULL, PI05_FULL, PiConfig
+from embodrl.models.pi.config import PUBLIC, PiConfig
 from embodrl.models.pi.modeling import PiModel, init_weights, time_embedding
 
 SIGLIP = SiglipSpec(image_size=28, patch_size=14, width=32, depth=2, num_heads=2, mlp_dim=48)
@@ -155,7 +155,7 @@ def gemma_parameters(width: int, mlp: int, norm: int) -> int:
     return 18 * (attention_size + 3 * width * mlp + 2 * norm) + norm
 
 
-@pytest.mark.parametrize(("config", "billions"), [(PI0_FULL, 3.24), (PI05_FULL, 3.35)])
+@pytest.mark.parametrize(("config", "billions"), [(PUBLIC["pi0"], 3.24), (PUBLIC["pi05"], 3.35)])
 def test_full_size_takes_no_memory(config: PiConfig, billions: float):
     model = full(config)
     assert all(parameter.is_meta for parameter in model.parameters()) and not list(model.buffers())
@@ -203,7 +203,7 @@ def test_names_are_openpis():
             "time_mlp_out.bias": (1024,),
         },
     }
-    shapes = {c.variant: {n: tuple(v.shape) for n, v in full(c).state_dict().items()} for c in (PI0_FULL, PI05_FULL)}
+    shapes = {c.variant: {n: tuple(v.shape) for n, v in full(c).state_dict().items()} for c in PUBLIC.values()}
     for variant, found in shapes.items():
         assert {name: found.get(name) for name in {**common, **own[variant]}} == {**common, **own[variant]}
     assert not set(own["pi0"]) & set(shapes["pi05"]) and not set(own["pi05"]) & set(shapes["pi0"])

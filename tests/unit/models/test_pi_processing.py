@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from embodrl.errors import CheckpointError, EmbodrlError, MissingDependencyError
 from embodrl.models.common.norm_stats import MeanStd, Quantiles
-from embodrl.models.pi.config import BY_DEVIATION, BY_QUANTILES, PI0_FULL, Normalization, PiConfig
+from embodrl.models.pi.config import BY_DEVIATION, BY_QUANTILES, PUBLIC, Normalization, PiConfig
 from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.stats import choose, cut, read_lerobot, read_openpi
 from embodrl.models.pi.tokenizer import TextTokenizer, load_tokenizer, tiny_tokenizer
@@ -216,7 +216,7 @@ def test_lerobot_without_statistics_or_with_an_unknown_method(tmp_path: Path):
     write_lerobot(tmp_path, state_file=False)
     assert read_lerobot(tmp_path)[0] == {}
     write_lerobot(tmp_path, action="MIN_MAX")
-    with pytest.raises(CheckpointError, match="normalisation MIN_MAX is not supported"):
+    with pytest.raises(CheckpointError, match="normalisation 'MIN_MAX' of 'ACTION' is not supported"):
         read_lerobot(tmp_path)
     write_lerobot(tmp_path, action="IDENTITY")
     sets, methods = read_lerobot(tmp_path)
@@ -245,7 +245,7 @@ LEROBOT = {
 
 
 def test_openpis_config():
-    assert PiConfig.from_dict(OPENPI, "pi0") == PI0_FULL
+    assert PiConfig.from_dict(OPENPI, "pi0") == PUBLIC["pi0"]
     base = PiConfig.from_dict(OPENPI, "pi05")
     assert (base.discrete_state, base.max_prompt_tokens, base.normalization) == (True, 200, BY_QUANTILES)
     assert not base.padded_state_in_prompt
@@ -253,9 +253,9 @@ def test_openpis_config():
 
 def test_what_openpis_code_says_of_libero():
     libero = "physical-intelligence/libero"
-    assert PiConfig.from_dict(OPENPI, "pi0").with_data_set(libero, OPENPI).relative_dims == 6
-    assert PiConfig.from_dict(OPENPI, "pi0").with_data_set("droid", OPENPI).relative_dims == 0
-    stateless = PiConfig.from_dict(OPENPI, "pi05").with_data_set(libero, OPENPI)
+    assert PiConfig.from_dict(OPENPI, "pi0").with_data_set(libero).relative_dims == 6
+    assert PiConfig.from_dict(OPENPI, "pi0").with_data_set("droid").relative_dims == 0
+    stateless = PiConfig.from_dict(OPENPI, "pi05").with_data_set(libero)
     assert (stateless.discrete_state, stateless.relative_dims) == (False, 0)
 
 
@@ -266,14 +266,10 @@ def test_lerobots_config():
 
 
 def test_own_config_survives_json():
-    config = PiConfig.from_dict(OPENPI, "pi05").with_data_set("physical-intelligence/libero", OPENPI)
+    config = PiConfig.from_dict(OPENPI, "pi05").with_data_set("physical-intelligence/libero")
     raw = json.loads(json.dumps(config.to_dict("float32")))
     assert {name: raw[name] for name in OPENPI} == {**OPENPI, "precision": "float32"}
     assert PiConfig.from_dict(raw, "pi05") == config
-    # Its own word counts more than what is known of the data set.
-    raw["embodrl"]["discrete_state"] = True
-    again = PiConfig.from_dict(raw, "pi05").with_data_set("physical-intelligence/libero", raw)
-    assert again.discrete_state
 
 
 @pytest.mark.parametrize(
@@ -282,10 +278,10 @@ def test_own_config_survives_json():
         ({**LEROBOT, "type": "pi0"}, "of a 'pi0' model, not 'pi05'"),
         ({**LEROBOT, "type": "smolvla"}, "of a 'smolvla' model"),
         ({**LEROBOT, "use_relative_actions": True}, "use_relative_actions is not supported"),
-        ({**LEROBOT, "image_resolution": [448, 448]}, r"image_resolution \(448, 448\)"),
+        ({**LEROBOT, "image_resolution": [448, 448]}, "image_resolution 448 x 448"),
         ({**OPENPI, "paligemma_variant": "gemma_2b_lora"}, "variant 'gemma_2b_lora' is not supported"),
         ({"model_type": "other"}, "neither openpi's nor lerobot's: it has no type and no action_dim"),
-        ({"embodrl": {"variant": "pi05"}}, "its part 'embodrl' does not fit"),
+        ({"embodrl": {"variant": "pi05"}}, "embodrl: 'normalization' is missing"),
     ],
 )
 def test_other_configs_are_refused(raw: dict[str, Any], message: str):

@@ -84,7 +84,7 @@ def test_the_public_size(tmp_path: Path) -> None:
     ],
 )
 def test_what_would_act_wrongly_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
-    with raises_code("checkpoint"):
+    with raises_code("policy-file"):
         SmolVlaConfig.read(write(tmp_path / "config.json", **changes))
 
 

@@ -19,7 +19,7 @@ from embodrl.data.batch import Batch
 from embodrl.errors import EmbodrlError, PipelineError
 from embodrl.hybrid_engines.base import NonFiniteError
 from embodrl.pipelines.context import Context
-from embodrl.pipelines.graph import Pipeline
+from embodrl.pipelines.graph import Graph, Node, Pipeline
 from embodrl.pipelines.outcomes import described
 
 CONTEXT = cast(Context, object())
@@ -207,7 +207,7 @@ def test_an_error_of_ours_keeps_type_and_remedy() -> None:
     assert str(caught.value).endswith("inputs/seen float32[2, 3]\n  hint: lower the learning rate\n  code: non-finite")
 
 
-@pytest.mark.parametrize("error", [InterruptedError(), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("error", [InterruptedError(), KeyboardInterrupt()])
 def test_interruptions_are_never_tried_again(error: BaseException) -> None:
     node = Unsteady(9, error)
     with pytest.raises(type(error)) as caught:
@@ -241,3 +241,35 @@ def test_an_error_can_be_told_more_than_once() -> None:
     error.add("two")
     error.add("three")
     assert str(error) == "one\n  two\n  three\n  hint: fix it\n  code: embodrl"
+
+
+def test_nodes_that_exit_are_named() -> None:
+    import os
+    import sys
+
+    real = os._exit
+
+    def leaves(context: Any) -> None:
+        sys.exit(7)
+
+    def gone(context: Any) -> None:
+        os._exit(9)
+
+    for node, call in ((leaves, "sys.exit(7)"), (gone, "os._exit(9)")):
+        graph = Graph("exits", (Node("mine", node, f"{__name__}:{node.__name__}", (), "sink", 0),))
+        with raises_code("function-exit") as caught:
+            graph.run(cast(Any, None))
+        assert call in str(caught.value) and f"{__name__}:{node.__name__}" in str(caught.value)
+        assert "in node 'mine'" in str(caught.value)
+    assert os._exit is real
+
+    def child(context: Any) -> int:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(5)  # of a process of its own, such as multiprocessing's
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    found: list[int] = []
+    graph = Graph("forks", (Node("mine", lambda context: found.append(child(context)), "mine:child", (), "sink", 0),))
+    graph.run(cast(Any, None))
+    assert found == [5]

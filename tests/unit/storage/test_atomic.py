@@ -140,3 +140,14 @@ def test_a_directory_that_reads_back_differently_is_withdrawn(tmp_path: Path) ->
 def test_the_hint_fits_the_cause(number: int, hint: str, tmp_path: Path) -> None:
     error = output_error("x can't be written", tmp_path / "a" / "b", OSError(number, os.strerror(number)), "move")
     assert hint in error.hint and error.hint.endswith("move") and os.strerror(number) in error.message
+
+
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    """The nested staging directories are those of earlier versions."""
+    for name in (".policy.partial", "..policy.partial.partial", "..policy.partial.replaced"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "..policy_best.partial.partial").mkdir()
+    with atomic_directory(tmp_path / "policy") as staging:
+        (staging / "new").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["..policy_best.partial.partial", "policy"]

@@ -67,3 +67,20 @@ def test_an_invalid_list_is_refused(directory: Path, content: str) -> None:
     (directory / CHECKSUMS).write_text(content)
     with raises_code("file-format"):
         check_checksums(directory)
+
+
+def test_added_files_are_listed_without_reading_the_others(directory: Path) -> None:
+    (directory / "a.bin").write_bytes(b"xyz")  # damaged meanwhile, which the new list must not hide
+    (directory / "card.json").write_text("{}")
+    write_checksums(directory, added=["card.json"])
+    with raises_code("file-damaged") as caught:
+        check_checksums(directory)
+    assert "a.bin" in str(caught.value) and "card.json" not in str(caught.value)
+
+
+def test_of_large_files_the_size_alone_may_be_compared(directory: Path) -> None:
+    (directory / "a.bin").write_bytes(b"xyz")
+    assert check_checksums(directory, size_only=".bin")
+    (directory / "a.bin").write_bytes(b"x")
+    with raises_code("file-damaged"):
+        check_checksums(directory, size_only=".bin")

@@ -1,0 +1,133 @@
+"""Reading a checkpoint's JSON files: every value with its type and range, before anything is built from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from embodrl.errors import CheckpointError, PolicyFileError
+from embodrl.fields import Fields, read_fields
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Spec = TypeVar("Spec", bound=DataclassInstance)
+
+CONFIG_FILE = "config.json"
+OWN_SECTION = "embodrl"
+OPENVLA_FAMILIES = ("openvla", "openvla_oft")
+PI_FAMILIES = ("pi0", "pi05")
+MAX_BYTES = 8 * 2**20
+MAX_SIZE = 2**17
+# Where a larger or smaller number than 1 to MAX_SIZE is meant; layers and whatever memory is taken for are bounded
+# more tightly, since no weight of such a size need exist for them.
+_RANGES = {
+    **dict.fromkeys(("depth", "num_layers", "num_hidden_layers"), (1, 512)),
+    **dict.fromkeys(("action_dim", "max_action_dim", "max_state_dim", "action_horizon"), (1, 4096)),
+    "num_images": (1, 64),
+    "num_registers": (0, 1024),
+    "num_steps": (1, 1000),
+    "scale_factor": (1, 64),
+    "self_attention_every": (0, 512),
+    "relative_dims": (0, 4096),
+    "num_timestep_buckets": (1, 2**20),
+    "vocab_size": (1, 2**22),
+    "max_position_embeddings": (1, 2**24),
+}
+_HINT = "fetch the checkpoint again, or restore the file from its origin"
+
+
+def read_file(path: Path) -> Fields:
+    """Return the fields of a JSON file of a checkpoint.
+
+    Raises:
+        PolicyFileError: missing, unreadable, too large or too deeply nested, or not a JSON object.
+    """
+    if not path.is_file():  # a pipe would block
+        raise PolicyFileError(f"{path} does not exist", "give the directory of a checkpoint in the public layout")
+    return read_fields(path, PolicyFileError, _HINT, MAX_BYTES)
+
+
+def fields_of(content: Mapping[str, object], source: str) -> Fields:
+    """Return the fields of an object that has been parsed already; errors name ``source``."""
+    return Fields(content, source, PolicyFileError, _HINT)
+
+
+def size(fields: Fields, name: str, default: int | None = None, key: str | None = None) -> int:
+    """Return a dimension within the range of ``name``; ``key`` is what the file calls it, if not that."""
+    low, high = _RANGES.get(name, (1, MAX_SIZE))
+    if default is None:
+        return fields.integer(key or name, low=low, high=high)
+    return fields.integer(key or name, default, low=low, high=high)
+
+
+def read_sizes(known: Spec, fields: Fields, complete: bool = False) -> Spec:
+    """Return dimensions as a file gives them: numbers, flags, and nested dimensions.
+
+    Args:
+        known: a dataclass; its values stand in for what the file leaves out.
+        fields: of the file, with the names of the dataclass.
+        complete: refuse a file that lacks a field without default.
+    """
+    changes: dict[str, object] = {}
+    for field in dataclasses.fields(known):
+        name, value = field.name, getattr(known, field.name)
+        required = complete and field.default is dataclasses.MISSING
+        if fields.content.get(name) is None and not required:
+            continue
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            changes[name] = read_sizes(value, fields.fields(name), complete)
+        elif isinstance(value, bool):
+            changes[name] = fields.flag(name)
+        elif isinstance(value, int):
+            changes[name] = size(fields, name)
+        elif isinstance(value, float):
+            changes[name] = fields.number(name, low=0.0, high=1e9)
+    return dataclasses.replace(known, **changes)
+
+
+def read_vit(known: Spec, fields: Fields) -> Spec:
+    """Return the dimensions of a vision transformer, as ``read_sizes`` with all of them given."""
+    spec = read_sizes(known, fields, complete=True)
+    check_multiple(fields, "image_size", "patch_size")
+    check_multiple(fields, "width", "num_heads")
+    return spec
+
+
+def check_multiple(fields: Fields, whole: str, part: str) -> None:
+    """Refuse dimensions of which one must divide the other, e.g. heads and width."""
+    larger, smaller = size(fields, whole), size(fields, part)
+    if larger % smaller:
+        fields.refuse(f"'{whole}' is {larger}, not a multiple of '{part}' = {smaller}")
+
+
+def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the families that a config.json may be of; empty if it is of none that is known.
+
+    Public files leave open whether an OpenVLA is an OpenVLA-OFT, and openpi's which of its models it is.
+    """
+    extra = raw.get(OWN_SECTION)
+    own: dict[str, object] = extra if isinstance(extra, dict) else {}
+    kind = raw.get("model_type")
+    if kind == "openvla":
+        return ("openvla_oft",) if "keep_stop_token" in own else OPENVLA_FAMILIES
+    if kind == "gr00t_n1_5":
+        return ("gr00t",)
+    if raw.get("type") == "smolvla":
+        return ("smolvla",)
+    variant = own.get("variant", raw.get("type"))
+    if variant in PI_FAMILIES:
+        return (str(variant),)
+    return PI_FAMILIES if kind is None and "paligemma_variant" in raw else ()
+
+
+def check_family(fields: Fields, wanted: tuple[str, ...]) -> None:
+    """Refuse a config.json that is known to be of another family than the ``wanted``; the hint names that one."""
+    found = families_of(fields.content)
+    if found and not set(found) & set(wanted):
+        are, should = (" or ".join(f"'{name}'" for name in names) for names in (found, wanted))
+        raise CheckpointError(
+            f"{fields.source} is of a {are} model, not {should}", f"set model.model_type={' or '.join(found)}"
+        )
