@@ -199,6 +199,10 @@ class EnvWorkerDied(EnvError):
     """A simulator process ended without saying why (signal, out of memory, ...)."""
 
 
+class EnvProtocolError(EnvWorkerDied):
+    """A simulator process sent something that is no valid answer, and was killed."""
+
+
 class EnvTimeout(EnvError):
     """A simulator process did not answer in time."""
 

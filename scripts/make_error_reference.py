@@ -47,6 +47,7 @@ CURES = {
     "checkpoint": "use another checkpoint, or the settings that it was made with",
     "policy-file": "restore the file from its origin; the message names the file and the key or tensor",
     "env": "read the message and the log of the simulator process in RUN/logs; `embodrl doctor ARGS` tries one frame",
+    "env-protocol": "look for code of the simulator that writes to file descriptors or memory that are not its own",
     "env-worker-died": "look at RUN/logs; if memory ran out, use fewer environments (env.train.total_num_envs)",
     "env-timeout": "raise env.step_timeout_s, reset_timeout_s or start_timeout_s, or use fewer processes",
     "env-raised": "fix the environment: the message has its traceback",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.base import VectorEnv
 from embodrl.envs.pool.video import VideoWriter
+from embodrl.errors import EnvError
 from embodrl.processes.codec import decode, encode
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
@@ -284,11 +285,18 @@ class SteppingEnv(VectorEnv):
     def set_state(self, state: bytes) -> None:
         """See VectorEnv."""
         content = decode(state)
-        sim_state = content.pop("sim")
-        for name, value in content.items():
-            setattr(self, name, value)
+        for name in filter(content.__contains__, _BOOKS):
+            saved, present = content[name], getattr(self, name)
+            if saved.shape != present.shape:
+                raise EnvError(
+                    f"the state is one of other environments: {name.strip('_')} {list(saved.shape)}, here"
+                    f" {list(present.shape)}",
+                    "restore it with the same number of environments, cameras and env.include_state",
+                    code="env-state-shape",
+                )
+            setattr(self, name, saved)
         self.assign(np.arange(self.spec.num_envs), self.task_id)
-        self.set_sim_state(sim_state)
+        self.set_sim_state(content["sim"])
 
     def get_row_state(self, row: int) -> dict[str, Any]:
         """See VectorEnv."""

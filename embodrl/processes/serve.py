@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from embodrl.errors import EmbodrlError, user_frames
 from embodrl.processes.codec import PLAIN, Codec
@@ -25,6 +25,7 @@ from embodrl.processes.liveness import start_beating
 logger = logging.getLogger("embodrl.processes")
 
 _PR_SET_PDEATHSIG = 1
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _MPOL_PREFERRED = 1
 _SET_MEMPOLICY_SYSCALL = {"x86_64": 238, "aarch64": 237}
 
@@ -67,6 +68,25 @@ def _die_with_parent(sock: socket.socket, started_by_main_thread: bool) -> None:
         os._exit(0)
 
     threading.Thread(target=wait_for_hangup, name="parent-watch", daemon=True).start()
+
+
+def report_exits() -> None:
+    """Have ``os._exit`` of other code than embodrl's say where it was called: to the parent it is an exit code alone.
+
+    What the process prints last is part of the parent's message. In processes that are forked from this one it is a
+    normal way to end, and reports nothing.
+    """
+    end, own = os._exit, os.getpid()
+
+    def reported_exit(status: int) -> NoReturn:
+        caller = sys._getframe(1)
+        file = caller.f_code.co_filename
+        if os.getpid() == own and not file.startswith(_PACKAGE):
+            where = f"{file}:{caller.f_lineno} in {caller.f_code.co_name}"
+            os.write(2, f"os._exit({status}) was called in {where}\n".encode(errors="replace"))
+        end(status)
+
+    os._exit = reported_exit
 
 
 def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None:

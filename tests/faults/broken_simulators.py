@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from garbage import GARBAGE, answer_twice
 
 from embodrl.specs import ENVS
 
@@ -53,6 +54,8 @@ BEFORE = {
     "hang in reset": ("reset", lambda _: time.sleep(1000)),
     "crash": ("chunk_step", crash),
     "diverges": ("chunk_step", diverge),
+    "answers twice": ("chunk_step", lambda _: answer_twice()),
+    **{f"sends {name}": ("chunk_step", lambda _, send=send: send()) for name, (send, _) in GARBAGE.items()},
 }
 AFTER = {
     "reward is no number": ("chunk_step", spoil_reward(np.nan)),

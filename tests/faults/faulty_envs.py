@@ -43,6 +43,8 @@ class FaultyVectorEnv(ToyVectorEnv):
         if self._fault == "exit":
             print("simulator: fatal: lost the device", flush=True)
             os._exit(7)
+        if self._fault == "system_exit":
+            raise SystemExit(4)
         if self._fault == "segfault":
             ctypes.string_at(0)
         if self._fault == "kill":

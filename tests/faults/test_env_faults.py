@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,8 +82,19 @@ def test_a_dead_process_is_named_with_its_end(fault, words):
         assert is_gone(pid) and manager.pid is None
         if fault == "exit":
             assert "lost the device" in message
+            assert re.search(r"os\._exit\(7\) was called in .*faulty_envs\.py:\d+ in chunk_step", message)
         if fault == "segfault":
             assert "faulty_envs.py" in message  # the interpreter's own dump, from the log
+
+
+def test_an_exit_in_a_step_is_an_error_that_names_the_line():
+    with faulty("system_exit") as manager:
+        manager.reset(SEEDS, TASKS)
+        with raises_code("env-raised", EnvRaised) as raised:
+            manager.step(ACTIONS)
+        message = raised.value.message
+        assert "SystemExit during STEP: 4" in message and "faulty_envs.py" in message and "in chunk_step" in message
+        assert manager.step(ACTIONS).valid.any()
 
 
 def test_a_process_that_outlives_its_kill_is_a_timeout_that_leaves_nothing_open(monkeypatch):

@@ -193,7 +193,10 @@ def test_a_start_that_takes_too_long_after_a_death(pool: EnvPool, folder: Path) 
     check_lost(pool, pool.step(actions(pool), copy=True), before + 2)
 
 
-@pytest.mark.parametrize("fault", ["raise in step", "crash", "hang in step", "picture is no picture"])
+@pytest.mark.parametrize(
+    "fault",
+    ["raise in step", "crash", "hang in step", "picture is no picture", "sends noise", "sends memory that shrinks"],
+)
 def test_a_simulator_that_fails_in_a_step(pool: EnvPool, fault: str) -> None:
     before = pool.faults.restarts
     pool.call_one(1, "break_next", {"fault": fault})

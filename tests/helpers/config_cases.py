@@ -381,6 +381,7 @@ RULES = [
         "gpu-physics-fits",
         ("env.num_processes=2", "env.sim_backend=physx_cuda"),
     ),
+    Wrong("gripper of another simulator", "model.gripper", "gripper-opens-upward", ("model.gripper=libero",)),
     Wrong(
         "all triangles dropped",
         "env.mesh_decimation",

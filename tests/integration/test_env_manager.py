@@ -3,6 +3,7 @@
 import os
 import threading
 import venv
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from expect import raises_code
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
-from embodrl.errors import EnvError, EnvRaised
+from embodrl.errors import CheckpointError, EnvError, EnvRaised
 from embodrl.types import EnvStep, Observation
 
 KWARGS = {"num_envs": 3, "image_size": 16, "max_episode_steps": 7, "include_state": True}
@@ -285,3 +286,50 @@ def test_shards_that_do_not_come_out_even_are_refused():
         EnvPool.create("toy", {}, total_num_envs=5, num_processes=2)
     with pytest.raises(EnvError, match="2 env processes cannot form 3 stages"):
         EnvPool.create("toy", {}, total_num_envs=4, num_processes=2).split(3)
+
+
+def toy_pool(num_envs, **kwargs):
+    options = {"image_size": 8, "tasks": ["reach-red"], "include_state": True, **kwargs}
+    return EnvPool.create("toy", options, total_num_envs=num_envs, num_processes=2, name="train")
+
+
+def test_a_state_of_other_environments_is_refused_with_the_settings():
+    @contextmanager
+    def started(num_envs, **kwargs):
+        with toy_pool(num_envs, **kwargs) as pool:
+            pool.reset(np.arange(num_envs), np.zeros(num_envs, np.int32))
+            yield pool
+
+    with started(4) as pool:
+        states = pool.get_state()
+        step = pool.step(np.full((4, 2, 7), 0.2, np.float32), copy=True)
+    others = {
+        "environments (env.train.total_num_envs): 4 in the checkpoint, 8 now": (8, {}),
+        "cameras (env.cameras): base_camera 8x8 in the checkpoint, base_camera 16x16 now": (4, {"image_size": 16}),
+        "numbers of the state (env.include_state)": (4, {"include_state": False}),
+        "tasks (env.tasks): reach-red in the checkpoint, reach-green now": (4, {"tasks": ["reach-green"]}),
+    }
+    for words, (num_envs, kwargs) in others.items():
+        with started(num_envs, **kwargs) as pool:
+            with raises_code("env-state-mismatch", CheckpointError) as raised:
+                pool.set_state(states)
+            assert words in raised.value.message
+            assert pool.faults.restarts == 0
+    with started(4, tasks=["reach-red", "reach-green"]) as pool:  # a further task changes no number
+        pool.set_state(states)
+        np.testing.assert_array_equal(
+            pool.step(np.full((4, 2, 7), 0.2, np.float32)).observation.images, step.observation.images
+        )
+        for damaged in (states[0][:200], states[0][:30] + b"\0" * 200):
+            with raises_code("checkpoint", CheckpointError):
+                pool.set_state([damaged, states[1]])
+
+
+def test_a_state_of_an_earlier_version_is_taken_where_its_shapes_fit():
+    with toy_pool(4) as pool, toy_pool(8) as larger:
+        for made, count in ((pool, 4), (larger, 8)):
+            made.reset(np.arange(count), np.zeros(count, np.int32))
+        states = [manager.get_state() for manager in pool.managers]
+        pool.set_state(states)
+        with raises_code("env-state-shape", EnvRaised):
+            larger.set_state(states)

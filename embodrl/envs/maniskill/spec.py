@@ -76,6 +76,19 @@ def some_triangles_remain(context: Context) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("model.gripper", "env.env_type")
+def gripper_opens_upward(context: Context) -> Iterator[Finding]:
+    """ManiSkill opens the gripper at +1, LIBERO's convention closes it there."""
+    if context.config.model.gripper == "libero":
+        yield Finding(
+            "model.gripper",
+            "is libero, which closes the gripper at +1; ManiSkill opens it there, so that every grasp is inverted",
+            "set it to bridge for a model whose gripper is from 0 (closed) to 1 (open), else to as_is",
+            "as_is, bridge",
+            others=("env.env_type",),
+        )
+
+
 @RULES.rule("rollout.workflow", "env.sim_backend")
 def workflows_need_single_environments(context: Context) -> Iterator[Finding]:
     """A workflow steps each of its environments on its own."""

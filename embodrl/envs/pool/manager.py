@@ -12,14 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_step, spec_from_dict
 from embodrl.envs.stepping import next_seed
-from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.errors import EmbodrlError, EnvError, EnvProtocolError, EnvRaised, EnvTimeout, EnvWorkerDied, MessageError
+from embodrl.fields import Fields
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
@@ -31,6 +32,7 @@ logger = logging.getLogger("embodrl.envs")
 
 _CLOSE_GRACE_S = 5.0
 _SHOWN = 8
+_SHOWN_TEXT = 8000  # characters of an error that a simulator reports
 _OOM_SCORE_ADJ = 300
 """If memory runs out, the kernel ends a simulator, which is restarted, before it ends the driver."""
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
@@ -43,6 +45,14 @@ SINGLE_THREADED = {
     "SAPIEN_DISABLE_RAY_TRACING": "1",
 }
 _WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
+
+
+class _Pending(NamedTuple):
+    """The request under way; its answer repeats ``number`` and ``argument``."""
+
+    kind: Kind
+    number: int
+    argument: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ class EnvManager:
     def __init__(
         self,
         env_type: str,
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         *,
         name: str = "env",
         cpu: int | None = None,
@@ -110,9 +120,12 @@ class EnvManager:
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
         self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
         self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
-        self.lasting: dict[str, Mapping[str, Any] | None] = {}  # what a simulator built anew is asked again, by EnvPool
+        self.lasting: dict[
+            str, Mapping[str, object] | None
+        ] = {}  # what a simulator built anew is asked again, by EnvPool
         self.has_stepped = False  # a chunk has worked, in any process of this manager
-        self._config = {
+        self._starts_with_auto_reset = self._auto_reset = bool((kwargs or {}).get("auto_reset", True))
+        self._config: dict[str, object] = {
             "env_type": target if isinstance(target, str) else env_type,
             "kwargs": dict(kwargs or {}),
             "cpu": cpu,
@@ -127,7 +140,8 @@ class EnvManager:
         self._memory_fd = -1
         self._ring: Ring | None = None
         self._spec: EnvSpec | None = None
-        self._pending: tuple[Kind, int] | None = None
+        self._pending: _Pending | None = None
+        self._serial = 0
         self._slot = 0
         self._offloaded: bytes | None = None
 
@@ -159,7 +173,7 @@ class EnvManager:
         if self._process is not None:
             raise EnvError(f"{self} runs already", "close() it or restart() it")
         # No name: nothing is left behind when processes are killed. The child sizes it, see worker_main.make_ring.
-        self._memory_fd = os.memfd_create("embodrl-env")
+        self._memory_fd = os.memfd_create("embodrl-env", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             self._process = ChildProcess(
                 [self.python or sys.executable, str(_BOOTSTRAP)],
@@ -178,18 +192,23 @@ class EnvManager:
         except BaseException:  # a signal too must not leave the process and its memory
             self._drop()
             raise
-        self._pending = (Kind.START, 0)
-        self._auto_reset = bool(self._config["kwargs"].get("auto_reset", True))
+        self._pending = _Pending(Kind.START, 0, 0)
+        self._auto_reset = self._starts_with_auto_reset
 
     def wait_started(self) -> None:
         """Wait until the environment is ready; after ``offload``, until it is back in the state it had."""
         try:
             frame = self._receive(Kind.START, self.timeouts.start_s)
-            self._spec = spec_from_dict(frame.value)
-            self._ring = Ring(self._memory_fd, self._spec)
+            spec = spec_from_dict(frame.value)
+            if self._spec not in (None, spec):
+                raise EnvProtocolError(f"its EnvSpec was {self._spec} before a restart, and is {spec}")
+            self._ring = Ring(self._memory_fd, spec, seal=True)
+            self._spec = spec
         except EnvRaised:
             self._drop()
             raise
+        except (EnvProtocolError, OSError) as error:
+            raise self._invalid(error, "during START") from None
         if len(self.seeds) != (batch := self._spec.num_envs):
             self.seeds, self.task_ids = np.full(batch, -1, np.int64), np.zeros(batch, np.int32)
             self.refused = np.zeros(batch, np.int64)
@@ -224,7 +243,7 @@ class EnvManager:
             self.close()
         else:
             self._request(Kind.OFFLOAD)
-            state: bytes = self._receive(Kind.OFFLOAD, self.timeouts.reset_s).value
+            state = self._receive_state(Kind.OFFLOAD)
         self._offloaded = state
 
     def onload(self) -> None:
@@ -244,7 +263,7 @@ class EnvManager:
     def wait_onloaded(self) -> None:
         """Wait until the simulators are back."""
         try:
-            if self._pending is not None and self._pending[0] == Kind.ONLOAD:
+            if self._pending is not None and self._pending.kind == Kind.ONLOAD:
                 self._receive(Kind.ONLOAD, self.timeouts.start_s)
                 self._offloaded = None
             else:
@@ -328,7 +347,12 @@ class EnvManager:
             EnvRaised, EnvWorkerDied, EnvTimeout: see the class.
         """
         frame = self._receive(Kind.RESET, self.timeouts.reset_s if timeout is None else timeout)
-        observation = self._running_ring().slots[frame.number].observation()
+        slot = self._running_ring().slots[frame.number]
+        try:
+            slot.check(None, len(self.spec.tasks))
+            observation = slot.observation()
+        except EnvProtocolError as error:
+            raise self._invalid(error, "during RESET") from None
         return copy_observation(observation) if copy else observation
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
@@ -369,7 +393,12 @@ class EnvManager:
             EnvTimeout: it took too long and was killed.
         """
         frame = self._receive(Kind.STEP, self.timeouts.step_s if timeout is None else timeout)
-        step = self._running_ring().slots[frame.number].step(frame.argument)
+        slot = self._running_ring().slots[frame.number]
+        try:
+            slot.check(frame.argument, len(self.spec.tasks))
+            step = slot.step(frame.argument)
+        except EnvProtocolError as error:
+            raise self._invalid(error, "during STEP") from None
         seeded = (step.episode_seed >= 0) & step.valid[:, 0]
         self.seeds[seeded] = step.episode_seed[seeded]
         ended = np.flatnonzero(seeded & step.done & self._auto_reset)
@@ -388,7 +417,7 @@ class EnvManager:
     def get_state(self) -> bytes:
         """Return the full simulator state."""
         self._request(Kind.GET_STATE)
-        return self._receive(Kind.GET_STATE, self.timeouts.reset_s).value
+        return self._receive_state(Kind.GET_STATE)
 
     def set_state(self, state: bytes) -> None:
         """Continue from a state of ``get_state``, to the bit."""
@@ -396,18 +425,18 @@ class EnvManager:
         # A simulator may have to be built anew and played forward.
         self._receive(Kind.SET_STATE, self.timeouts.start_s)
 
-    def call(self, method: str, arguments: Mapping[str, Any] | None = None, timeout: float | None = None) -> Any:
+    def call(self, method: str, arguments: Mapping[str, object] | None = None, timeout: float | None = None) -> object:
         """Return what ``VectorEnv.call`` answers: plain values and numeric arrays, both ways."""
         self.call_async(method, arguments)
         return self.wait_call(method, timeout)
 
-    def call_async(self, method: str, arguments: Mapping[str, Any] | None = None) -> None:
+    def call_async(self, method: str, arguments: Mapping[str, object] | None = None) -> None:
         """Send a request of ``VectorEnv.call``; ``wait_call`` fetches the answer."""
         self._request(Kind.CALL, value={"method": method, "arguments": dict(arguments or {})})
         if method == "set_auto_reset":
             self._auto_reset = bool((arguments or {}).get("value", self._auto_reset))
 
-    def wait_call(self, method: str, timeout: float | None = None) -> Any:
+    def wait_call(self, method: str, timeout: float | None = None) -> object:
         """Return the answer to ``call_async``; ``method`` is for messages."""
         return self._receive(Kind.CALL, self.timeouts.reset_s if timeout is None else timeout, method).value
 
@@ -431,28 +460,31 @@ class EnvManager:
             self._ring.slots[slot].poison()
         return slot
 
-    def _request(self, kind: Kind, argument: int = 0, value: Any = None, slot: int = 0) -> None:
+    def _request(self, kind: Kind, count: int | None = None, value: object = None, slot: int = 0) -> None:
         process = self._running()
         if self._offloaded is not None and kind not in _WHILE_OFFLOADED:
             raise EnvError(f"{self} is offloaded", "call onload()")
         if self._pending is not None:
             raise EnvError(
-                f"{self}: {kind.name} asked for while {self._pending[0].name} is under way", "wait for it first"
+                f"{self}: {kind.name} asked for while {self._pending.kind.name} is under way", "wait for it first"
             )
+        self._serial += 1
+        pending = _Pending(kind, slot, self._serial if count is None else count)
         try:
-            process.connection.send(Frame(kind, slot, argument, value), time.monotonic() + self.timeouts.reset_s)
+            process.connection.send(Frame(*pending, value), time.monotonic() + self.timeouts.reset_s)
         except PeerGoneError:
             raise self._died(f"before {kind.name}") from None
         except TimeoutError:
             seconds = self.timeouts.reset_s
             raise self._timed_out(f"no answer within {seconds:g} s taking a {kind.name} request") from None
-        self._pending = (kind, slot)
+        self._pending = pending
         if kind in (Kind.RESET, Kind.STEP):
             self._slot = slot
 
     def _receive(self, kind: Kind, timeout_s: float, detail: str = "") -> Frame:
         process = self._running()
-        if self._pending is None or self._pending[0] != kind:
+        pending = self._pending
+        if pending is None or pending.kind != kind:
             raise EnvError(f"{self}: no {kind.name} is under way", "send the request first")
         doing = f"{kind.name} {detail}".strip()
         try:
@@ -463,20 +495,55 @@ class EnvManager:
             raise self._timed_out(f"no answer within {timeout_s:g} s during {doing}") from None
         except ChildHungError as error:
             raise self._timed_out(f"process {process.pid} {error} during {doing}") from None
+        except MessageError as error:
+            raise self._invalid(error, f"during {doing}") from None
         self._pending = None
+        if frame.kind not in (Kind.OK, Kind.RAISED) or (frame.number, frame.argument) != pending[1:]:
+            found = f"{frame.kind.name} {frame.number} {frame.argument}"
+            problem = MessageError(f"the answer {found} instead of OK {pending.number} {pending.argument}")
+            raise self._invalid(problem, f"during {doing}")
         if frame.kind == Kind.RAISED:
             raise self._raised(frame.value, doing)
         return frame
 
-    def _raised(self, raised: dict[str, Any], doing: str) -> EnvRaised:
+    def _receive_state(self, kind: Kind) -> bytes:
+        state = self._receive(kind, self.timeouts.reset_s).value
+        if not isinstance(state, bytes):
+            raise self._invalid(
+                MessageError(f"a state of type {type(state).__name__}, not bytes"), f"during {kind.name}"
+            )
+        return state
+
+    def _raised(self, content: object, doing: str) -> EnvError:
         """Return the error of an exception in the process: one of embodrl's own says enough, others get a traceback."""
-        if raised["code"] is not None:
-            return EnvRaised(f"{self}: {raised['message']}", raised["hint"], code=raised["code"])
-        frames = (raised["user_traceback"] or raised["traceback"]).rstrip()
+        try:
+            if not isinstance(content, dict):
+                raise MessageError(f"an error of type {type(content).__name__}")
+            fields = Fields(cast("dict[str, object]", content), "its error", MessageError)
+            code, message, hint = fields.text("code", None), fields.text("message"), fields.text("hint")
+            traceback = fields.text("user_traceback") or fields.text("traceback")
+            kind = fields.text("type")
+        except MessageError as error:
+            return self._invalid(error, f"during {doing}")
+        if code is not None:
+            return EnvRaised(f"{self}: {message[:_SHOWN_TEXT]}", hint[:_SHOWN_TEXT], code=code)
         hint = "fix the simulator's code at the last line of the traceback"
         if self._log_path is not None:
             hint += f"; what it printed is in {self._log_path}"
-        return EnvRaised(f"{self}: {raised['type']} during {doing}: {raised['message']}\n{frames}", hint)
+        frames = traceback.rstrip()[-_SHOWN_TEXT:]
+        return EnvRaised(f"{self}: {kind} during {doing}: {message[:_SHOWN_TEXT]}\n{frames}", hint)
+
+    def _invalid(self, error: Exception, when: str) -> EnvProtocolError:
+        """Kill a process that has sent what is no valid answer, and return the error that names it."""
+        process = self._running()
+        problem = error.message if isinstance(error, EmbodrlError) else str(error)
+        message = (
+            f"{self}: process {process.pid} sent invalid data {when}: {problem}; killed{self._log_excerpt(process)}"
+        )
+        self._drop()
+        return EnvProtocolError(
+            message, "look for code of the simulator that writes to file descriptors or memory that are not its own"
+        )
 
     def _died(self, when: str) -> EnvWorkerDied:
         process = self._running()

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from embodrl.envs.pool.faults import Bounds, FaultCounts, count_refused, end_as_invalid, forget_frames, lost_step
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
+from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.processes.restarts import WINDOW_S, RestartBudget
@@ -222,14 +223,20 @@ class EnvPool:
                     self.call_one(rank, method, arguments)
 
     def get_state(self, *, restart: bool = False) -> list[bytes]:
-        """Return the state of every manager; ``restart`` as in ``call``."""
+        """Return the state of every manager, with what it belongs to; ``restart`` as in ``call``."""
         self.onload()
-        return [self._answer(rank, EnvManager.get_state, restart) for rank in range(len(self.managers))]
+        states = [self._answer(rank, EnvManager.get_state, restart) for rank in range(len(self.managers))]
+        return pack_states([manager.spec for manager in self.managers], states)
 
     def set_state(self, states: Sequence[bytes]) -> None:
-        """Continue from states of ``get_state``, to the bit."""
+        """Continue bit-exactly from states of ``get_state``.
+
+        Raises:
+            CheckpointError: they are of other environments.
+        """
         self.onload()
-        for manager, state in zip(self.managers, states, strict=True):
+        fitting = unpack_states([manager.spec for manager in self.managers], states)
+        for manager, state in zip(self.managers, fitting, strict=True):
             manager.set_state(state)
 
     def call(self, method: str, arguments: Mapping[str, Any] | None = None, *, restart: bool = False) -> list[Any]:

@@ -6,6 +6,10 @@ time, so that each side owns all of it between the frame that it receives and th
 calls of a frame order the memory accesses on both sides. A child that dies while it writes leaves a torn slot, which
 is never read: a slot is read only after the answer, and the memory is dropped with the process.
 
+The parent trusts none of it, as native code of a simulator may write anywhere: it seals the size of the memory before
+it maps it (a page that is truncated away is a bus error), and ``ResultSlot.check`` looks at what numpy or a list would
+otherwise index with. Numbers may be anything; ``faults.Bounds`` judges those.
+
 Pictures go here and not through the socket because they need no copy on the parent's side: results are views.
 
 Shapes: B environments, C actions in a chunk (at most ``EnvSpec.max_chunk``), A action dimensions, V cameras,
@@ -14,15 +18,20 @@ H x W image, S state dimensions. Both sides compute the same layout from the Env
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import mmap
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, EnvProtocolError
+from embodrl.fields import Fields
+from embodrl.processes.frames import FIXED_SIZE
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
 # Results are views of a slot. With two, a result stays valid while the next one is written: a rollout may look at the
@@ -33,8 +42,14 @@ POISON_BYTE = 0xAB
 _ALIGNMENT = 64  # a cache line: arrays that the two sides write never share one
 _PER_ACTION = ("reward", "valid", "terminated", "truncated")
 _PER_CHUNK = ("success", "episode_return", "episode_length", "episode_seed", "final_mask")
+_FLAGS_PER_ACTION, _FLAGS_PER_CHUNK = ("valid", "terminated", "truncated"), ("success", "final_mask")
+_SHOWN = 8
+
+_MAX_BATCH, _MAX_CAMERAS, _MAX_PIXELS, _MAX_NUMBERS, _MAX_TASKS = 1 << 16, 64, 1 << 14, 1 << 16, 1 << 20
+_BLOCK_BYTES = 512  # the unit of st_blocks
 
 Shapes = dict[str, tuple[tuple[int, ...], type[np.generic]]]
+Places = dict[str, tuple[int, tuple[int, ...], type[np.generic]]]
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -48,16 +63,61 @@ class Layout:
         num_bytes: size of the whole region.
     """
 
-    request: dict[str, tuple[int, tuple[int, ...], type[np.generic]]]
-    slots: tuple[dict[str, tuple[int, tuple[int, ...], type[np.generic]]], ...]
+    request: Places
+    slots: tuple[Places, ...]
     num_bytes: int
 
 
-def spec_from_dict(fields: dict[str, Any]) -> EnvSpec:
-    """Return the EnvSpec of ``dataclasses.asdict`` that went through JSON."""
-    cameras: dict[str, Any] = {"cameras": tuple(CameraSpec(**camera) for camera in fields["cameras"])}
-    tuples: dict[str, Any] = {name: tuple(fields[name]) for name in ("action_low", "action_high", "tasks")}
-    return EnvSpec(**(fields | tuples | cameras))
+def spec_to_dict(spec: EnvSpec) -> dict[str, object]:
+    """Return an EnvSpec as JSON has it; an environment may have filled it with numpy's numbers and lists."""
+    return {name: _plain(value) for name, value in dataclasses.asdict(spec).items()}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in cast("tuple[object, ...]", value)]
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in cast("dict[object, object]", value).items()}
+    return value
+
+
+def spec_from_dict(content: object) -> EnvSpec:
+    """Return the EnvSpec of ``spec_to_dict``, each field checked.
+
+    Raises:
+        EnvProtocolError: a field is missing, of another type or out of range.
+        EnvError: the bounds of actions are not -1 and 1.
+    """
+    if not isinstance(content, dict):
+        raise EnvProtocolError(f"an EnvSpec is announced, and a {type(content).__name__} was sent")
+    fields = Fields(
+        cast("Mapping[str, object]", content), "its EnvSpec", EnvProtocolError, "correct the EnvSpec of the environment"
+    )
+    action_dim = fields.integer("action_dim", low=1, high=_MAX_NUMBERS)
+    tasks = fields.texts("tasks")
+    cameras = fields.objects("cameras")
+    if not 0 < len(tasks) <= _MAX_TASKS or len(cameras) > _MAX_CAMERAS:
+        fields.refuse(f"'tasks' has {len(tasks)} entries, 'cameras' {len(cameras)}")
+    return EnvSpec(
+        num_envs=fields.integer("num_envs", low=1, high=_MAX_BATCH),
+        cameras=tuple(
+            CameraSpec(
+                camera.text("name"),
+                camera.integer("height", low=1, high=_MAX_PIXELS),
+                camera.integer("width", low=1, high=_MAX_PIXELS),
+            )
+            for camera in cameras
+        ),
+        state_dim=fields.integer("state_dim", high=_MAX_NUMBERS),
+        action_dim=action_dim,
+        action_low=tuple(fields.numbers("action_low", action_dim)),
+        action_high=tuple(fields.numbers("action_high", action_dim)),
+        max_chunk=fields.integer("max_chunk", low=1, high=_MAX_NUMBERS),
+        tasks=tuple(tasks),
+        control_hz=fields.number("control_hz"),
+    )
 
 
 def request_shapes(spec: EnvSpec) -> Shapes:
@@ -111,9 +171,9 @@ def compute_layout(spec: EnvSpec, num_slots: int = NUM_SLOTS) -> Layout:
     """Place the request area and the result slots, one after the other."""
     offset = 0
 
-    def place(shapes: Shapes) -> dict[str, tuple[int, tuple[int, ...], type[np.generic]]]:
+    def place(shapes: Shapes) -> Places:
         nonlocal offset
-        fields: dict[str, tuple[int, tuple[int, ...], type[np.generic]]] = {}
+        fields: Places = {}
         for name, (shape, dtype) in shapes.items():
             fields[name] = (offset, shape, dtype)
             num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -125,7 +185,7 @@ def compute_layout(spec: EnvSpec, num_slots: int = NUM_SLOTS) -> Layout:
     return Layout(request, slots, max(offset, mmap.PAGESIZE))
 
 
-def _views(buffer: Any, fields: dict[str, tuple[int, tuple[int, ...], type[np.generic]]]) -> Arrays:
+def _views(buffer: mmap.mmap, fields: Places) -> Arrays:
     return {
         name: np.frombuffer(buffer, dtype, int(np.prod(shape, dtype=np.int64)), offset).reshape(shape)
         for name, (offset, shape, dtype) in fields.items()
@@ -210,6 +270,32 @@ class ResultSlot:
             final_observation=self.observation("final_") if has_final else None,
         )
 
+    def check(self, chunk: int | None, num_tasks: int) -> None:
+        """Check what another process wrote, as far as it is used as an index, a length, text or a truth value.
+
+        Args:
+            chunk: C of a step; None for an observation alone.
+            num_tasks: of the EnvSpec.
+
+        Raises:
+            EnvProtocolError: names the array.
+        """
+        arrays = self.arrays
+        if chunk is not None:
+            # numpy counts truth values by adding their bytes: one of 171 is memory written out of bounds.
+            first, second, third = (arrays[name].view(np.uint8)[:, :chunk] for name in _FLAGS_PER_ACTION)
+            success, final = (arrays[name].view(np.uint8) for name in _FLAGS_PER_CHUNK)
+            if (first | second | third).max() > 1 or (success | final).max() > 1:
+                raise EnvProtocolError(f"truth values other than 0 and 1 in {', '.join(_FLAGS_PER_ACTION)} or success")
+            if final.any():
+                self._check_tasks("final_task_id", arrays["final_task_id"][arrays["final_mask"]], num_tasks)
+        self._check_tasks("task_id", arrays["task_id"], num_tasks)
+
+    @staticmethod
+    def _check_tasks(name: str, tasks: NDArray[np.int32], num_tasks: int) -> None:
+        if tasks.view(np.uint32).max() >= num_tasks:  # negative ones are large ones there
+            raise EnvProtocolError(f"{name} {tasks.tolist()[:_SHOWN]} for {num_tasks} tasks")
+
     def poison(self) -> None:
         """Overwrite everything that is handed out as a view, so that a view kept for too long is noticed at once."""
         for name, array in self.arrays.items():
@@ -226,7 +312,7 @@ class ResultSlot:
                 "make the environment's results agree with its EnvSpec",
             )
 
-    def _copy(self, name: str, source: Any, target: NDArray[Any]) -> None:
+    def _copy(self, name: str, source: NDArray[np.generic], target: NDArray[np.generic]) -> None:
         self._check(name, source, target)
         np.copyto(target, source)
 
@@ -234,7 +320,12 @@ class ResultSlot:
         texts, lengths = self.arrays[f"{prefix}instruction"], self.arrays[f"{prefix}instruction_length"]
         raw, raw_lengths = texts.tobytes(), lengths.tobytes()
         if (raw, raw_lengths) != self._read[:2]:
-            decoded = [texts[row, :length].tobytes().decode() for row, length in enumerate(lengths.tolist())]
+            if lengths.min() < 0 or lengths.max() > INSTRUCTION_BYTES:
+                raise EnvProtocolError(f"{prefix}instruction has {lengths.tolist()[:_SHOWN]} bytes")
+            try:
+                decoded = [texts[row, :length].tobytes().decode() for row, length in enumerate(lengths.tolist())]
+            except UnicodeDecodeError as error:
+                raise EnvProtocolError(f"{prefix}instruction is no text: {error}") from error
             self._read = (raw, raw_lengths, decoded)
         return list(self._read[2])
 
@@ -259,10 +350,22 @@ class Ring:
     Args:
         fd: a memory file (memfd); it has no name, so nothing is left behind when processes are killed.
         spec: what the environment offers.
+        seal: fix the size first: the parent does, which the other process could end by truncating the memory.
+
+    Raises:
+        EnvProtocolError: the memory does not have the size that the spec asks for.
+        OSError: it can't be sealed or mapped.
     """
 
-    def __init__(self, fd: int, spec: EnvSpec) -> None:
+    def __init__(self, fd: int, spec: EnvSpec, seal: bool = False) -> None:
         layout = compute_layout(spec)
+        if seal:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
+            found = os.fstat(fd)
+            if found.st_size < layout.num_bytes or found.st_blocks * _BLOCK_BYTES < layout.num_bytes:
+                raise EnvProtocolError(
+                    f"its shared memory has {found.st_size} bytes, its EnvSpec asks for {layout.num_bytes}"
+                )
         # Populated at once: the page faults would otherwise be paid in the first steps, by the side that waits.
         region = mmap.mmap(fd, layout.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.request = _views(region, layout.request)

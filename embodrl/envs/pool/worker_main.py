@@ -10,14 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from embodrl.envs.base import VectorEnv
-from embodrl.envs.pool.transport import Ring, compute_layout
-from embodrl.errors import EmbodrlError
+from embodrl.envs.pool.transport import Ring, compute_layout, spec_to_dict
+from embodrl.errors import EmbodrlError, EnvError
+from embodrl.fields import Fields
 from embodrl.names import import_object
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
-from embodrl.processes.serve import begin, bind_to_cores, describe_error
+from embodrl.processes.serve import begin, bind_to_cores, describe_error, report_exits
 from embodrl.specs import ENVS
 
 
@@ -25,38 +25,118 @@ def main(socket_fd: int) -> None:
     """Serve until asked to close or until the parent has gone."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        connection, config = begin(socket_fd)
-        try:
-            env = build(config)
-            ring = make_ring(env, config["memory_fd"])
-        except Exception as error:  # noqa: BLE001 - process border: the parent raises it
-            connection.send(Frame(Kind.RAISED, value=describe_error(error)))
-            sys.exit(1)
-        connection.send(Frame(Kind.OK, value=dataclasses.asdict(env.spec)))
-        while (state := serve(env, ring, connection)) is not None:
-            del env
-            release_memory()
-            connection.send(Frame(Kind.OK, value=state))
-            del state
-            restored = restore_env(config, connection)
-            if restored is None:
+        connection, start = begin(socket_fd)
+        report_exits()
+        server = EnvServer(connection, Fields(start, "the START frame"))
+        frame = Frame(Kind.START)
+        while server.answer(frame) or frame.kind not in (Kind.START, Kind.ONLOAD):
+            if frame.kind == Kind.CLOSE:
                 return
-            env = restored
+            frame = connection.receive()
     except PeerGoneError:
         sys.exit(0)
+    sys.exit(1)
 
 
-def build(config: dict[str, Any]) -> VectorEnv:
+class EnvServer:
+    """One VectorEnv, and what the parent asks of it.
+
+    Args:
+        connection: to the parent.
+        start: fields of ``EnvManager``'s START frame.
+    """
+
+    def __init__(self, connection: Connection, start: Fields) -> None:
+        self._connection, self._start = connection, start
+        self._env: VectorEnv | None = None  # none while it is offloaded
+        self._ring: Ring | None = None
+
+    def answer(self, frame: Frame) -> bool:
+        """Carry out a request and answer it; return False if the answer is an error. The environment stays."""
+        try:
+            value = self._carry_out(frame)
+            self._connection.send(Frame(Kind.OK, frame.number, frame.argument, value))
+        except PeerGoneError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - process border: the parent raises it
+            self._connection.send(Frame(Kind.RAISED, frame.number, frame.argument, describe_error(error)))
+            return False
+        return True
+
+    def _carry_out(self, frame: Frame) -> object:
+        """Return the answer to a request; observations and outcomes go to the frame's slot of the shared memory."""
+        if frame.kind == Kind.START:
+            self._env = build(self._start)
+            self._ring = make_ring(self._env, self._start.integer("memory_fd"))
+            return spec_to_dict(self._env.spec)
+        if frame.kind == Kind.ONLOAD:
+            env = build(self._start)
+            env.set_state(frame.value)
+            self._env = env
+            return None
+        if frame.kind == Kind.CLOSE and self._env is None:
+            return None
+        if self._env is None or self._ring is None:
+            raise EmbodrlError(f"{frame.kind.name} was requested without a simulator")
+        if frame.kind == Kind.OFFLOAD:
+            state = get_state(self._env)
+            self._env.close()
+            self._env = None
+            release_memory()
+            return state
+        return simulate(self._env, self._ring, frame)
+
+
+def simulate(env: VectorEnv, ring: Ring, frame: Frame) -> object:
+    """Carry out a request to an environment.
+
+    Requests are copied out of the shared memory: an environment may keep its arguments, and the next request is
+    written to the same place.
+    """
+    request, count = ring.request, frame.argument
+    if frame.kind == Kind.STEP:
+        step = env.chunk_step(request["actions"][:, :count].copy(), request["active"].copy())
+        ring.slots[frame.number].write_step(step)
+    elif frame.kind == Kind.RESET:
+        arguments = (request[name][:count].copy() for name in ("seeds", "task_ids", "indices"))
+        ring.slots[frame.number].write_observation(env.reset(*arguments))
+    elif frame.kind == Kind.GET_STATE:
+        return get_state(env)
+    elif frame.kind == Kind.SET_STATE:
+        env.set_state(frame.value)
+    elif frame.kind == Kind.CALL:
+        return env.call(frame.value["method"], frame.value["arguments"])
+    elif frame.kind == Kind.CLOSE:
+        env.close()
+    else:
+        raise EmbodrlError(f"unexpected frame {frame.kind.name}")
+    return None
+
+
+def get_state(env: VectorEnv) -> bytes:
+    """Return the state of an environment, which may be a user's."""
+    state: object = env.get_state()
+    if not isinstance(state, bytes):
+        raise EnvError(
+            f"get_state() of {type(env).__name__} returned {type(state).__name__}, not bytes",
+            "encode it, for example with embodrl.processes.codec.encode",
+            code="env-state-type",
+        )
+    return state
+
+
+def build(start: Fields) -> VectorEnv:
     """Return the environment that the START frame names."""
-    cpus = [] if config["cpu"] is None else [config["cpu"]]
-    bind_to_cores(cpus, config["numa_node"], "set env.pin_cpus=false")
-    for module in config["extensions"]:
+    cpu, numa_node = start.integer("cpu", None), start.integer("numa_node", None)
+    bind_to_cores([] if cpu is None else [cpu], numa_node, "set env.pin_cpus=false")
+    for module in start.texts("extensions"):
         importlib.import_module(module)
-    target: str = config["env_type"]  # module:Class, or a name that an extension has registered
+    target = start.text("env_type")  # module:Class, or a name that an extension has registered
     make: Callable[..., VectorEnv] = import_object(target) if ":" in target else ENVS.get(target)
-    env = make(**config["kwargs"])
-    if config["max_chunk"] is not None:
-        env.spec = dataclasses.replace(env.spec, max_chunk=config["max_chunk"])
+    env = make(**start.fields("kwargs").content)
+    max_chunk = start.integer("max_chunk", None)
+    if max_chunk is not None:
+        env.spec = dataclasses.replace(env.spec, max_chunk=max_chunk)
     return env
 
 
@@ -82,64 +162,3 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)
-
-
-def restore_env(config: dict[str, Any], connection: Connection) -> VectorEnv | None:
-    """Wait without a simulator until ONLOAD, and return it as it was; None after CLOSE."""
-    frame = connection.receive()
-    if frame.kind == Kind.CLOSE:
-        connection.send(Frame(Kind.OK))
-        return None
-    try:
-        env = build(config)
-        env.set_state(frame.value)
-    except Exception as error:  # noqa: BLE001 - process border: the parent raises it
-        connection.send(Frame(Kind.RAISED, value=describe_error(error)))
-        sys.exit(1)
-    connection.send(Frame(Kind.OK))
-    return env
-
-
-def serve(env: VectorEnv, ring: Ring, connection: Connection) -> bytes | None:
-    """Answer frames until CLOSE, or until OFFLOAD: then return the state; the simulator is closed."""
-    while True:
-        frame = connection.receive()
-        try:
-            if frame.kind == Kind.OFFLOAD:
-                state = env.get_state()
-                env.close()
-                return state
-            answer = Frame(Kind.OK, frame.number, frame.argument, carry_out(env, ring, frame))
-            connection.send(answer)
-        except PeerGoneError:
-            raise
-        except Exception as error:  # noqa: BLE001 - process border: the parent raises it; the environment stays
-            connection.send(Frame(Kind.RAISED, value=describe_error(error)))
-        if frame.kind == Kind.CLOSE:
-            return None
-
-
-def carry_out(env: VectorEnv, ring: Ring, frame: Frame) -> Any:
-    """Carry out one request; bulk results go to the frame's slot, the rest is returned.
-
-    Requests are copied out of the shared memory: an environment may keep its arguments, and the next request is
-    written to the same place.
-    """
-    request, count = ring.request, frame.argument
-    if frame.kind == Kind.STEP:
-        step = env.chunk_step(request["actions"][:, :count].copy(), request["active"].copy())
-        ring.slots[frame.number].write_step(step)
-        return None
-    if frame.kind == Kind.RESET:
-        arguments = (request[name][:count].copy() for name in ("seeds", "task_ids", "indices"))
-        ring.slots[frame.number].write_observation(env.reset(*arguments))
-        return None
-    if frame.kind == Kind.GET_STATE:
-        return env.get_state()
-    if frame.kind == Kind.SET_STATE:
-        return env.set_state(frame.value)
-    if frame.kind == Kind.CALL:
-        return env.call(frame.value["method"], frame.value["arguments"])
-    if frame.kind == Kind.CLOSE:
-        return env.close()
-    raise EmbodrlError(f"unexpected frame {frame.kind.name}")

@@ -1,20 +1,24 @@
 import dataclasses
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.envs.pool.transport import (
     INSTRUCTION_BYTES,
     POISON_BYTE,
     ResultSlot,
+    Ring,
     compute_layout,
     copy_step,
     spec_from_dict,
+    spec_to_dict,
 )
 from embodrl.envs.toy.env import ToyVectorEnv
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, EnvProtocolError
 from embodrl.types import CameraSpec, EnvSpec
 
 SPEC = EnvSpec(3, (CameraSpec("a", 5, 7), CameraSpec("b", 5, 7)), 2, 4, (-1.0,) * 4, (1.0,) * 4, 6, ("t0", "t1"))
@@ -134,4 +138,48 @@ def test_instruction_length_is_counted_in_bytes():
 
 
 def test_spec_survives_json():
-    assert spec_from_dict(json.loads(json.dumps(dataclasses.asdict(SPEC)))) == SPEC
+    assert spec_from_dict(json.loads(json.dumps(spec_to_dict(SPEC)))) == SPEC
+
+
+def test_numpys_numbers_in_a_spec_are_plain_numbers_on_the_other_side():
+    spec = dataclasses.replace(SPEC, num_envs=np.int64(3), action_low=list(-np.ones(4)), tasks=["t0", "t1"])
+    spec = dataclasses.replace(spec, control_hz=np.float32(20), state_dim=np.int32(2))
+    assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == SPEC
+
+
+def test_every_field_of_a_spec_is_checked():
+    good = json.loads(json.dumps(spec_to_dict(SPEC)))
+    odd = [None, -1, 0, 2**70, 1.5, float("nan"), True, "x", [], {}, [[]], ["x", 1], {"name": 1}, [{"name": "a"}]]
+    refused = 0
+    for name in good:
+        for value in odd:
+            try:
+                spec = spec_from_dict({**good, name: value})
+            except EnvProtocolError as error:
+                refused += 1
+                assert f"'{name}" in error.message or f".{name}" in error.message or name in error.message
+            else:
+                compute_layout(spec)
+    assert refused > 100
+    for content in (None, [], "spec", {}):
+        with raises_code("env-protocol"):
+            spec_from_dict(content)
+
+
+def test_memory_of_another_size_is_not_mapped():
+    def memory(size):
+        found = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.posix_fallocate(found, 0, size)
+        return found
+
+    num_bytes = compute_layout(SPEC).num_bytes
+    small, sparse, whole = memory(num_bytes - 1), memory(4096), memory(num_bytes)
+    os.ftruncate(sparse, num_bytes * 2)
+    for bad in (small, sparse):
+        with raises_code("env-protocol"):
+            Ring(bad, SPEC, seal=True)
+    Ring(whole, SPEC, seal=True)
+    with pytest.raises(PermissionError):
+        os.ftruncate(whole, 0)
+    for descriptor in (small, sparse, whole):
+        os.close(descriptor)

@@ -1,0 +1,83 @@
+"""States of simulators in checkpoints, with the EnvSpec that they were taken with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from embodrl.envs.pool.transport import spec_from_dict, spec_to_dict
+from embodrl.errors import CheckpointError, EnvError, MessageError
+from embodrl.fields import Fields
+from embodrl.processes.codec import decode, encode
+from embodrl.types import EnvSpec
+
+_MAGIC = b"embodrl simulator state 1\n"
+
+
+def pack_states(specs: Sequence[EnvSpec], states: Sequence[bytes]) -> list[bytes]:
+    """Return the states of a pool's processes, each with the EnvSpec of its process."""
+    pairs = zip(specs, states, strict=True)
+    return [_MAGIC + encode({"spec": spec_to_dict(spec), "state": state}) for spec, state in pairs]
+
+
+def unpack_states(specs: Sequence[EnvSpec], packed: Sequence[bytes]) -> list[bytes]:
+    """Return the states of ``pack_states``, which must fit the processes that are to continue from them.
+
+    States of versions of embodrl that packed none are returned as they are.
+
+    Args:
+        specs: of the processes.
+        packed: one per process.
+
+    Raises:
+        CheckpointError: the states are of other environments, or damaged; names the settings.
+    """
+    saved: list[EnvSpec] = []
+    states: list[bytes] = []
+    for spec, content in zip(specs, packed, strict=True):
+        if not content.startswith(_MAGIC):
+            saved.append(spec)
+            states.append(content)
+            continue
+        try:
+            fields = Fields(decode(memoryview(content)[len(_MAGIC) :]), "a simulator's state", CheckpointError)
+            saved.append(spec_from_dict(fields.fields("spec").content))
+            state = fields.content["state"]
+        except (MessageError, EnvError, KeyError) as error:
+            raise CheckpointError(
+                f"a simulator's state is damaged: {error}", "resume from another checkpoint"
+            ) from error
+        if not isinstance(state, bytes):
+            raise CheckpointError("a simulator's state is not bytes", "resume from another checkpoint")
+        states.append(state)
+    _check(_total(saved), _total(specs))
+    return states
+
+
+def _total(specs: Sequence[EnvSpec]) -> EnvSpec:
+    return replace(specs[0], num_envs=sum(spec.num_envs for spec in specs))
+
+
+def _check(saved: EnvSpec, present: EnvSpec) -> None:
+    """Refuse what an environment can't continue from: rows, images or tasks that it does not have."""
+    cameras = [
+        ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
+        for spec in (saved, present)
+    ]
+    pairs = {
+        "environments (env.train.total_num_envs)": (saved.num_envs, present.num_envs),
+        "cameras (env.cameras)": tuple(cameras),
+        "numbers of the state (env.include_state)": (saved.state_dim, present.state_dim),
+        "numbers of an action": (saved.action_dim, present.action_dim),
+        # Tasks are saved as their numbers; further ones at the end change none.
+        "tasks (env.tasks)": (", ".join(saved.tasks), ", ".join(present.tasks[: len(saved.tasks)])),
+    }
+    differences = [
+        f"{name}: {before} in the checkpoint, {now} now" for name, (before, now) in pairs.items() if before != now
+    ]
+    if differences:
+        raise CheckpointError(
+            "the simulators of the checkpoint are others than those of this run: " + "; ".join(differences),
+            "resume with the settings of the checkpoint, or start a new run from its policy (model.path)",
+            code="env-state-mismatch",
+        )
