@@ -16,12 +16,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource, draw_rows
 
+Joint = Literal["sum", "mean"]
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``x float32[B,H,D]`` and ``tau float32[B]`` to the velocity ``[B,H,D]`` and the features ``[B,H,F]`` it came from."""
 
@@ -84,11 +86,17 @@ def normal_entropy(std: Tensor) -> Tensor:
 
 def integrate(velocity: Velocity, noise: Tensor, num_steps: int) -> Tensor:
     """Return the actions ``float32[B,H,D]`` that Euler's method reaches from ``noise`` in K steps."""
-    x = noise
+    return integrate_with_features(velocity, noise, num_steps)[0]
+
+
+def integrate_with_features(velocity: Velocity, noise: Tensor, num_steps: int) -> tuple[Tensor, list[Tensor]]:
+    """As ``integrate``; return the features ``[B,H,F]`` of the K steps, too."""
+    x, seen = noise, list[Tensor]()
     for tau in denoising_times(num_steps)[:-1]:
-        v, _ = velocity(x, torch.full((len(x),), tau, device=x.device))
+        v, features = velocity(x, torch.full((len(x),), tau, device=x.device))
+        seen.append(features)
         x = x - v.float() / num_steps
-    return x
+    return x, seen
 
 
 @dataclass
@@ -182,12 +190,21 @@ class Sampler:
         num_actions: C.
         action_dim: A.
         noise_head: makes it Flow-Noise; None is Flow-SDE.
+        joint: the log-prob of Flow-Noise is the ``sum`` over the start and the K steps, the log-likelihood of the chain
+            (ReinFlow, pi_RL), or their ``mean``, as RLinf computes it: ratios are then those to the power 1 / (K + 1).
     """
 
     def __init__(
-        self, num_steps: int, noise_level: float, num_actions: int, action_dim: int, noise_head: NoiseHead | None = None
+        self,
+        num_steps: int,
+        noise_level: float,
+        num_actions: int,
+        action_dim: int,
+        noise_head: NoiseHead | None = None,
+        joint: Joint = "sum",
     ) -> None:
         self.num_steps = num_steps
+        self.joint: Joint = joint
         self.delta = 1.0 / num_steps
         self.num_actions = num_actions
         self.action_dim = action_dim
@@ -263,7 +280,7 @@ class Sampler:
         std = (sigma * math.sqrt(self.delta)).expand_as(mean)
         return ChainEvaluation(normal_log_prob(stored["flow_next"], mean, std), normal_entropy(std), features)
 
-    # Flow-Noise: all steps are stochastic; the log-prob is the mean over the start and the K steps ----------------
+    # Flow-Noise: all steps are stochastic ------------------------------------------------------------------------
 
     def _sample_noise(
         self,
@@ -286,7 +303,7 @@ class Sampler:
             first = features if first is None else first
         assert first is not None
         stored = {"flow_chain": torch.stack(points, dim=1), "flow_next": self._executed(x).contiguous()}
-        return Chain(x, total / (self.num_steps + 1), stored, first)
+        return Chain(x, self._joined(total, self.num_steps + 1), stored, first)
 
     def _evaluate_noise(self, velocity: Velocity, stored: dict[str, Tensor], noise_head: NoiseHead) -> ChainEvaluation:
         chain = stored["flow_chain"]
@@ -301,7 +318,11 @@ class Sampler:
             entropy = entropy + normal_entropy(std)
             first = features if first is None else first
         assert first is not None
-        return ChainEvaluation(total / (self.num_steps + 1), entropy / self.num_steps, first)
+        entropy = self._joined(entropy, self.num_steps)
+        return ChainEvaluation(self._joined(total, self.num_steps + 1), entropy, first)
+
+    def _joined(self, total: Tensor, terms: int) -> Tensor:
+        return total if self.joint == "sum" else total / terms
 
     def _noisy_step(
         self, velocity: Velocity, x: Tensor, step: int, noise_head: NoiseHead

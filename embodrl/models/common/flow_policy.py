@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.flow import NoiseHead, Sampler, Velocity, integrate, standard_normal
+from embodrl.models.common.flow import NoiseHead, Sampler, Velocity, integrate_with_features, standard_normal
 from embodrl.models.common.flow_spec import FlowConfig, FlowModelConfig
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.value_head import ValueHead
@@ -89,7 +89,12 @@ class FlowPolicy(VLAPolicy):
         self.value_head = value_head
         self.noise_head = noise_head
         self.sampler = Sampler(
-            config.flow.num_steps, config.flow.noise_level, self.num_action_chunks, self.action_dim, noise_head
+            config.flow.num_steps,
+            config.flow.noise_level,
+            self.num_action_chunks,
+            self.action_dim,
+            noise_head,
+            config.flow.joint,
         )
         start = torch.Generator().manual_seed(EVALUATION_NOISE_SEED)
         self.register_buffer(
@@ -159,15 +164,23 @@ class FlowPolicy(VLAPolicy):
             actions = self._to_environment(chain.actions, observation)
             return PolicyOutput(actions, chain.logprobs, values, {**inputs, **chain.stored})
         noise = self.get_buffer("_evaluation_noise").to(self.device).expand(batch, -1, -1)
-        actions = self._to_environment(integrate(network, noise, self.flow.num_steps), observation)
-        values = self._start_values(context, network, batch) if compute_values else None
+        chosen, features = integrate_with_features(network, noise, self.flow.num_steps)
+        actions = self._to_environment(chosen, observation)
+        values = self._mean_value(context, features) if compute_values else None
         return PolicyOutput(actions, torch.zeros(actions.shape, device=self.device), values, inputs)
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """See VLAPolicy; with the value input ``suffix``, at the start of denoising and the mean of its noise, 0."""
+        """See VLAPolicy; with the value input ``suffix`` the mean over the denoising steps from one fixed noise.
+
+        The critic is trained at the points of sampled chains, so it is read at such points: at the mean of the start's
+        noise, 0, it has never been trained, and is biased.
+        """
         context = self.encode(self.preprocess(observation))
-        return self._start_values(context, self.velocity(context), observation.batch_size)
+        if self.value_input == "prefix":
+            return self._values(context, None)
+        noise = self.get_buffer("_evaluation_noise").to(self.device).expand(observation.batch_size, -1, -1)
+        return self._mean_value(context, integrate_with_features(self.velocity(context), noise, self.flow.num_steps)[1])
 
     def evaluate_actions(
         self,
@@ -228,11 +241,12 @@ class FlowPolicy(VLAPolicy):
         heads = {"noise_head": self.noise_head, "value_head": self.value_head}
         return {name: head for name, head in heads.items() if head is not None}
 
-    def _start_values(self, context: Any, network: Velocity, batch: int) -> Tensor:
+    def _mean_value(self, context: Any, features: list[Tensor]) -> Tensor:
+        """Return the mean of the values at the denoising steps; Flow-Noise's critic is read at the first alone."""
         if self.value_input == "prefix":
             return self._values(context, None)
-        start = torch.zeros(batch, self.horizon, self.padded_action_dim, device=self.device)
-        return self._values(context, network(start, torch.ones(batch, device=self.device))[1])
+        read = features if self.noise_head is None else features[:1]
+        return torch.stack([self._values(context, step) for step in read]).mean(dim=0)
 
     def _values(self, context: Any, features: Tensor | None) -> Tensor:
         if self.value_head is None:

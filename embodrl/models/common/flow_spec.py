@@ -34,6 +34,10 @@ class FlowConfig(Section):
     )
     num_steps: PositiveInt = Field(default=4, description="denoising steps")
     noise_level: PositiveFloat = Field(default=0.5, description="eta of flow_sde")
+    joint: Literal["sum", "mean"] = Field(
+        default="sum",
+        description="log-prob of flow_noise: sum over start and steps, the chain's likelihood; mean as RLinf",
+    )
     noise_std_min: PositiveFloat = Field(default=0.08, description="least standard deviation of flow_noise, a step")
     noise_std_max: PositiveFloat = Field(default=0.16, description="largest one; above noise_std_min")
 
@@ -74,9 +78,23 @@ def settings_of_token_policies(context: Context) -> Iterator[Finding]:
 def noise_of_the_other_method(context: Context) -> Iterator[Finding]:
     """Each sampling method has its own noise."""
     method = context.model(FlowModelConfig).flow.method
-    for name in ("noise_std_min", "noise_std_max") if method == "flow_sde" else ("noise_level",):
+    for name in ("noise_std_min", "noise_std_max", "joint") if method == "flow_sde" else ("noise_level",):
         if context.by_user(f"model.flow.{name}"):
             yield Finding(f"model.flow.{name}", f"has no effect: model.flow.method is {method}", "leave it out")
+
+
+@FLOW.note("model.flow", "algorithm.entropy_bonus")
+def entropy_is_constant(context: Context) -> Iterator[Finding]:
+    """The entropy of flow_sde depends on no weight."""
+    flow = context.model(FlowModelConfig).flow
+    if (
+        flow.method == "flow_sde"
+        and context.config.algorithm.entropy_bonus
+        and context.by_user("algorithm.entropy_bonus")
+    ):
+        message = "has no effect: the entropy of flow_sde is a constant"
+        hint = "leave it out, or set model.flow.method=flow_noise, whose noise is learned"
+        yield Finding("algorithm.entropy_bonus", message, hint, others=("model.flow.method",))
 
 
 @FLOW.note("model.model_type", "model.model_path", "env.include_state")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -209,9 +210,10 @@ def test_learned_noise_stays_within_its_bounds():
     assert float(head(torch.zeros(1, 5)).detach()[0, 0]) == pytest.approx(math.sqrt(0.08 * 0.16), abs=1e-6)
 
 
-def test_joint_log_prob_is_the_mean_over_the_start_and_the_steps():
+@pytest.mark.parametrize("joint", ["sum", "mean"])
+def test_joint_log_prob_covers_the_start_and_the_steps(joint: Literal["sum", "mean"]):
     head, num_steps = noise_head(5), 3
-    sampler = Sampler(num_steps, ETA, 2, 3, head)
+    sampler = Sampler(num_steps, ETA, 2, 3, head, joint)
     chain = sampler.sample(linear(0.8, -0.6), (8, 4, 5), generator(2), CPU)
     points = chain.stored["flow_chain"]
     assert points.shape == (8, num_steps, 4, 5)
@@ -224,9 +226,28 @@ def test_joint_log_prob_is_the_mean_over_the_start_and_the_steps():
             std = head(x)
         total = total - 0.5 * ((following - mean) / std) ** 2 - (std * math.sqrt(2 * math.pi)).log()
         entropy = entropy + 0.5 * (2 * math.pi * math.e * std**2).log()
-    torch.testing.assert_close(chain.logprobs, (total / (num_steps + 1))[:, :2, :3], rtol=0, atol=1e-5)
+    if joint == "mean":
+        total, entropy = total / (num_steps + 1), entropy / num_steps
+    torch.testing.assert_close(chain.logprobs, total[:, :2, :3], rtol=0, atol=2e-5)
     result = sampler.evaluate(linear(0.8, -0.6), chain.stored)
-    torch.testing.assert_close(result.entropy, (entropy / num_steps)[:, :2, :3], rtol=0, atol=1e-5)
+    torch.testing.assert_close(result.entropy, entropy[:, :2, :3], rtol=0, atol=1e-5)
+
+
+def test_ratios_of_the_joint_log_prob_average_to_one():
+    """E[p_new / p_old] under the old policy is 1; of the mean over the steps it is not."""
+    head, rows = noise_head(5), 20_000
+    old, new = linear(0.8, -0.6), linear(0.8, -0.57)
+    averages = {}
+    for joint in ("sum", "mean"):
+        sampler = Sampler(3, ETA, 2, 3, head, joint)
+        chain = sampler.sample(old, (rows, 4, 5), generator(4), CPU)
+        with torch.no_grad():
+            ratio = (sampler.evaluate(new, chain.stored).logprobs - chain.logprobs).sum((1, 2)).exp()
+        averages[joint] = (float(ratio.mean()), float(ratio.std()) / math.sqrt(rows))
+    average, error = averages["sum"]
+    assert abs(average - 1.0) < 4 * error
+    average, error = averages["mean"]
+    assert abs(average - 1.0) > 4 * error
 
 
 def test_learned_noise_has_the_deviation_that_the_head_says():
