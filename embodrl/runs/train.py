@@ -429,9 +429,9 @@ class _Before:
     rewards: dict[str, Tensor]
 
 
-def _named_exit(error: SystemExit) -> PipelineError:
+def _named_exit(error: SystemExit) -> EmbodrlError:
     where = user_location(error) or "a function of the pipeline"
-    return PipelineError(
+    return EmbodrlError(
         f"{where} ended the process: SystemExit({error.code!r})",
         "raise an exception, or return a value; a run is stopped by a signal",
         code="function-exit",
