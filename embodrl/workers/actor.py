@@ -104,11 +104,16 @@ def saves_shards(config: Config, deployment: Deployment) -> bool:
     return wanted == "sharded" or (wanted == "auto" and len(deployment.of("actor")) > 1)
 
 
+def schedule_iterations(config: Config) -> int:
+    """Return the length of the learning-rate schedule."""
+    return config.actor.optim.schedule_iterations or config.runner.max_iterations
+
+
 def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights: bool) -> NativeTrainEngine:
     return NativeTrainEngine(
         policy,
         config.actor,
-        config.runner.max_iterations,
+        schedule_iterations(config),
         policy.device,
         cores,
         keep_reference=config.algorithm.kl.coef > 0,
@@ -120,7 +125,7 @@ def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights
 def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> PolicyTrainEngine:
     settings: dict[str, Any] = {
         "config": config.actor,
-        "total_iterations": config.runner.max_iterations,
+        "total_iterations": schedule_iterations(config),
         "mesh": mesh,
         "keep_reference": config.algorithm.kl.coef > 0,
         "may_be_stale": config.runner.max_staleness > 0,
