@@ -24,15 +24,14 @@ from torch import Tensor
 from embodrl.bench.hardware import describe_hardware
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.weight_sync.base import WeightReceiver, WeightSender
-from embodrl.hybrid_engines.weight_sync.choice import KINDS
-from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender
+from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender, SyncGroup
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver, DiskSender
-from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.storage.json_file import write_json_file
+from embodrl.workers.weights import KINDS
 
 SIZES_MB = (10, 100, 1000)
 ROUNDS = 5

@@ -17,7 +17,6 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
-from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
@@ -31,7 +30,7 @@ from embodrl.workers.policy import build_policy, resolve_device
 from embodrl.workers.remote_backend import RemoteBackend, channels_of, launch_rollouts, rollout_channels
 from embodrl.workers.reward import RewardWorker, needs_frames
 from embodrl.workers.rollout_backend import LocalBackend, RolloutBackend, make_collector
-from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel
+from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig, Config
@@ -22,6 +22,7 @@ from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.megatron.core import start
 from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
@@ -31,7 +32,6 @@ from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.training.sharded_checkpoint import (
     FileFacts,
 )
-from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.scheduler.channel import Channel
@@ -155,13 +155,10 @@ class ActorWorker(SendingWorker):
             self._engine: PolicyTrainEngine = _native_engine(config, policy, cores, shares_weights=False)
             return
         torch.set_num_threads(cores)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, init_method=self.context.rendezvous, rank=self.rank, world_size=self.world_size
-        )
-        size = config.actor.tensor_parallel_size
-        mesh = init_device_mesh(device.type, (self.world_size // size, size), mesh_dim_names=(DP, TP))
-        self._engine = _engine_of_group(config, policy, mesh)
+        size, timeout_s = config.actor.tensor_parallel_size, config.cluster.collective_timeout_s
+        with loopback_only(len({place.node for place in deployment.of("actor")}) == 1):
+            mesh = join_mesh(device, self.context.rendezvous, self.rank, self.world_size, size, timeout_s)
+            self._engine = _engine_of_group(config, policy, mesh)
 
     @property
     def engine(self) -> PolicyTrainEngine:

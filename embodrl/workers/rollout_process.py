@@ -26,7 +26,7 @@ from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.lockstep import Shard
 from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.rollout_backend import make_sync_collector
-from embodrl.workers.weights import ReceiverThread, make_receiver
+from embodrl.workers.weights import ReceiverThread, Route, make_receiver
 
 
 def channel_names(rank: int) -> dict[str, str]:
@@ -107,7 +107,7 @@ class RolloutProcess(Worker):
         return {"pid": os.getpid(), "tasks": list(self.pool.spec.tasks), "num_envs": self.pool.spec.num_envs}
 
     @dispatch()
-    def join(self, options: dict[str, Any]) -> None:
+    def join(self, options: Route) -> None:
         """Receive weights from a new generation of the channel (``WeightChannel.options``)."""
         if self._receiver is not None:
             self._receiver.close()

@@ -16,24 +16,44 @@ import logging
 import shutil
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, Protocol, TypedDict
 from urllib.parse import urlsplit
 
-import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
-from embodrl.errors import ChannelClosed, ChannelTimeout, IncompleteSyncError, WeightSyncError, WorkerDied, WorkerError
-from embodrl.hybrid_engines.weight_sync.base import GatherOnly, WeightReceiver, WeightSender, WeightTarget, no_check
+from embodrl.deployment import Deployment
+from embodrl.errors import (
+    ChannelClosed,
+    ChannelTimeout,
+    EmbodrlError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerError,
+)
+from embodrl.fields import Fields
+from embodrl.hybrid_engines.process_groups import cause_of
+from embodrl.hybrid_engines.weight_sync.base import (
+    Check,
+    GatherOnly,
+    WeightReceiver,
+    WeightSender,
+    WeightTarget,
+    no_check,
+)
 from embodrl.hybrid_engines.weight_sync.buckets import Layout
-from embodrl.hybrid_engines.weight_sync.choice import Kind
-from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender
+from embodrl.hybrid_engines.weight_sync.collective import (
+    SENDER,
+    CollectiveReceiver,
+    CollectiveSender,
+    SyncGroup,
+    cancel_rendezvous,
+    open_rendezvous,
+)
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver, DiskSender
-from embodrl.hybrid_engines.weight_sync.group import SENDER, SyncGroup, cancel_rendezvous, open_rendezvous
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup
@@ -42,16 +62,66 @@ from embodrl.scheduler.worker import Worker, dispatch
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[], None]
-"""Called while waiting; raises if a process has died."""
+Kind = Literal["memory", "collective", "disk"]
+KINDS: tuple[Kind, ...] = ("memory", "collective", "disk")
 Problem = tuple[str, str]
 """Message and hint of a failed sync in a process that is otherwise well."""
 _POLL_S = 0.2
-_CONNECT_S = 600.0
-"""A rollout process connects once its present batch is done."""
-_FIND_S = 10.0
-"""A receiver connects when the rendezvous is open; the sender may have given up meanwhile."""
-_REACH_S = 60.0
+_CONNECT_S = 600.0  # a rollout process connects once its present batch is done
+_FIND_S = 15.0  # until the sender has opened its rendezvous; it may have given up meanwhile
+_CANCEL_S = 2.0
+
+
+def choose_weight_sync(deployment: Deployment, kind: str = "auto") -> Kind:
+    """Return the kind that moves the least, or check the requested one.
+
+    ``memory`` where every machine with a rollout process has a trainer; else ``collective``.
+
+    Raises:
+        EmbodrlError: the requested kind cannot work with this placement.
+    """
+    far = {place.node for place in deployment.of("rollout")} - {place.node for place in deployment.of("actor")}
+    if kind == "auto":
+        return "collective" if far else "memory"
+    if kind == "memory" and far:
+        machines = ", ".join(map(str, sorted(far)))
+        raise EmbodrlError(
+            f"weight sync by memory needs trainer and rollout on one machine: machine {machines} has a rollout and no"
+            " trainer",
+            "set rollout.weight_sync to auto, collective or disk",
+        )
+    return next(known for known in KINDS if known == kind)
+
+
+def uses_nccl(deployment: Deployment) -> bool:
+    """Return whether a collective sync can go from GPU to GPU: trainer and rollout have GPUs, none in common."""
+    actor, rollout = (
+        {(place.node, device) for place in deployment.of(component) for device in place.devices}
+        for component in ("actor", "rollout")
+    )
+    return bool(actor and rollout) and not actor & rollout
+
+
+class Route(TypedDict):
+    """What both ends need to connect for a generation, which ends when a process is restarted.
+
+    Attributes:
+        kind: memory, collective or disk.
+        generation: acknowledgements of earlier ones are ignored.
+        where: of disk, the directory; of a collective, the rendezvous ``tcp://HOST:PORT``.
+        world_size: of a collective: sender and receivers.
+        device: of the buckets of a collective.
+    """
+
+    kind: Kind
+    generation: int
+    where: str
+    world_size: int
+    device: str
+
+
+def _sync_group(route: Route, rank: int, check: Check = no_check) -> SyncGroup:
+    return SyncGroup(route["where"], rank, route["world_size"], route["device"], 60.0, _CONNECT_S, check, _FIND_S)
 
 
 def drain(channel: Channel) -> None:
@@ -64,28 +134,13 @@ def drain(channel: Channel) -> None:
 # -- the receiving side -----------------------------------------------------------------------------------------------
 
 
-def make_receiver(
-    target: WeightTarget, options: Mapping[str, Any], pipe: Channel, rank: int, layout: Layout
-) -> WeightReceiver:
-    """Return the receiver of a rollout process.
-
-    Args:
-        target: accepts the weights.
-        options: of the generation (``WeightChannel.options``).
-        pipe: buckets for this process, for memory.
-        rank: of the rollout process.
-        layout: of its policy.
-    """
-    if options["kind"] == "memory":
+def make_receiver(target: WeightTarget, route: Route, pipe: Channel, rank: int, layout: Layout) -> WeightReceiver:
+    """Return the receiver of a rollout process; ``pipe`` brings its buckets with memory."""
+    if route["kind"] == "memory":
         return MemoryReceiver(target, pipe, layout)
-    if options["kind"] == "disk":
-        return DiskReceiver(target, Path(options["directory"]), layout)
-    return CollectiveReceiver(target, _sync_group(options, rank + 1, find_s=_FIND_S), layout)
-
-
-def _sync_group(options: Mapping[str, Any], rank: int, **further: Any) -> SyncGroup:
-    device = torch.device(options["device"])
-    return SyncGroup(options["init_method"], rank, options["world_size"], device, connect_s=_CONNECT_S, **further)
+    if route["kind"] == "disk":
+        return DiskReceiver(target, Path(route["where"]), layout)
+    return CollectiveReceiver(target, _sync_group(route, rank + 1), layout)
 
 
 class ReceiverThread:
@@ -93,7 +148,7 @@ class ReceiverThread:
 
     Args:
         receiver: new.
-        answers: to the driver: generation, version and, if it was refused, why.
+        answers: to the driver: generation, version (-1 if it was refused) and problem.
         generation: of the channel; the driver ignores answers of earlier ones.
     """
 
@@ -109,16 +164,16 @@ class ReceiverThread:
                 report = self._receiver.receive(_POLL_S)
             except WeightSyncError as error:
                 logger.warning("weight update rejected: %s", error)
-                self._answer(None, str(error))
+                self._answer(-1, str(error))
             except Exception as error:  # the border of this thread: the driver raises it
                 logger.exception("no further weight updates are accepted")
-                self._answer(None, f"{type(error).__name__}: {error}")
+                self._answer(-1, f"{type(error).__name__}: {error}")
                 return
             else:
                 if report is not None:
                     self._answer(report.version, "")
 
-    def _answer(self, version: int | None, problem: str) -> None:
+    def _answer(self, version: int, problem: str) -> None:
         try:
             self._answers.put({"generation": self._generation, "version": version, "problem": problem}, _POLL_S)
         except (ChannelTimeout, ChannelClosed):
@@ -134,45 +189,28 @@ class ReceiverThread:
 # -- the sending side -------------------------------------------------------------------------------------------------
 
 
-class Sender(ABC):
-    """Sends for a ``WeightChannel``. Each generation begins with ``open``, for a collective after ``rendezvous``."""
+class Sender(Protocol):
+    """Sends for a ``WeightChannel``. Failures are WeightSyncErrors; ``check`` is called meanwhile."""
 
-    @abstractmethod
-    def rendezvous(self, world_size: int) -> str:
-        """Open the rendezvous of a collective sync; return where it is, as ``tcp://HOST:PORT``.
+    def address(self) -> str:
+        """Return a new ``tcp://HOST:PORT`` where this sender can open a rendezvous."""
+        ...
 
-        Raises:
-            WeightSyncError: it cannot be opened or reached.
-        """
+    def open(self, route: Route, check: Check = no_check) -> None:
+        """Begin a generation; for a collective sync the receivers must be connecting meanwhile."""
+        ...
 
-    @abstractmethod
-    def open(self, options: Mapping[str, object], check: Check = no_check) -> None:
-        """Begin a generation; for a collective sync the receivers must be connecting meanwhile.
-
-        Raises:
-            WeightSyncError: they did not all connect.
-        """
-
-    @abstractmethod
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
-        """Send weights.
+        """Send names and tensors of the policy; they are ignored where the trainer is elsewhere."""
+        ...
 
-        Args:
-            weights: names and tensors of the policy; ignored where the trainer is elsewhere.
-            version: number of updates behind them.
-            check: called meanwhile.
-
-        Raises:
-            WeightSyncError: they could not be sent.
-        """
-
-    @abstractmethod
     def close(self) -> None:
-        """End the generation, and cancel a rendezvous that was not used."""
+        """End the generation."""
+        ...
 
 
-class LocalSender(Sender):
-    """This process sends.
+class LocalSender:
+    """This process sends. See Sender.
 
     Args:
         pipes: one channel per rollout process, for memory.
@@ -186,28 +224,19 @@ class LocalSender(Sender):
     ) -> None:
         self.pipes, self.trained, self.address, self.gathers_only = pipes, trained, address, gathers_only
         self.sender: WeightSender | None = None
-        self._rendezvous: Store | None = None
 
-    def rendezvous(self, world_size: int) -> str:
-        self.close()
-        init_method = self.address()
-        self._rendezvous = open_rendezvous(init_method, world_size)
-        return init_method
-
-    def open(self, options: Mapping[str, Any], check: Check = no_check) -> None:
-        rendezvous, self._rendezvous = self._rendezvous, None
+    def open(self, route: Route, check: Check = no_check) -> None:
         self.close()
         if self.gathers_only:
             self.sender = GatherOnly(self.trained)
-        elif options["kind"] == "memory":
+        elif route["kind"] == "memory":
             self.sender = MemorySender(self.pipes, self.trained)
-        elif options["kind"] == "disk":
-            self.sender = DiskSender(Path(options["directory"]), self.trained)
-            if self.sender.version is not None:  # the ranks that gather would not agree on what the next sync contains
-                raise WeightSyncError(f"{options['directory']} already holds weights", "remove it")
+        elif route["kind"] == "collective":
+            self.sender = CollectiveSender(_sync_group(route, SENDER, check), self.trained)
         else:
-            group = _sync_group(options, SENDER, check=check, rendezvous=rendezvous)
-            self.sender = CollectiveSender(group, self.trained)
+            self.sender = DiskSender(Path(route["where"]), self.trained)
+            if self.sender.version is not None:  # the ranks that gather would not agree on what the next sync contains
+                raise WeightSyncError(f"{route['where']} already holds weights", "remove it")
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
         assert self.sender is not None
@@ -222,9 +251,6 @@ class LocalSender(Sender):
         if self.sender is not None:
             self.sender.close()
             self.sender = None
-        if self._rendezvous is not None:
-            cancel_rendezvous(self._rendezvous)
-            self._rendezvous = None
 
 
 class SendingWorker(Worker):
@@ -245,15 +271,15 @@ class SendingWorker(Worker):
         self.sending = LocalSender(channels, trained, lambda: f"tcp://{host}:{free_port()}", gathers_only=self.rank > 0)
 
     @dispatch("rank_zero")
-    def open_rendezvous(self, world_size: int) -> str:
-        """See Sender.rendezvous."""
+    def sender_address(self) -> str:
+        """See Sender.address."""
         assert self.sending is not None
-        return self.sending.rendezvous(world_size)
+        return self.sending.address()
 
     @dispatch("one_to_all")
-    def open_sender(self, options: Mapping[str, object]) -> Problem | None:
+    def open_sender(self, route: Route) -> Problem | None:
         """See Sender.open."""
-        return self._attempt(lambda sending: sending.open(options))
+        return self._attempt(lambda sending: sending.open(route))
 
     @dispatch("one_to_all")
     def send_weights(self, version: int) -> Problem | None:
@@ -274,8 +300,8 @@ class SendingWorker(Worker):
             self.sending.close()
 
 
-class RemoteSender(Sender):
-    """The training processes send, each its part.
+class RemoteSender:
+    """The training processes send, each its part. See Sender.
 
     Args:
         group: of ``SendingWorker``; was launched with the pipes.
@@ -289,39 +315,26 @@ class RemoteSender(Sender):
 
     def __init__(self, group: WorkerGroup, pipes: Mapping[str, Channel], trained: Collection[str]) -> None:
         self.group, self.pipes = group, pipes
-        self._rendezvous: Store | None = None
         self._call("make_sender", list(pipes), sorted(trained))
 
-    def rendezvous(self, world_size: int) -> str:
-        where: str = self._call("open_rendezvous", world_size)
-        try:
-            self._rendezvous = open_rendezvous(where, world_size, is_sender=False, timeout_s=_REACH_S)
-        except RuntimeError as error:
-            raise IncompleteSyncError(
-                f"the driver cannot reach {where}, where weights are to be sent from: {error}",
-                "check whether the machines can reach each other",
-            ) from error
-        return where
+    def address(self) -> str:
+        return self._call("sender_address")
 
-    def open(self, options: Mapping[str, Any], check: Check = no_check) -> None:
-        self._raise_first(self._call("open_sender", dict(options), check=check))
-        self._rendezvous = None
+    def open(self, route: Route, check: Check = no_check) -> None:
+        self._attempt("open_sender", route, check, route["where"] if route["kind"] == "collective" else "")
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
-        self._raise_first(self._call("send_weights", version, check=check))
+        self._attempt("send_weights", version, check)
 
     def close(self) -> None:
-        """Cancel a rendezvous; a sender is closed when the next generation begins, or with its process."""
-        if self._rendezvous is not None:
-            with contextlib.suppress(RuntimeError):  # it ended with the process that had opened it
-                cancel_rendezvous(self._rendezvous)
-            self._rendezvous = None
+        """A sender is closed when the next generation begins, or with its process."""
 
-    def _raise_first(self, problems: list[Problem | None]) -> None:
+    def _attempt(self, method: str, argument: object, check: Check, rendezvous: str = "") -> None:
+        problems: list[Problem | None] = self._call(method, argument, check=check, rendezvous=rendezvous)
         for problem in filter(None, problems):
             raise WeightSyncError(*problem)
 
-    def _call(self, method: str, *args: object, check: Check = no_check) -> Any:
+    def _call(self, method: str, *args: object, check: Check = no_check, rendezvous: str = "") -> Any:
         """Return the answer of the processes. An error of ``check`` is raised when they are free again."""
         failure: WorkerError | None = None
         handle: Handle | None = None
@@ -336,19 +349,21 @@ class RemoteSender(Sender):
                     except WorkerError as error:
                         failure = error
                 if failure is not None:
-                    self._release(failure)
+                    self._release(failure, rendezvous)
             answer = handle.result()
         except WorkerError as error:
-            cause = error  # of a process that has died, if there is one
+            cause = error if handle is None else cause_of(handle, error)
             self.group.kill()  # without one of them the others would wait for ever
             raise WorkerError(cause.message, cause.hint, cause.rank) from cause
         if failure is not None:
             raise failure
         return answer
 
-    def _release(self, failure: WorkerError) -> None:
+    def _release(self, failure: WorkerError, rendezvous: str) -> None:
         """Release the sender, which may be waiting for a dead process: for its connection, or for room in its pipe."""
-        self.close()
+        if rendezvous:
+            with contextlib.suppress(RuntimeError):  # not open yet, or closed already
+                cancel_rendezvous(open_rendezvous(rendezvous, len(self.pipes) + 1, False, _CANCEL_S))
         if isinstance(failure, WorkerDied):
             drain(list(self.pipes.values())[failure.rank])
 
@@ -376,28 +391,26 @@ class WeightChannel:
         device: str = "cpu",
         timeout_s: float = 600.0,
     ) -> None:
-        self.kind, self.sender, self.pipes, self.answers = kind, sender, pipes, answers
+        self.kind: Kind = kind
+        self.sender, self.pipes, self.answers = sender, pipes, answers
         self.directory, self.device, self.timeout_s = directory, device, timeout_s
         self.generation = 0
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> Route:
         """Begin a new generation: return what the receivers need to connect. ``open`` follows."""
         self.close()
         self.generation += 1
-        options: dict[str, object] = {"kind": self.kind, "generation": self.generation}
-        if self.kind == "disk":
-            return options | {"directory": str(self.directory)}
+        where, world_size = str(self.directory), len(self.answers) + 1
         if self.kind == "collective":
-            world_size = len(self.answers) + 1
-            where = self.sender.rendezvous(world_size)
-            return options | {"init_method": where, "world_size": world_size, "device": self.device}
-        for pipe in self.pipes:
-            drain(pipe)
-        return options
+            where = self.sender.address()
+        if self.kind == "memory":
+            for pipe in self.pipes:
+                drain(pipe)
+        return Route(kind=self.kind, generation=self.generation, where=where, world_size=world_size, device=self.device)
 
-    def open(self, options: Mapping[str, object], check: Check = no_check) -> None:
+    def open(self, route: Route, check: Check = no_check) -> None:
         """See Sender.open."""
-        self.sender.open(options, check)
+        self.sender.open(route, check)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
         """Send weights, and wait until all processes use them. Arguments as of Sender.send.
@@ -415,16 +428,17 @@ class WeightChannel:
                 if time.monotonic() > deadline:
                     message = f"did not acknowledge weights of version {version} within {self.timeout_s:g} s"
                     raise WeightSyncError(f"rollout process {rank} {message}", hint)
-            if answer["version"] != version:
-                message = f"refused weights of version {version}: {answer['problem']}"
+            if answer.integer("version", low=-1) != version:
+                message = f"refused weights of version {version}: {answer.text('problem')}"
                 raise WeightSyncError(f"rollout process {rank} {message}", hint)
 
-    def _answer(self, channel: Channel) -> dict[str, object] | None:
+    def _answer(self, channel: Channel) -> Fields | None:
         try:
-            answer = cast(dict[str, object], channel.get(_POLL_S))
+            received = Fields({"answer": channel.get(_POLL_S)}, f"channel '{channel.name}'", WeightSyncError)
         except ChannelTimeout:
             return None
-        return answer if answer["generation"] == self.generation else None
+        answer = received.fields("answer")
+        return answer if answer.integer("generation") == self.generation else None
 
     def close(self) -> None:
         """Release what the sender holds."""

@@ -15,9 +15,8 @@ from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.weight_sync import base
 from embodrl.hybrid_engines.weight_sync.base import GatherOnly
 from embodrl.hybrid_engines.weight_sync.buckets import checksum, layout_of, num_bytes
-from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender
+from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender, SyncGroup
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver, DiskSender
-from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.scheduler.channel import LocalChannel
 from embodrl.scheduler.worker import Worker, dispatch

@@ -64,6 +64,10 @@ class ClusterConfig(Section):
         default=600.0,
         description="seconds that a call to an actor or rollout process may use neither processor nor disk",
     )
+    collective_timeout_s: PositiveFloat = Field(
+        default=300.0,
+        description="seconds that a training process waits for the others in a collective call (fsdp, megatron)",
+    )
     restart_window_s: PositiveFloat = Field(
         default=3600.0,
         description="restarts that lie further back do not count towards env.max_restarts and rollout.max_restarts",

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from embodrl.data.rng import capture_rng, restore_rng
 from embodrl.errors import EmbodrlError, MissingDependencyError, RolloutEngineError
+from embodrl.hybrid_engines.process_groups import loopback_only
 from embodrl.models.common.sampling import draw
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.types import SamplingParams
@@ -141,7 +142,8 @@ class VllmDecoder:
         # vLLM would meet itself in a file, which a run that is killed leaves behind.
         if self.device.type == "cpu" and not dist.is_initialized():
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            with loopback_only(True):
+                dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return vllm.LLM(
             model=directory,
             load_format="dummy",

@@ -17,6 +17,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
+from embodrl.hybrid_engines.process_groups import Call, cause_of
 from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
 from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP
 from embodrl.hybrid_engines.training.sharded_checkpoint import (
@@ -32,11 +33,19 @@ BUCKET_BYTES = 256 << 20
 """Of tensors in transit between the training processes and the driver at a time."""
 
 
+class PendingCall(Call, Protocol):
+    """A call whose answers can be waited for."""
+
+    def result(self) -> Any:
+        """Wait, and return the answers."""
+        ...
+
+
 class TrainerGroup(Protocol):
     """The training processes; ``WorkerGroup`` of ``ActorWorker``."""
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Begin a call on all processes; ``result()`` of what it returns waits for their answers."""
+    def call(self, method: str, *args: object) -> PendingCall:
+        """Begin a call on all processes."""
         ...
 
     def check(self) -> None:
@@ -197,9 +206,12 @@ class RemoteTrainEngine(TrainEngine):
         Raises:
             WorkerError: one died or raised.
         """
+        call: PendingCall | None = None
         try:
             self.group.check()
-            return self.group.call(method, *args).result()
-        except WorkerError:
+            call = self.group.call(method, *args)
+            return call.result()
+        except WorkerError as error:
+            cause = error if call is None else cause_of(call, error)
             self.group.kill()
-            raise
+            raise cause from (None if cause is error else error)

@@ -1,16 +1,16 @@
-"""Weight sync: what all transports share: versions, full and partial syncs, checksums, fit with the policy.
+"""Weight sync: what all transports share: versions, full and partial syncs, checksums, layout checks.
 
-A sync is a header, the tensors in buckets, and an end with their number. Receivers keep the buckets in host memory and
-touch the policy only when everything has arrived and fits: a sync that fails leaves the policy as it was.
+A sync is a stream of messages: a begin, the tensors in buckets, and an end with their number. Receivers stage the
+buckets in host memory and touch the policy only when everything has arrived and fits: a sync that fails leaves the
+policy as it was.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from embodrl.errors import (
     WeightSyncError,
     WeightVersionError,
 )
+from embodrl.fields import Fields
 from embodrl.hybrid_engines.weight_sync.buckets import (
     DEFAULT_BUCKET_BYTES,
     Layout,
@@ -29,14 +30,17 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     buckets,
     checksum,
     gathered,
+    layout_problems,
     num_bytes,
 )
 
 HINT = "the previous version stays in use; the next sync brings newer weights"
+Check = Callable[[], None]
+"""Called while waiting; raises if a process has died."""
 
 
 def no_check() -> None:
-    """Check nothing: the default where nothing can have died."""
+    """Check nothing: the default where no other process can have died."""
 
 
 class WeightTarget(Protocol):
@@ -49,12 +53,7 @@ class WeightTarget(Protocol):
 
 @dataclass(frozen=True)
 class Header:
-    """Which weights a sync carries.
-
-    Attributes:
-        version: number of updates behind them.
-        base: version of the full sync that this one builds on; its own version if it is full.
-    """
+    """Which weights a sync carries: their version, and that of the full sync that they build on (its own if full)."""
 
     version: int
     base: int
@@ -66,37 +65,60 @@ class Header:
 
 
 @dataclass(frozen=True)
-class SyncReport:
-    """What a sync moved.
+class Message(Header):
+    """A step of a sync.
 
     Attributes:
-        version: number of updates behind the weights.
-        full: every tensor, or only the trained ones.
-        num_tensors: how many.
-        num_bytes: their total size.
-        seconds: from the first tensor to the last.
+        sync: ``begin``, ``bucket`` or ``end``.
+        index: of a bucket, from 0; of the end, the number of buckets.
+        num_tensors: of the end, the number of tensors.
+        problem: of the end, why the sender stopped; of a bucket, why it can't be read.
+        checksums: of a bucket's tensors by name; empty where they are not checked.
+        tensors: of a bucket, by name.
     """
+
+    sync: str
+    index: int = 0
+    num_tensors: int = 0
+    problem: str = ""
+    checksums: Mapping[str, int] = field(default_factory=dict[str, int])
+    tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    @classmethod
+    def read(cls, fields: Fields) -> Self:
+        """Return a message from what a transport delivered; an error of ``fields`` if it is none."""
+        checksums, tensors = fields.fields("checksums", {}), fields.fields("tensors", {}).content
+        return cls(
+            fields.integer("version"),
+            fields.integer("base"),
+            fields.text("sync"),
+            fields.integer("index"),
+            fields.integer("num_tensors"),
+            fields.text("problem"),
+            {name: checksums.integer(name) for name in checksums},
+            {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)},
+        )
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync moved: every tensor if it was full, else those that train."""
 
     version: int
     full: bool
     num_tensors: int
     num_bytes: int
-    seconds: float
+
+
+# -- sending ----------------------------------------------------------------------------------------------------------
 
 
 class WeightSender(ABC):
-    """The sending side.
+    """The sending side. Keeps the version of the last sync that was started, and its base.
 
     Args:
         trained: names to send after the first full sync (``trained_names``); None sends everything each time.
         bucket_bytes: size of the tensors that are gathered and moved at a time.
-
-    Attributes:
-        version: of the last sync that was started, None before the first.
-        base: of the last full one.
-
-    Raises:
-        EmbodrlError: ``bucket_bytes`` is not positive.
     """
 
     def __init__(self, trained: Collection[str] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
@@ -107,9 +129,7 @@ class WeightSender(ABC):
         self.version: int | None = None
         self.base: int | None = None
 
-    def send(
-        self, weights: Iterable[Named], version: int, full: bool = False, check: Callable[[], None] = no_check
-    ) -> SyncReport:
+    def send(self, weights: Iterable[Named], version: int, full: bool = False, check: Check = no_check) -> SyncReport:
         """Send weights; all ranks that hold shards of them call this, with the same arguments.
 
         Args:
@@ -119,9 +139,8 @@ class WeightSender(ABC):
             check: called while the sender waits; raises if a receiver has died.
 
         Raises:
-            WeightVersionError: the version does not increase.
-            WeightLayoutError: a name of ``trained`` is not among the weights.
-            WeightSyncError: they did not reach every receiver.
+            WeightSyncError: the version does not increase, a name of ``trained`` is not among the weights, or they did
+                not reach every receiver.
         """
         if self.version is not None and version <= self.version:
             raise WeightVersionError(
@@ -129,21 +148,19 @@ class WeightSender(ABC):
             )
         # Decided before anything can fail: all ranks that gather must agree on what the next sync contains.
         full = full or self.trained is None or self.base is None
-        self.version, self.base = version, version if full else self.base
-        assert self.base is not None
-        clock, moved = time.perf_counter(), [0, 0]
+        self.version, self.base = version, version if full or self.base is None else self.base
+        moved = [0, 0]
         stream = self._stream(weights, full, moved)
         try:
             self._send(Header(version, self.base), stream, check)
-        except Exception as error:  # whatever fails here, the other ranks gather to the end
-            # The other ranks do not know of the error and gather to the end, which needs this rank.
+        except Exception as error:  # any error: the other ranks do not know of it and gather to the end, with this one
             try:
                 for _ in stream:
                     pass
             except Exception as further:  # noqa: BLE001 - must not replace the error that is raised
                 error.add_note(f"gathering the remaining weights failed, too: {type(further).__name__}: {further}")
             raise
-        return SyncReport(version, full, moved[0], moved[1], time.perf_counter() - clock)
+        return SyncReport(version, full, *moved)
 
     def _stream(self, weights: Iterable[Named], full: bool, moved: list[int]) -> Iterator[Named]:
         """Yield whole tensors, and count them and their bytes in ``moved``."""
@@ -161,7 +178,7 @@ class WeightSender(ABC):
             )
 
     @abstractmethod
-    def _send(self, header: Header, stream: Iterator[Named], check: Callable[[], None]) -> None:
+    def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
         """Move a stream of whole tensors."""
 
     def close(self) -> None:  # noqa: B027  (most hold nothing)
@@ -171,50 +188,55 @@ class WeightSender(ABC):
 class GatherOnly(WeightSender):
     """For the ranks of a sharded trainer that send nothing themselves: they only take part in gathering."""
 
-    def _send(self, header: Header, stream: Iterator[Named], check: Callable[[], None]) -> None:
+    def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
         for _ in stream:
             pass
 
 
 class StreamSender(WeightSender):
-    """Sends header, buckets and end as messages; a transport says how."""
+    """Sends a sync as messages. With ``verify`` they carry checksums; on a GPU this costs a copy to the host."""
 
-    def _send(self, header: Header, stream: Iterator[Named], check: Callable[[], None]) -> None:
+    def __init__(self, trained: Collection[str] | None, bucket_bytes: int, verify: bool) -> None:
+        super().__init__(trained, bucket_bytes)
+        self.verify = verify
+
+    def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
         num_buckets = num_tensors = 0
         failure: Exception | None = None
-        end: dict[str, Any]
         try:
-            self._put({"sync": "begin", "version": header.version, "base": header.base}, (), check)
+            self._put(Message(header.version, header.base, "begin"), check)
             for bucket in buckets(stream, self.bucket_bytes):
-                message = {"sync": "bucket", "version": header.version, "index": num_buckets}
-                self._put(message, bucket, check)
-                num_buckets += 1
                 num_tensors += len(bucket)
-            end = {"buckets": num_buckets, "tensors": num_tensors}
+                sums = {name: checksum(tensor) for name, tensor in bucket} if self.verify else {}
+                # Not kept in a variable: it would keep the tensors alive while the next bucket is gathered.
+                self._put(Message(header.version, header.base, "bucket", num_buckets, 0, "", sums, dict(bucket)), check)
+                num_buckets += 1
         except Exception as error:  # noqa: BLE001 - raised by _finish, after the receivers know
-            failure, end = error, {"reason": str(error)}
-        self._finish({"sync": "end", "version": header.version, **end}, failure, check)
+            failure = error
+        problem = "" if failure is None else str(failure)
+        self._finish(Message(header.version, header.base, "end", num_buckets, num_tensors, problem), failure, check)
 
     @abstractmethod
-    def _put(self, message: dict[str, Any], bucket: Iterable[Named], check: Callable[[], None]) -> None:
-        """Send a message to all receivers, with the tensors of a bucket."""
+    def _put(self, message: Message, check: Check) -> None:
+        """Send a message to all receivers."""
 
     @abstractmethod
-    def _finish(self, end: dict[str, Any], failure: Exception | None, check: Callable[[], None]) -> None:
+    def _finish(self, end: Message, failure: Exception | None, check: Check) -> None:
         """Send the last message, and raise ``failure`` if there is one."""
+
+
+# -- receiving --------------------------------------------------------------------------------------------------------
 
 
 class WeightReceiver(ABC):
     """The receiving side. A sync that fails leaves the policy as it was.
 
+    Keeps the version that was accepted last, and its base.
+
     Args:
         target: accepts the weights.
         layout: names and shapes of its policy (``layout_of``), compared before it is touched; None where the target
             checks them itself.
-
-    Attributes:
-        version: of the weights that were accepted last, None before the first.
-        base: of the last full sync among them.
     """
 
     def __init__(self, target: WeightTarget, layout: Layout | None = None) -> None:
@@ -229,13 +251,7 @@ class WeightReceiver(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
-        """Accept newer weights if there are any; to be called between two chunks.
-
-        Args:
-            timeout_s: seconds to wait for a sync to begin.
-
-        Returns:
-            what was accepted, None if nothing began in time.
+        """Accept newer weights, to be called between two chunks; return None if no sync begins within ``timeout_s``.
 
         Raises:
             IncompleteSyncError: a sync began and did not complete.
@@ -261,112 +277,86 @@ class WeightReceiver(ABC):
                 "send once with full=True",
             )
 
-    def _accept(self, header: Header, tensors: Mapping[str, Tensor], clock: float) -> SyncReport:
+    def _check_layout(self, version: int, shapes: Layout, full: bool) -> None:
+        problems = [] if self.layout is None else layout_problems(shapes, self.layout, full)
+        if problems:
+            raise WeightLayoutError(
+                f"weights of version {version} do not fit the policy: {'; '.join(problems)}",
+                "use the same model settings for trainer and rollout",
+            )
+
+    def _accept(self, header: Header, tensors: Mapping[str, Tensor]) -> SyncReport:
         self.target.update_weights(tensors.items(), header.version)
         self.version, self.base = header.version, header.base
-        size = sum(num_bytes(tensor) for tensor in tensors.values())
-        return SyncReport(header.version, header.full, len(tensors), size, time.perf_counter() - clock)
+        return SyncReport(header.version, header.full, len(tensors), sum(map(num_bytes, tensors.values())))
 
 
 class StreamReceiver(WeightReceiver):
-    """Receives header, buckets and end as messages; a transport says how."""
+    """Receives a sync as messages; a transport defines how."""
 
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
         begin = self._begin(timeout_s)
         if begin is None:
             return None
-        clock = time.perf_counter()
-        header = Header(begin["version"], begin["base"])
-        tensors: dict[str, Tensor] = {}
-        num_buckets, failure = 0, None
+        tensors, num_buckets, failure = dict[str, Tensor](), 0, None
         try:
-            self._check_version(header)
+            self._check_version(begin)
         except WeightSyncError as error:
             failure = error
-        # After a failure, too, it reads to the end: the others of a collective wait for it, and a pipe must be empty.
-        while (message := self._next(header, num_buckets))["sync"] != "end":
+        # It reads to the end after a failure, too: the others of a collective wait for it, and a pipe must be empty.
+        while (message := self._next(begin, num_buckets)).sync != "end":
             if failure is None:
                 try:
-                    tensors |= self._unpacked(header, message, num_buckets)
+                    tensors |= _checked(message, num_buckets)
                 except WeightSyncError as error:
                     failure = error
                 num_buckets += 1
         try:
             if failure is None:
-                self._check_complete(header, message, num_buckets, len(tensors))
-                check_layout(header.version, {n: tuple(t.shape) for n, t in tensors.items()}, self.layout, header.full)
+                _check_complete(message, num_buckets, len(tensors))
+                self._check_layout(begin.version, {n: tuple(t.shape) for n, t in tensors.items()}, begin.full)
         except WeightSyncError as error:
             failure = error
         agreed = self._vote(failure is None)
         if failure is not None:
             raise failure
         if not agreed:
-            raise IncompleteSyncError(f"another receiver refused the weights of version {header.version}", HINT)
-        return self._accept(header, tensors, clock)
+            raise IncompleteSyncError(f"another receiver refused the weights of version {begin.version}", HINT)
+        return self._accept(begin, tensors)
 
     @abstractmethod
-    def _begin(self, timeout_s: float) -> dict[str, Any] | None:
+    def _begin(self, timeout_s: float) -> Message | None:
         """Return the first message of a sync, None if none comes in time."""
 
     @abstractmethod
-    def _next(self, header: Header, num_buckets: int) -> dict[str, Any]:
+    def _next(self, begin: Message, num_buckets: int) -> Message:
         """Return the next message; raise if there will be none."""
-
-    @abstractmethod
-    def _tensors(self, message: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a bucket."""
 
     def _vote(self, agree: bool) -> bool:
         """Return whether all receivers of this sync can accept it."""
         return agree
 
-    def _unpacked(self, header: Header, message: dict[str, Any], expected: int) -> dict[str, Tensor]:
-        if message["index"] != expected:
-            raise IncompleteSyncError(
-                f"weights of version {header.version}: bucket {message['index']} came where {expected} was due", HINT
-            )
-        tensors = self._tensors(message)
-        for name, crc32 in (message["checksums"] or {}).items():
-            check_bytes(name, header.version, checksum(tensors[name]), crc32)
-        return tensors
 
-    def _check_complete(self, header: Header, end: dict[str, Any], num_buckets: int, num_tensors: int) -> None:
-        if "reason" in end:
-            raise IncompleteSyncError(
-                f"weights of version {header.version} stopped after {num_buckets} buckets: the sender failed with:"
-                f" {end['reason']}",
-                HINT,
-            )
-        if (end["buckets"], end["tensors"]) != (num_buckets, num_tensors):
-            raise IncompleteSyncError(
-                f"weights of version {header.version}: {num_buckets} of {end['buckets']} buckets with"
-                f" {num_tensors} of {end['tensors']} tensors came",
-                HINT,
-            )
+def _checked(bucket: Message, expected: int) -> Mapping[str, Tensor]:
+    """Return the tensors of a bucket if it is the expected one and intact."""
+    weights = f"weights of version {bucket.version}"
+    if bucket.problem:
+        raise IncompleteSyncError(f"{weights}: {bucket.problem}", "use the same version of embodrl everywhere")
+    if bucket.index != expected:
+        raise IncompleteSyncError(f"{weights}: bucket {bucket.index} came where {expected} was due", HINT)
+    for name, crc32 in bucket.checksums.items():
+        check_bytes(name, bucket.version, checksum(bucket.tensors[name]), crc32)
+    return bucket.tensors
 
 
-def check_layout(version: int, shapes: Layout, layout: Layout | None, full: bool) -> None:
-    """Compare the names and shapes of weights with those of a policy.
-
-    Raises:
-        WeightLayoutError: they differ.
-    """
-    if layout is None:
-        return
-    unknown = sorted(shapes.keys() - layout.keys())
-    missing = sorted(layout.keys() - shapes.keys()) if full else []
-    other = sorted(n for n, shape in shapes.items() if n in layout and layout[n] != shape)
-    found = [f"{len(unknown)} unknown names, e.g. '{unknown[0]}'"] if unknown else []
-    if missing:
-        found.append(f"{len(missing)} names are missing, e.g. '{missing[0]}'")
-    if other:
-        first = f"'{other[0]}' is {shapes[other[0]]} instead of {layout[other[0]]}"
-        found.append(f"{len(other)} have other shapes, e.g. {first}")
-    if found:
-        raise WeightLayoutError(
-            f"weights of version {version} do not fit the policy: {'; '.join(found)}",
-            "use the same model settings for trainer and rollout",
-        )
+def _check_complete(end: Message, num_buckets: int, num_tensors: int) -> None:
+    weights = f"weights of version {end.version}"
+    if end.problem:
+        stopped = f"stopped after {num_buckets} buckets: the sender failed with: {end.problem}"
+        raise IncompleteSyncError(f"{weights} {stopped}", HINT)
+    if (end.index, end.num_tensors) != (num_buckets, num_tensors):
+        came = f"{num_buckets} of {end.index} buckets with {num_tensors} of {end.num_tensors} tensors came"
+        raise IncompleteSyncError(f"{weights}: {came}", HINT)
 
 
 def check_bytes(name: str, version: int, found: int, expected: int) -> None:

@@ -1,20 +1,21 @@
-"""Weights as a stream, gathered and grouped a bucket at a time."""
+"""Weights as a stream of named tensors, gathered and grouped a bucket at a time."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from embodrl.errors import IncompleteSyncError
+from embodrl.fields import Fields
 from embodrl.models.base import VLAPolicy
 from embodrl.storage.files import raw_bytes
 
 Named = tuple[str, Tensor]
-Layout = dict[str, tuple[int, ...]]
+Layout = Mapping[str, tuple[int, ...]]
 """Shapes by name."""
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
@@ -22,12 +23,11 @@ DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 def gathered(tensor: Tensor) -> Tensor:
     """Return a tensor without gradient; a ``DTensor`` is gathered, which is a collective call of its mesh."""
-    whole: Any = getattr(tensor, "full_tensor", None)
-    return (tensor if whole is None else whole()).detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements; of a ``DTensor``, those of the whole."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -58,16 +58,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def as_tensor(raw: Tensor, dtype: str, shape: list[int]) -> Tensor:
+def shape_of(entry: Fields) -> tuple[int, ...]:
+    """Return the field ``shape``, a list of sizes."""
+    sizes = entry.numbers("shape")
+    if not all(size >= 0 and size.is_integer() for size in sizes):
+        entry.refuse(f"'shape' is {sizes}, not a list of sizes")
+    return tuple(int(size) for size in sizes)
+
+
+def as_tensor(raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return bytes ``uint8[N]`` as a tensor of a named dtype and a shape, in the same memory.
 
     Raises:
         IncompleteSyncError: there is no such dtype, or the bytes do not make up the shape.
     """
-    kind = getattr(torch, dtype, None)
+    kind: object = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or torch.Size(shape).numel() * kind.itemsize != raw.numel():
         raise IncompleteSyncError(
-            f"{raw.numel()} bytes are not a tensor {dtype}{shape}", "use the same version of embodrl everywhere"
+            f"{raw.numel()} bytes are not a tensor {dtype}{list(shape)}", "use the same version of embodrl everywhere"
         )
     return raw.view(kind).reshape(shape)
 
@@ -88,6 +96,21 @@ def trained_names(policy: VLAPolicy) -> frozenset[str]:
     return frozenset(policy.state_dict().keys() - fixed)
 
 
-def layout_of(module: nn.Module) -> Layout:
-    """Return the names and shapes in the ``state_dict`` of a policy."""
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+def layout_of(weights: nn.Module | Mapping[str, Tensor]) -> Layout:
+    """Return the names and shapes of tensors, or of those in a module's ``state_dict``; of cut ones, of the whole."""
+    named = weights.state_dict() if isinstance(weights, nn.Module) else weights
+    return {name: tuple(tensor.shape) for name, tensor in named.items()}
+
+
+def layout_problems(found: Layout, expected: Layout, complete: bool = True) -> list[str]:
+    """Return in which names and shapes two layouts differ; names may be missing unless ``found`` is ``complete``."""
+    unknown = sorted(found.keys() - expected.keys())
+    missing = sorted(expected.keys() - found.keys()) if complete else []
+    other = sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name])
+    problems = [f"{len(unknown)} unknown names, e.g. '{unknown[0]}'"] if unknown else []
+    if missing:
+        problems.append(f"{len(missing)} names are missing, e.g. '{missing[0]}'")
+    if other:
+        first = f"'{other[0]}' is {found[other[0]]} instead of {expected[other[0]]}"
+        problems.append(f"{len(other)} have other shapes, e.g. {first}")
+    return problems

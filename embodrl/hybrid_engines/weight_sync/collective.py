@@ -2,26 +2,228 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+import json
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from embodrl.errors import IncompleteSyncError
-from embodrl.hybrid_engines.weight_sync.base import Header, StreamReceiver, StreamSender, WeightTarget
+from embodrl.errors import EmbodrlError, IncompleteSyncError
+from embodrl.fields import Fields, parse_fields
+from embodrl.hybrid_engines.process_groups import loopback_only
+from embodrl.hybrid_engines.weight_sync.base import (
+    HINT,
+    Check,
+    Message,
+    StreamReceiver,
+    StreamSender,
+    WeightTarget,
+    no_check,
+)
 from embodrl.hybrid_engines.weight_sync.buckets import (
     DEFAULT_BUCKET_BYTES,
     Layout,
-    Named,
     as_tensor,
-    checksum,
     dtype_name,
     num_bytes,
+    shape_of,
 )
-from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 
 _ALIGNMENT = 16
+SENDER = 0
+_POLL_S = 0.005
+_CONNECT_POLL_S = 0.02
+_BACKLOG = 128
+_HERE, _CANCELLED = "here", "cancelled"
+
+
+def open_rendezvous(init_method: str, world_size: int, is_sender: bool = True, timeout_s: float = 60.0) -> Store:
+    """Return the store through which a group connects; the sender's opens at once, and must before others find it.
+
+    Not torch's rendezvous, in which the sender would wait for a receiver that has died, and which listens at every
+    address of the machine instead of this one.
+
+    Raises:
+        RuntimeError: a receiver did not find it in time.
+        IncompleteSyncError: the sender cannot listen there.
+    """
+    where = urlsplit(init_method)
+    if where.scheme == "file":
+        return FileStore(where.path, world_size)
+    host, port, timeout = str(where.hostname), where.port or 0, timedelta(seconds=timeout_s)
+    if not is_sender:
+        return TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        hint = "another program uses the port, or the address is not one of this machine"
+        raise IncompleteSyncError(f"a weight sync cannot be sent from {init_method}: {error}", hint) from error
+    return TCPStore(host, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def cancel_rendezvous(rendezvous: Store) -> None:
+    """Notify the processes that have connected; closing the store would not while anything refers to it."""
+    rendezvous.set(_CANCELLED, "")
+
+
+class _Connection(NamedTuple):
+    store: Store  # announces syncs
+    control: Any  # gloo, for messages and votes; torch declares no collective calls of a backend
+    data: Any  # for buckets: NCCL, or the same on a CPU
+
+
+class SyncGroup:
+    """One sender, rank 0, and its receivers. Messages and votes go by gloo; on a GPU the weights go by NCCL.
+
+    Independent of other process groups, so that a rank of a sharded trainer can be in both.
+
+    Args:
+        init_method: ``tcp://HOST:PORT`` (of the sender) or ``file:///PATH``, the same for all.
+        rank: 0 sends.
+        world_size: sender and receivers.
+        device: of the buckets; each rank on a GPU needs its own.
+        timeout_s: seconds that any process may keep the others waiting within a sync.
+        connect_s: seconds until all must have connected, if they are more.
+        check: called while waiting for the others; raises if one has died.
+        find_s: of a receiver: seconds until the sender's rendezvous must be open; None: ``connect_s``.
+    """
+
+    def __init__(
+        self,
+        init_method: str,
+        rank: int,
+        world_size: int,
+        device: torch.device | str = "cpu",
+        timeout_s: float = 60.0,
+        connect_s: float = 0.0,
+        check: Check = no_check,
+        find_s: float | None = None,
+    ) -> None:
+        if world_size < 2:
+            raise EmbodrlError("a collective weight sync needs at least one receiver", "use a world_size of 2 or more")
+        self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
+        self._connection: _Connection | None = None
+        connect_s = max(timeout_s, connect_s)
+        try:
+            find_s = connect_s if find_s is None else find_s
+            store = open_rendezvous(init_method, world_size, rank == SENDER, find_s)
+            self._wait_for_all(store, connect_s, check)
+            where = urlsplit(init_method)
+            with loopback_only(where.scheme == "file" or where.hostname in ("127.0.0.1", "localhost", "::1")):
+                self._connection = self._connect(store, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise IncompleteSyncError(
+                f"{world_size} processes of a weight sync did not connect at {init_method}: {error}",
+                "check whether trainer and rollouts are running, and create a new group",
+            ) from error
+
+    def _wait_for_all(self, store: Store, connect_s: float, check: Check) -> None:
+        store.add(_HERE, 1)
+        deadline = time.monotonic() + connect_s
+        while (number := store.add(_HERE, 0)) < self.world_size:
+            try:
+                check()
+            except BaseException:  # a signal too must not leave a thread in the rendezvous; raised again
+                cancel_rendezvous(store)
+                raise
+            if store.check([_CANCELLED]):
+                raise RuntimeError("the sender has cancelled it")
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"{number} of them connected within {connect_s:g} s")
+            time.sleep(_CONNECT_POLL_S)
+
+    def _connect(self, store: Store, timeout: timedelta) -> _Connection:
+        store.set_timeout(timeout)
+        control = dist.ProcessGroupGloo(PrefixStore("weight_sync", store), self.rank, self.world_size, timeout)
+        if self.device.type != "cuda":
+            return _Connection(store, control, control)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # pyright: ignore[reportPrivateUsage]  (its only setter)
+        data = dist.ProcessGroupNCCL(PrefixStore("weight_sync_data", store), self.rank, self.world_size, options)
+        return _Connection(store, control, data)
+
+    @property
+    def broken(self) -> bool:
+        """The group was closed, or has lost a process."""
+        return self._connection is None
+
+    def close(self) -> None:
+        """Leave the group, which becomes unusable; processes that wait for this one get an error at once."""
+        # Gloo closes its connections when nothing refers to the group; its abort() does not wake waiting processes.
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.data is not connection.control:
+            connection.data.abort()
+
+    def announce(self, number: int) -> None:
+        """Of the sender: announce a sync to the receivers."""
+        with self._guard("announcing a sync"):
+            self._open.store.set(f"sync_{number}", "begun")
+
+    def announced(self, number: int, timeout_s: float) -> bool:
+        """Of a receiver: return whether a sync begins within some seconds."""
+        with self._guard("waiting for a sync"):
+            deadline = time.monotonic() + timeout_s
+            # Not store.wait: the error of its timeout depends on the store.
+            while not self._open.store.check([f"sync_{number}"]):
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_S)
+            return True
+
+    def describe(self, content: bytes = b"") -> bytes:
+        """Broadcast a few bytes from the sender; the receivers' content is ignored."""
+        with self._guard("a description"):
+            length = torch.tensor([len(content)])
+            self._open.control.broadcast(length, SENDER).wait()
+            buffer = torch.empty(int(length), dtype=torch.uint8)
+            if self.rank == SENDER:
+                buffer = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+            self._open.control.broadcast(buffer, SENDER).wait()
+            return buffer.numpy().tobytes()
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """Broadcast a bucket ``uint8[N]`` on the group's device from the sender, in place."""
+        if buffer.numel():
+            with self._guard("a bucket"):
+                self._open.data.broadcast(buffer, SENDER).wait()
+
+    def all_agree(self, agree: bool) -> bool:
+        """Return whether all ranks agree."""
+        with self._guard("the vote"):
+            vote = torch.tensor([int(agree)])
+            self._open.control.allreduce(vote, dist.ReduceOp.MIN).wait()
+            return bool(vote)
+
+    @property
+    def _open(self) -> _Connection:
+        # To be used within an expression: in a variable of a frame it would outlive close() with the traceback of an
+        # error, and other processes would wait for this one until their timeout.
+        if self._connection is None:
+            raise IncompleteSyncError("the group of the weight sync has lost a process", "create a new group")
+        return self._connection
+
+    @contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        """Turn the transport's errors about a lost process into ``IncompleteSyncError``, and close the group."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            raise IncompleteSyncError(
+                f"a process of the weight sync was lost at {what}: {error}",
+                "check whether trainer and rollouts are running, and create a new group",
+            ) from error
 
 
 class CollectiveSender(StreamSender):
@@ -29,8 +231,7 @@ class CollectiveSender(StreamSender):
 
     Args:
         group: with rank 0.
-        trained, bucket_bytes: see WeightSender.
-        verify: send checksums, which receivers compare; on a GPU this costs a copy to the host.
+        trained, bucket_bytes, verify: see StreamSender.
     """
 
     def __init__(
@@ -40,39 +241,41 @@ class CollectiveSender(StreamSender):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         verify: bool = False,
     ) -> None:
-        super().__init__(trained, bucket_bytes)
-        self.group, self.verify, self._number = group, verify, 0
+        super().__init__(trained, bucket_bytes, verify)
+        self.group, self._number = group, 0
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
 
-    def _put(self, message: dict[str, Any], bucket: Iterable[Named], check: Callable[[], None]) -> None:
-        if message["sync"] == "begin":
+    def _put(self, message: Message, check: Check) -> None:
+        if message.sync == "begin":
             self._number += 1
             self.group.announce(self._number)
-            self.group.describe(message)
-            return
-        entries: list[list[Any]] = []  # name, dtype, shape, first byte, number of bytes
+        entries: list[Mapping[str, object]] = []
         filled = 0
-        for name, tensor in bucket:
-            entries.append([name, dtype_name(tensor.dtype), list(tensor.shape), filled, num_bytes(tensor)])
+        for name, tensor in message.tensors.items():
+            entry = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "start": filled}
+            entries.append(entry | {"num_bytes": num_bytes(tensor)})
             filled += -(-num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
         if filled > len(self._buffer):
             self._buffer = torch.empty(filled, dtype=torch.uint8, device=self.group.device)
-        for (_, tensor), (*_, start, size) in zip(bucket, entries, strict=True):
-            self._buffer[start : start + size].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-        sums = {name: checksum(tensor) for name, tensor in bucket} if self.verify else None
-        self.group.describe(message | {"entries": entries, "num_bytes": filled, "checksums": sums})
-        self.group.broadcast(self._buffer[:filled])
+        start = 0
+        for tensor in message.tensors.values():
+            self._buffer[start : start + num_bytes(tensor)].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+            start += -(-num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
+        content = vars(message) | {"tensors": {}, "entries": entries, "num_bytes": filled}
+        self.group.describe(json.dumps(content).encode())
+        if message.sync == "bucket":
+            self.group.broadcast(self._buffer[:filled])
 
-    def _finish(self, end: dict[str, Any], failure: Exception | None, check: Callable[[], None]) -> None:
+    def _finish(self, end: Message, failure: Exception | None, check: Check) -> None:
         if failure is not None and self.group.broken:
             raise failure
-        self.group.describe(end)
+        self._put(end, check)
         agreed = self.group.all_agree(failure is None)
         if failure is not None:
             raise failure
         if not agreed:
             raise IncompleteSyncError(
-                f"a receiver refused the weights of version {end['version']}, and none accepted them",
+                f"a receiver refused the weights of version {end.version}, and none accepted them",
                 "see its error; if it is new, send with full=True",
             )
 
@@ -81,7 +284,7 @@ class CollectiveSender(StreamSender):
 
 
 class CollectiveReceiver(StreamReceiver):
-    """Keeps what it receives in host memory, votes, and accepts it if all receivers can.
+    """Stages what it receives in host memory, votes, and accepts it if all receivers can.
 
     Args:
         target, layout: see WeightReceiver.
@@ -96,29 +299,37 @@ class CollectiveReceiver(StreamReceiver):
     def is_broken(self) -> bool:
         return self.group.broken
 
-    def _begin(self, timeout_s: float) -> dict[str, Any] | None:
+    def _begin(self, timeout_s: float) -> Message | None:
         if not self.group.announced(self._number + 1, timeout_s):
             return None
         self._number += 1
-        return self.group.describe(None)
+        return Message.read(self._description())
 
-    def _next(self, header: Header, num_buckets: int) -> dict[str, Any]:
-        message = self.group.describe(None)
-        if message["sync"] == "bucket":
-            buffer = torch.empty(message["num_bytes"], dtype=torch.uint8, device=self.group.device)
-            self.group.broadcast(buffer)
-            message["buffer"] = buffer.cpu()
-        return message
+    def _next(self, begin: Message, num_buckets: int) -> Message:
+        fields = self._description()
+        message = Message.read(fields)
+        if message.sync != "bucket":
+            return message
+        buffer = torch.empty(fields.integer("num_bytes"), dtype=torch.uint8, device=self.group.device)
+        self.group.broadcast(buffer)
+        try:
+            return replace(message, tensors=_unpacked(buffer.cpu(), fields.objects("entries")))
+        except IncompleteSyncError as error:  # refused by the vote, when everything has been read
+            return replace(message, problem=error.message)
 
-    def _tensors(self, message: dict[str, Any]) -> dict[str, Tensor]:
-        buffer: Tensor = message["buffer"]
-        return {
-            name: as_tensor(buffer[start : start + size], dtype, shape)
-            for name, dtype, shape, start, size in message["entries"]
-        }
+    def _description(self) -> Fields:
+        return parse_fields(self.group.describe(), "weight sync", IncompleteSyncError, HINT)
 
     def _vote(self, agree: bool) -> bool:
         return self.group.all_agree(agree)
 
     def close(self) -> None:
         self.group.close()
+
+
+def _unpacked(buffer: Tensor, entries: list[Fields]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        start, dtype, shape = entry.integer("start"), entry.text("dtype"), shape_of(entry)
+        tensors[entry.text("name")] = as_tensor(buffer[start : start + entry.integer("num_bytes")], dtype, shape)
+    return tensors

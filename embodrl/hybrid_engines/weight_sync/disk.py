@@ -14,25 +14,25 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from embodrl.errors import IncompleteSyncError, WeightSyncError, WeightVersionError
+from embodrl.errors import IncompleteSyncError, OutputError, WeightSyncError, WeightVersionError
+from embodrl.fields import Fields, parse_fields, read_fields
 from embodrl.hybrid_engines.weight_sync.base import (
     HINT,
+    Check,
     Header,
     SyncReport,
     WeightReceiver,
     WeightSender,
     WeightTarget,
     check_bytes,
-    check_layout,
 )
 from embodrl.hybrid_engines.weight_sync.buckets import (
     DEFAULT_BUCKET_BYTES,
@@ -43,19 +43,20 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     checksum,
     dtype_name,
     num_bytes,
+    shape_of,
     trained_names,
 )
 from embodrl.models.base import VLAPolicy
-from embodrl.storage.atomic import sync_directory, write_file
+from embodrl.storage.atomic import atomic_directory, write_file
 from embodrl.storage.files import safetensors_bytes
+from embodrl.storage.json_file import write_json_file
 
 logger = logging.getLogger(__name__)
 
 VERSIONS_KEPT = 2
 FORMAT = 1
 MANIFEST, STABLE = "manifest.json", "STABLE"
-_NAME = re.compile(r"v(\d{6,})")
-_STAGING = ".writing_"
+_NAME = re.compile(r"v(\d{6,18})")
 _POLL_S = 0.05
 
 
@@ -79,8 +80,7 @@ class DiskSender(WeightSender):
 
     Args:
         directory: of the versions; created if missing.
-        trained: see WeightSender; the first version that a sender writes is full.
-        bucket_bytes: see WeightSender; a bucket is a file.
+        trained, bucket_bytes: see WeightSender; the first version is full, and a bucket is a file.
         keep: newest versions kept; those that they build on are kept, too.
     """
 
@@ -101,50 +101,37 @@ class DiskSender(WeightSender):
         """Remove versions above this one, which a run wrote after the checkpoint that it is resumed from."""
         for other in versions_in(self.directory, stable=False):
             if other > version:
-                self._remove(version_path(self.directory, other))
+                self._remove(other)
         self.version, self.base = next(iter(versions_in(self.directory)), None), None
 
-    def _send(self, header: Header, stream: Iterator[Named], check: Callable[[], None]) -> None:
+    def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
         final = version_path(self.directory, header.version)
-        staging = self.directory / f"{_STAGING}{final.name}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for left in self.directory.glob(f"{_STAGING}*"):  # by a sender that was killed
+            for left in self.directory.glob(".v*.partial"):  # by a sender that was killed
                 shutil.rmtree(left)
-            if final.exists():  # never marked STABLE
-                shutil.rmtree(final)
-            staging.mkdir()
-            self._write(header, stream, staging, final)
-        except OSError as error:
-            shutil.rmtree(staging, ignore_errors=True)
+            # A directory of this version that was never marked STABLE is replaced.
+            with atomic_directory(final) as staging:
+                sha256 = self._write(header, stream, staging)
+            write_json_file(final / STABLE, {"version": header.version, "manifest_sha256": sha256})
+        except (OSError, OutputError) as error:
+            problem = error.message if isinstance(error, OutputError) else error.strerror
             raise WeightSyncError(
-                f"weights of version {header.version} could not be written to {self.directory}: {error.strerror}",
+                f"weights of version {header.version} could not be written to {self.directory}: {problem}",
                 "free disk space, or sync through another directory; readers keep the previous version",
             ) from error
-        except BaseException:  # a signal too must not leave half a version; raised again
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
         self._prune()
 
-    def _write(self, header: Header, stream: Iterator[Named], staging: Path, final: Path) -> None:
-        tensors: dict[str, dict[str, Any]] = {}
+    def _write(self, header: Header, stream: Iterator[Named], directory: Path) -> str:
+        """Write a version without its mark; return the SHA-256 of its manifest."""
+        tensors: dict[str, dict[str, object]] = {}
         files: dict[str, int] = {}
         for bucket in buckets(stream, self.bucket_bytes):
             name = f"bucket_{len(files):05d}.safetensors"
-            files[name] = write_file(staging / name, _recorded(dict(bucket), name, tensors))
+            files[name] = write_file(directory / name, _recorded(dict(bucket), name, tensors))
         content = {"format": FORMAT, "version": header.version, "base": header.base, "files": files, "tensors": tensors}
         manifest = json.dumps(content, indent=1).encode()
-        write_file(staging / MANIFEST, iter([manifest]))
-        sync_directory(staging)
-        staging.rename(final)
-        sync_directory(self.directory)
-        marker = {"version": header.version, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
-        # Not atomic_file: the temporary name must not be taken for a file of the version, and OSErrors are
-        # reported as failures of weight sync.
-        hidden = final / f".{STABLE}"
-        write_file(hidden, iter([json.dumps(marker).encode()]))
-        hidden.rename(final / STABLE)
-        sync_directory(final)
+        write_file(directory / MANIFEST, iter([manifest]))
+        return hashlib.sha256(manifest).hexdigest()
 
     def _prune(self) -> None:
         """Remove old versions, except those that a kept one builds on."""
@@ -156,9 +143,10 @@ class DiskSender(WeightSender):
             return
         for version in versions_in(self.directory, stable=False):
             if version not in kept:
-                self._remove(version_path(self.directory, version))
+                self._remove(version)
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, version: int) -> None:
+        path = version_path(self.directory, version)
         try:
             (path / STABLE).unlink(missing_ok=True)  # first, so that no reader takes the rest for a whole version
             shutil.rmtree(path)
@@ -166,67 +154,76 @@ class DiskSender(WeightSender):
             logger.warning("old weights %s could not be removed: %s", path, error)
 
 
-def _recorded(bucket: dict[str, Tensor], file: str, tensors: dict[str, dict[str, Any]]) -> Iterator[bytes | memoryview]:
+def _recorded(
+    bucket: dict[str, Tensor], file: str, tensors: dict[str, dict[str, object]]
+) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file, and record place and checksum of each of its tensors in ``tensors``."""
     pieces = safetensors_bytes(bucket)
-    header = bytes(next(pieces))
+    header = next(pieces)
     yield header
-    places: dict[str, Any] = json.loads(header[8:])
-    for name, place in places.items():
+    offset = len(header)
+    for name in parse_fields(bytes(header[8:]), file):  # in the order of the file
         tensor = bucket[name]
-        facts = {"file": file, "offset": len(header) + place["data_offsets"][0], "num_bytes": num_bytes(tensor)}
-        tensors[name] = facts | {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "crc32": 0}
-        if tensor.numel():
-            piece = next(pieces)
-            tensors[name]["crc32"] = zlib.crc32(piece)
-            yield piece
+        piece = next(pieces) if tensor.numel() else b""
+        facts = {"file": file, "offset": offset, "num_bytes": num_bytes(tensor), "dtype": dtype_name(tensor.dtype)}
+        tensors[name] = facts | {"shape": list(tensor.shape), "crc32": zlib.crc32(piece)}
+        offset += num_bytes(tensor)
+        yield piece
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor in a file of a version."""
+
+    file: str
+    offset: int
+    num_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    crc32: int
+
+    @classmethod
+    def read(cls, facts: Fields, files: dict[str, int]) -> _Place:
+        """Return the place of a tensor; it must be within one of the files."""
+        file, offset, size = facts.text("file"), facts.integer("offset"), facts.integer("num_bytes")
+        if offset + size > files.get(file, -1):
+            facts.refuse(f"bytes {offset} to {offset + size} are not in the file '{file}'")
+        return cls(file, offset, size, facts.text("dtype"), shape_of(facts), facts.integer("crc32"))
 
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A version on disk whose manifest is intact.
-
-    Attributes:
-        path: its directory.
-        header: which weights.
-        files: sizes in bytes by name.
-        tensors: facts of each tensor by name.
-    """
+    """A version on disk whose manifest is intact: sizes of its files, and places of its tensors, by name."""
 
     path: Path
     header: Header
     files: dict[str, int]
-    tensors: dict[str, dict[str, Any]]
+    tensors: dict[str, _Place]
 
     @classmethod
     def open(cls, directory: Path, version: int) -> StoredVersion:
         """Read a version's manifest.
 
         Raises:
-            IncompleteSyncError: it is missing or damaged.
+            IncompleteSyncError: it is missing or damaged, or names a file outside of the version's directory.
         """
         path = version_path(directory, version)
+        expected = read_fields(path / STABLE, IncompleteSyncError, HINT).text("manifest_sha256")
         try:
-            manifest = (path / MANIFEST).read_bytes()
-            marker: dict[str, Any] = json.loads((path / STABLE).read_bytes())
-            content: dict[str, Any] = json.loads(manifest)
-            header = Header(int(content["version"]), int(content["base"]))
-            found = cls(path, header, content["files"], content["tensors"])
-            written, expected = hashlib.sha256(manifest).hexdigest(), marker["manifest_sha256"]
-        except FileNotFoundError as error:
-            raise _incomplete(path, f"{Path(error.filename).name} is missing") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _incomplete(path, f"it cannot be read: {error}") from error
-        if written != expected:
+            encoded = (path / MANIFEST).read_bytes()
+        except OSError as error:
+            raise _incomplete(path, f"{MANIFEST} can't be read: {error.strerror}") from error
+        if hashlib.sha256(encoded).hexdigest() != expected:
             raise _incomplete(path, f"{MANIFEST} is not the one that {STABLE} was written for")
-        if (content["format"], header.version) != (FORMAT, version):
-            raise _incomplete(path, f"{MANIFEST} has format {content['format']} and is of version {header.version}")
-        return found
-
-    @property
-    def shapes(self) -> Layout:
-        """Of the tensors by name."""
-        return {name: tuple(facts["shape"]) for name, facts in self.tensors.items()}
+        manifest = parse_fields(encoded, str(path / MANIFEST), IncompleteSyncError, HINT)
+        header = Header(manifest.integer("version"), manifest.integer("base"))
+        if (manifest.integer("format"), header.version) != (FORMAT, version):
+            manifest.refuse(f"format {manifest.integer('format')} of version {header.version}")
+        sizes, places = manifest.fields("files"), manifest.fields("tensors")
+        files = {name: sizes.integer(name) for name in sizes}
+        if outside := [name for name in files if name in ("", ".", "..") or "/" in name or "\0" in name]:
+            sizes.refuse(f"{outside[0]!r} is not a file of this directory")
+        return cls(path, header, files, {name: _Place.read(places.fields(name), files) for name in places})
 
     def read(self) -> dict[str, Tensor]:
         """Return all tensors, in host memory.
@@ -243,13 +240,13 @@ class StoredVersion:
                 for file, size in self.files.items():
                     if (found := os.fstat(streams[file].fileno()).st_size) != size:
                         raise _incomplete(self.path, f"{file} has {found} bytes instead of {size}")
-                for name, facts in self.tensors.items():
-                    raw = torch.empty(int(facts["num_bytes"]), dtype=torch.uint8)
-                    streams[facts["file"]].seek(facts["offset"])
-                    if streams[facts["file"]].readinto(raw.numpy().data) != len(raw):
-                        raise _incomplete(self.path, f"{facts['file']} ends within '{name}'")
-                    check_bytes(name, self.header.version, checksum(raw), int(facts["crc32"]))
-                    tensors[name] = as_tensor(raw, facts["dtype"], facts["shape"])
+                for name, place in self.tensors.items():
+                    raw = torch.empty(place.num_bytes, dtype=torch.uint8)
+                    streams[place.file].seek(place.offset)
+                    if streams[place.file].readinto(raw.numpy().data) != len(raw):
+                        raise _incomplete(self.path, f"{place.file} ends within '{name}'")
+                    check_bytes(name, self.header.version, checksum(raw), place.crc32)
+                    tensors[name] = as_tensor(raw, place.dtype, place.shape)
             except FileNotFoundError as error:
                 raise _incomplete(self.path, f"{Path(error.filename).name} is missing") from error
             except OSError as error:
@@ -276,12 +273,10 @@ class DiskReceiver(WeightReceiver):
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
         """See WeightReceiver; versions between the present and the newest one are skipped."""
         deadline = time.monotonic() + timeout_s
-        while (version := next(iter(versions_in(self.directory)), self.version)) == self.version:
+        while (version := next(iter(versions_in(self.directory)), None)) is None or version == self.version:
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_S)
-        assert version is not None
-        clock = time.perf_counter()
         if self.version is not None and version < self.version:
             self._check_version(Header(version, version))
         stored = [StoredVersion.open(self.directory, version)]
@@ -295,12 +290,12 @@ class DiskReceiver(WeightReceiver):
                     f" {error.message}",
                     "send once with full=True",
                 ) from error
-        shapes = {name: shape for one in stored for name, shape in one.shapes.items()}
-        check_layout(version, shapes, self.layout, full=stored[0].header.full)
+        shapes = {name: place.shape for one in stored for name, place in one.tensors.items()}
+        self._check_layout(version, shapes, stored[0].header.full)
         tensors: dict[str, Tensor] = {}
         for one in reversed(stored):  # the newer one first: the sender keeps what it builds on for longer
             tensors = one.read() | tensors
-        return self._accept(header, tensors, clock)
+        return self._accept(header, tensors)
 
 
 class WeightPublisher:

@@ -17,21 +17,21 @@ from tiny_training import deployment_of, train, training_config
 from torch import Tensor
 
 from embodrl.config.schema import Config
-from embodrl.errors import WeightSyncError, WorkerDied, WorkerError, WorkerRaised
+from embodrl.errors import IncompleteSyncError, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of, num_bytes, trained_names
+from embodrl.hybrid_engines.weight_sync.collective import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.build import trainers_send
 from embodrl.scheduler.channel import LocalChannel, SharedChannel
-from embodrl.scheduler.group import Handle, WorkerGroup
-from embodrl.scheduler.launchers.base import Outcome
+from embodrl.scheduler.group import Handle, WorkerGroup, first_cause
+from embodrl.scheduler.launchers.base import Outcome, free_port
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
-from embodrl.workers import weights
 from embodrl.workers.actor import launch_trainers
 from embodrl.workers.policy import build_policy, configure_torch
-from embodrl.workers.weights import ReceiverThread, RemoteSender, WeightChannel
+from embodrl.workers.weights import ReceiverThread, RemoteSender, Route, WeightChannel
 
 PIPE = "weights_0"
 ALGORITHM = {"update_epoch": 1}
@@ -129,7 +129,7 @@ def test_weights_left_in_a_directory_are_an_error_of_the_sync(bench: Bench, tmp_
     old.mkdir()
     (old / "STABLE").write_text("")
     with pytest.raises(WeightSyncError, match="already holds weights"):
-        bench.link.sender.open({"kind": "disk", "directory": str(tmp_path)})
+        bench.link.sender.open(Route(kind="disk", generation=1, where=str(tmp_path), world_size=2, device="cpu"))
 
 
 PIPES = {f"weights_{rank}": LocalChannel(f"weights_{rank}", 2) for rank in range(2)}
@@ -199,18 +199,28 @@ def test_the_pipe_of_one_that_has_gone_is_emptied_for_the_sender() -> None:
     assert [pipe.free_places() for pipe in pipes.values()] == [1, 2]
 
 
-def test_a_meeting_is_called_off_when_one_that_plays_dies() -> None:
+def test_a_rendezvous_is_cancelled_when_a_rollout_process_dies() -> None:
+    """The sender, in its own process, would wait for it to connect; the driver knows of the death."""
     group: Any = Group(None)
-    end = RemoteSender(group, PIPES, ["a"])
-    calls: list[str] = []
-    end._rendezvous = SimpleNamespace(set=lambda key, value: (calls.append(key), group.finish()))  # type: ignore[assignment]
+    where = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+    asked: list[int] = []
 
     def check() -> None:
+        asked.append(0)
         raise WorkerDied("rollout[1] was killed", rank=1)
 
+    def connect() -> None:
+        with pytest.raises(IncompleteSyncError, match="cancelled it"):
+            SyncGroup(where, 0, len(PIPES) + 1, connect_s=600.0)
+        group.finish()
+
+    route = Route(kind="collective", generation=1, where=where, world_size=len(PIPES) + 1, device="cpu")
+    sender = threading.Thread(target=connect)
+    sender.start()
     with pytest.raises(WorkerDied, match=r"rollout\[1\]"):
-        end.open({"kind": "collective"}, check)
-    assert calls == ["cancelled"]
+        RemoteSender(group, PIPES, ["a"]).open(route, check)
+    sender.join(60.0)
+    assert asked == [0] and group.future.done() and not group.killed
 
 
 def test_who_sends() -> None:
@@ -276,14 +286,14 @@ def test_shards_are_gathered_a_bucket_at_a_time_and_only_those_that_travel(tmp_p
 
 
 def test_the_death_of_a_process_is_the_cause_of_what_another_raises():
-    """A lost connection is told at once by who waits at its other end, before the death itself is noticed."""
-    told, died = WorkerRaised("actor[0] raised RuntimeError", "", 0), WorkerDied("actor[1] was killed", "", 1)
+    """A lost connection is reported at once by the process at its other end, before the death itself is noticed."""
+    lost, died = WorkerRaised("actor[0] raised RuntimeError", "", 0), WorkerDied("actor[1] was killed", "", 1)
     futures = {0: Future(), 1: Future()}
-    futures[0].set_exception(told)
+    futures[0].set_exception(lost)
     thread = threading.Timer(0.2, futures[1].set_exception, (died,))
     thread.start()
     handle = SimpleNamespace(futures=futures)
-    assert weights._cause(handle, told) is died  # type: ignore[arg-type]
+    assert first_cause(lost, [handle]) is died  # type: ignore[list-item]
     futures[1] = Future()
     futures[1].set_result(None)
-    assert weights._cause(handle, told) is told  # type: ignore[arg-type]
+    assert first_cause(lost, [handle]) is lost  # type: ignore[list-item]

@@ -1,5 +1,7 @@
 """Weight sync within one process: buckets, versions, what is refused, and what stays when a sync is torn."""
 
+import json
+
 import pytest
 import torch
 from sync_parts import ADAPTERS, Net, PeakCounter, Target, by_disk, by_memory, same, weights
@@ -14,9 +16,8 @@ from embodrl.errors import (
     WorkerDied,
 )
 from embodrl.hybrid_engines.weight_sync.buckets import buckets, checksum, layout_of, num_bytes, trained_names
-from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender
+from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender, SyncGroup
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
-from embodrl.hybrid_engines.weight_sync.group import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.scheduler.channel import LocalChannel
 
@@ -71,8 +72,8 @@ class NoGroup:
     def announce(self, number):
         pass
 
-    def describe(self, value):
-        return value
+    def describe(self, content=b""):
+        return content
 
     def broadcast(self, buffer):
         assert buffer.numel() <= 10_000
@@ -332,9 +333,9 @@ class Tape(NoGroup):
     def broadcast(self, buffer):
         self.said.append(buffer.clone())
 
-    def describe(self, value):
-        self.said.append(value)
-        return value
+    def describe(self, content=b""):
+        self.said.append(content)
+        return content
 
 
 class Playback(Tape):
@@ -348,7 +349,7 @@ class Playback(Tape):
     def broadcast(self, buffer):
         buffer.copy_(self.said.pop(0))
 
-    def describe(self, value):
+    def describe(self, content=b""):
         return self.said.pop(0)
 
     def all_agree(self, agree):
@@ -356,8 +357,10 @@ class Playback(Tape):
         return agree
 
 
-def rename_dtype(said):
-    said[1]["entries"][0][1] = "load"
+def change_entry(said, name, value):
+    described = json.loads(said[1])
+    described["entries"][0][name] = value
+    said[1] = json.dumps(described).encode()
 
 
 def test_packed_buckets_bring_every_tensor():
@@ -371,7 +374,9 @@ def test_packed_buckets_bring_every_tensor():
     ("spoil", "error", "message"),
     [
         (lambda said: said[2][-1:].add_(1), WeightChecksumError, "has the checksum"),
-        (rename_dtype, IncompleteSyncError, "bytes are not a tensor load"),
+        (lambda said: change_entry(said, "dtype", "load"), IncompleteSyncError, "bytes are not a tensor load"),
+        (lambda said: change_entry(said, "shape", [-16, -16]), IncompleteSyncError, "not a list of sizes"),
+        (lambda said: change_entry(said, "num_bytes", "all"), IncompleteSyncError, "not an integer"),
         (lambda said: [said.pop(3), said.pop(3)], IncompleteSyncError, "bucket 2 came where 1 was due"),
         (lambda said: [said.pop(-2), said.pop(-2)], IncompleteSyncError, "4 of 5 buckets with"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.weight_sync.choice import choose_weight_sync, uses_nccl
+from embodrl.workers.weights import choose_weight_sync, uses_nccl
 
 
 class Placed:

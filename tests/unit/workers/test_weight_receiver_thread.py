@@ -45,6 +45,6 @@ def test_a_refusal_is_answered_and_in_the_log_of_the_process(caplog, error, leve
         answer = answers.get(timeout=60.0)
     finally:
         inbox.close()
-    assert answer["generation"] == 3 and answer["version"] is None and str(error) in answer["problem"]
+    assert answer["generation"] == 3 and answer["version"] == -1 and str(error) in answer["problem"]
     assert [(r.levelno, r.getMessage().splitlines()[0]) for r in caplog.records] == [(level, told)]
     assert (caplog.records[0].exc_info is not None) == (level == logging.ERROR)

@@ -1,0 +1,96 @@
+"""Process groups of ``torch.distributed``: where they listen, how long they wait, and who is blamed when one fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
+
+from embodrl.errors import WorkerDied, WorkerError
+from embodrl.hybrid_engines.training.sharding import DP, TP
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_CONNECTION = re.compile(r"gloo|NCCL|Timed out|[Cc]onnection (closed|reset|refused)|DistStoreError")
+
+
+@contextmanager
+def loopback_only(one_machine: bool) -> Iterator[None]:
+    """Make gloo listen on the loopback interface alone, where all processes of the groups made here are of one machine.
+
+    By default it listens, without authentication, on the address that the host name resolves to. A user's choice of
+    the interface stands.
+    """
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if not (one_machine and names) or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = names[0]
+    try:
+        yield
+    finally:
+        # Further groups of this process, e.g. of a weight sync to another machine, need the network.
+        del os.environ[_INTERFACE]
+
+
+def join_mesh(
+    device: torch.device, rendezvous: str, rank: int, world_size: int, tensor_parallel: int, timeout_s: float
+) -> DeviceMesh:
+    """Create the default process group of the training processes, and their mesh.
+
+    Args:
+        device: that the policy trains on.
+        rendezvous: ``init_method``, the same for all.
+        rank: of this process.
+        world_size: number of processes.
+        tensor_parallel: processes that share a layer; divides ``world_size``.
+        timeout_s: seconds that a process waits for the others in a collective call.
+
+    Returns:
+        a mesh with the dimensions DP and TP, of consecutive ranks.
+    """
+    backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, rendezvous, timeout, world_size, rank)
+    shape = (world_size // tensor_parallel, tensor_parallel)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, TP))
+    for group in mesh.get_all_groups():  # they do not inherit it
+        _set_pg_timeout(timeout, group)
+    return mesh
+
+
+class Call(Protocol):
+    """A call to all processes of a group; ``embodrl.scheduler.group.Handle``."""
+
+    @property
+    def futures(self) -> Mapping[int, Future[object]]:
+        """By rank."""
+        ...
+
+
+def cause_of(call: Call, error: WorkerError) -> WorkerError:
+    """Return what is behind an error of a collective call.
+
+    A process that lives and does not take part is noticed by those that wait for it: they raise the errors of their
+    connections, and would be blamed for them. (A death is known by then.)
+    """
+    silent = sorted(rank for rank, future in call.futures.items() if not future.done())
+    if isinstance(error, WorkerDied) or not silent or not _CONNECTION.search(error.message):
+        return error
+    ranks = f"rank {', '.join(map(str, silent))}"
+    return WorkerError(
+        f"the training process of {ranks} did not take part in a collective call; another one, which waited for it,"
+        f" reports: {error.message.splitlines()[0]}",
+        f"see the log of {ranks}; if it was only slow, raise cluster.collective_timeout_s",
+        silent[0],
+        log_tail=error.log_tail,
+        code="collective-timeout",
+    )
