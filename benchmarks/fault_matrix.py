@@ -5,7 +5,7 @@ logged its first iteration, one process of the kind gets the fault:
 
 kill        SIGKILL
 stop        SIGSTOP
-slow        it gets a hundredth of its processor time: stopped and continued in turns
+slow        it gets a tenth of its processor time: stopped and continued in turns
 memory      it allocates without end, and finds none any more after 256 MiB (RLIMIT_AS)
 disconnect  its connection to the parent is shut down; of the driver: its terminal is gone (SIGHUP)
 
@@ -227,9 +227,9 @@ def inflict(fault: str, victim: psutil.Process, is_driver: bool, over: threading
 
 def _slow_down(victim: psutil.Process, over: threading.Event) -> None:
     with contextlib.suppress(psutil.Error):
-        while not over.wait(0.005):
+        while not over.wait(0.05):
             victim.suspend()
-            over.wait(0.5)
+            over.wait(0.45)
             victim.resume()
 
 
@@ -264,16 +264,16 @@ def try_cell(name: str, fault: str) -> Cell:
                 told = told or _first_sign(run.log[known:])
                 if told and detected is None:
                     detected = time.monotonic() - start
-                if (detected is not None or fault in ("slow", "memory")) and run.rows >= rows + 5:
-                    break  # it goes on
+                if (detected is not None or fault == "slow") and run.rows >= rows + 2:
+                    break  # it continues
                 time.sleep(0.1)
             code = run.process.poll()
             if code is not None:
                 detected = time.monotonic() - start if detected is None else detected
-                told = told or next(iter(reversed([line for line in run.log if line.strip()])), "")
+                told = _first_sign(run.log[known:])
                 outcome = f"ends with {code}"
             else:
-                outcome = "continues" if run.rows >= rows + 5 else "HANGS"
+                outcome = "continues" if run.rows >= rows + 2 else "HANGS"
             return Cell(
                 name, fault, detected, outcome, code, run.rows, 0 if code is None else run.close(), told.strip()
             )
@@ -294,8 +294,15 @@ def _stopped_driver(name: str, run: Run, start: float) -> Cell:
 
 
 def _first_sign(lines: list[str]) -> str:
-    signs = ("restart ", "died", "killed", "stopped by a signal", "hangs", "error", "Error", "exited", "stopped by")
-    return next((line for line in lines if any(sign in line for sign in signs)), "")
+    """Return the first line that comes of the fault, of those that name the process if there is one."""
+    for signs in (
+        ("restart ", "is stopped by a signal", "hangs", "killed by", "raised", "exited"),
+        ("error", "stopped by"),
+    ):
+        for line in lines:
+            if any(sign in line for sign in signs):
+                return line
+    return ""
 
 
 def main() -> None:

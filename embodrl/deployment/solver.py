@@ -74,7 +74,7 @@ class Deployment:
         return None if self.main_component is None else self.of(self.main_component)[0]
 
     def threads_of(self, place: ProcessPlace) -> int:
-        """Return how many CPU threads a process of actor or rollout may use beside its neighbours."""
+        """Return how many CPU threads a process of actor or rollout may use with its neighbours on the same machine."""
         near = [other for other in self.of(place.component) if other.node == place.node]
         if self.num_threads is None and place.cpus:
             return max(1, len(place.cpus) // sum(other.cpus == place.cpus for other in near))

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import EnvError
 from embodrl.types import EnvSpec, EnvStep, Observation
+
+SavedState: TypeAlias = Any
+"""Plain values and arrays as a simulator's own ``get_state`` returned them; each simulator knows what they are."""
 
 
 class VectorEnv(ABC):
@@ -63,14 +66,14 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def set_state(self, state: bytes) -> None:
-        """Continue from a state of ``get_state`` to the bit."""
+        """Continue bit-exactly from a state of ``get_state``."""
 
-    def get_row_state(self, row: int) -> dict[str, Any]:
-        """Return the state of one environment as plain values and arrays; the others go on meanwhile."""
+    def get_row_state(self, row: int) -> dict[str, object]:
+        """Return the state of one environment as plain values and arrays; the others continue."""
         raise NotImplementedError(f"{type(self).__name__} keeps no state of single environments")
 
-    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
-        """Continue in ``row`` from what ``get_row_state`` returned, maybe for another row, to the bit."""
+    def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> None:
+        """Continue in ``row`` from what ``get_row_state`` returned, maybe for another row, bit-exactly."""
         raise NotImplementedError(f"{type(self).__name__} keeps no state of single environments")
 
     def set_auto_reset(self, value: bool) -> None:
@@ -95,7 +98,7 @@ class VectorEnv(ABC):
         """Film the episode that is about to be played, into ``<path>_success.mp4`` or ``<path>_failure.mp4``."""
 
     def expert_reset(self, rows: list[int]) -> None:  # noqa: B027
-        """Let scripted experts begin anew in ``rows``, whose episodes have just begun."""
+        """Start scripted experts in ``rows``, whose episodes have just begun."""
 
     def expert_actions(self) -> NDArray[np.float32]:
         """Return what scripted experts would do now, ``float32[B,A]``."""

@@ -99,7 +99,7 @@ class ToolResult:
 class Environment(ABC):
     """One environment, in which one episode is played at a time.
 
-    Every method but ``list_tools`` may take long and lets other episodes go on meanwhile.
+    Every method but ``list_tools`` may take long; other episodes continue.
     """
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Environment(ABC):
         """Use a tool.
 
         Raises:
-            EnvError: there is no such tool, its arguments are wrong, no episode is under way, or the simulator is
+            EnvError: there is no such tool, its arguments are wrong, no episode is in progress, or the simulator is
                 beyond repair. A fault that only costs the episode is no error: see ``ToolResult.lost``.
         """
 
@@ -129,7 +129,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def load_state(self, state: bytes) -> Observation:
-        """Continue from a state of ``get_state``, to the bit, maybe that of another environment of the same kind.
+        """Continue bit-exactly from a state of ``get_state``, maybe that of another environment of the same kind.
 
         Raises:
             EnvError: the simulator keeps no state of single environments.

@@ -9,11 +9,12 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.base import SavedState
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, StepResult, make_spec
 from embodrl.errors import EnvError
 from embodrl.types import EnvSpec
@@ -26,7 +27,7 @@ class SimStep:
     Attributes:
         reward: the simulator's own.
         success: the task is solved now.
-        terminated: the episode can't go on for another reason.
+        terminated: the episode can't continue for another reason.
         truncated: a step limit of the simulator's own was reached.
         diverged: the simulation has broken down, and nothing of this is true: the episode ends as not valid.
     """
@@ -44,7 +45,7 @@ class Simulator(ABC):
     Attributes:
         action_low, action_high: bounds of an action, A numbers each: -1 and 1, which ``step`` maps to its own.
         state_dim: S, what ``proprioception`` returns; 0 for nothing.
-        instruction: what the policy is told.
+        instruction: for the policy, in words.
         control_hz: actions a second of the robot's time; videos and data sets state it.
     """
 
@@ -78,15 +79,15 @@ class Simulator(ABC):
         """Return a frame for people, ``uint8[H,W,3]``; by default what the first camera sees."""
         return self.images()[0]
 
-    def get_state(self) -> Any:
+    def get_state(self) -> object:
         """Return the state as plain values and arrays; by default there is none to be had (see ``Replayed``)."""
         raise EnvError(
             f"{type(self).__name__} can't tell its state, so a run can't save a checkpoint nor offload it",
             "give it get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed",
         )
 
-    def set_state(self, state: Any) -> None:
-        """Continue from a state of ``get_state`` to the bit, in another process too."""
+    def set_state(self, state: SavedState) -> None:
+        """Continue from a state of ``get_state`` bit-exactly, in another process too."""
         raise EnvError(f"{type(self).__name__} can't take a state", "give it set_state")
 
     def expert_reset(self) -> None:
@@ -105,11 +106,19 @@ class Simulator(ABC):
         """Free what it holds."""
 
 
+class _Replay(TypedDict):
+    """What ``Replayed`` repeats: ``actions float32[n,A]`` from the seed, None before the first reset."""
+
+    seed: int | None
+    actions: NDArray[np.float32]
+    checksum: int
+
+
 class Replayed(Simulator):
     """Gives a simulator whose episodes follow from seed and actions a state: the seed and the actions.
 
-    Whatever lies hidden in a simulator, its wrappers, counters and generators, the same calls bring it back to the bit.
-    The repetition waits until the episode goes on, as a reset mostly comes first, and is checked step by step.
+    Whatever lies hidden in a simulator, its wrappers, counters and generators, the same calls restore it bit-exactly.
+    The replay waits until the episode continues, as a reset mostly comes first, and is checked step by step.
 
     Args:
         simulator: resets to the same episode from the same seed, whatever happened before.
@@ -126,13 +135,11 @@ class Replayed(Simulator):
         self._behind = False
 
     def reset(self, seed: int) -> None:
-        """See Simulator."""
         self.simulator.reset(seed)
         self._seed, self._actions, self._behind = seed, [], False
         self._checksum = zlib.crc32(self.simulator.signature())
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
-        """See Simulator."""
         self._catch_up()
         result = self.simulator.step(action)
         self._actions.append(action.copy())
@@ -160,46 +167,37 @@ class Replayed(Simulator):
             )
 
     def images(self) -> NDArray[np.uint8]:
-        """See Simulator."""
         self._catch_up()
         return self.simulator.images()
 
     def proprioception(self) -> NDArray[np.float32]:
-        """See Simulator."""
         self._catch_up()
         return self.simulator.proprioception()
 
     def first_reward(self) -> float:
-        """See Simulator."""
         return self.simulator.first_reward()
 
     def film(self) -> NDArray[np.uint8]:
-        """See Simulator."""
         self._catch_up()
         return self.simulator.film()
 
     def expert_reset(self) -> None:
-        """See Simulator."""
         self._catch_up()
         self.simulator.expert_reset()
 
     def expert_action(self) -> NDArray[np.float32]:
-        """See Simulator."""
         self._catch_up()
         return self.simulator.expert_action()
 
-    def get_state(self) -> dict[str, Any]:
-        """See Simulator."""
+    def get_state(self) -> _Replay:
         actions = np.stack(self._actions) if self._actions else np.zeros((0, len(self.action_low)), np.float32)
         return {"seed": self._seed, "actions": actions, "checksum": self._checksum}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """See Simulator."""
+    def set_state(self, state: _Replay) -> None:
         self._seed, self._actions = state["seed"], list(state["actions"])
         self._checksum, self._behind = state["checksum"], state["seed"] is not None
 
     def close(self) -> None:
-        """See Simulator."""
         self.simulator.close()
 
 
@@ -255,7 +253,7 @@ class SimulatorVectorEnv(SteppingEnv):
         """Return a new simulator of a task."""
 
     def _sim(self, row: int) -> Simulator:
-        """Return the simulator of a row; if it has none yet, one of its task that nobody plays, or a new one."""
+        """Return the simulator of a row; if it has none yet, an idle one of its task, or a new one."""
         sim = self._sims[row]
         if sim is None:
             task = int(self._sim_tasks[row])
@@ -264,7 +262,6 @@ class SimulatorVectorEnv(SteppingEnv):
         return sim
 
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
-        """See SteppingEnv."""
         self._with_expert[rows] = False  # the expert was one of another episode, maybe of another task
         pairs = zip(rows.tolist(), task_ids.tolist(), strict=True)
         changed = [(row, task) for row, task in pairs if self._sim_tasks[row] != task]
@@ -277,12 +274,10 @@ class SimulatorVectorEnv(SteppingEnv):
             self._sim(row)
 
     def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
-        """See SteppingEnv."""
         for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
             self._sim(row).reset(seed)
 
     def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
-        """See SteppingEnv."""
         num_envs = self.spec.num_envs
         reward = np.zeros(num_envs, np.float32)
         success, terminated, truncated, diverged = (np.zeros(num_envs, np.bool_) for _ in range(4))
@@ -299,7 +294,6 @@ class SimulatorVectorEnv(SteppingEnv):
         return StepResult(reward, success, terminated, truncated, diverged)
 
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
-        """See SteppingEnv."""
         for row in rows.tolist():
             found = self._sim(row).images()
             if found.dtype != np.uint8 or found.shape != images[row].shape:
@@ -316,43 +310,35 @@ class SimulatorVectorEnv(SteppingEnv):
                 state[row] = self._sim(row).proprioception()
 
     def instruction(self, task_id: int) -> str:
-        """See SteppingEnv."""
         return self._instructions[task_id]
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See SteppingEnv."""
         return np.array([self._sim(row).first_reward() for row in rows.tolist()], np.float32)
 
     def film(self, row: int) -> NDArray[np.uint8]:
-        """See SteppingEnv."""
         return self._sim(row).film()
 
-    def get_sim_state(self) -> list[Any]:
-        """See SteppingEnv."""
+    def get_sim_state(self) -> list[object]:
         return [self.get_sim_row(row) for row in range(self.spec.num_envs)]
 
     def check_state(self) -> None:
-        """See VectorEnv."""
         if type(sim := self._sim(0)).get_state is Simulator.get_state:
             sim.get_state()
 
-    def set_sim_state(self, state: list[Any]) -> None:
-        """See SteppingEnv."""
+    def set_sim_state(self, state: list[SavedState]) -> None:
         for row, content in zip(range(self.spec.num_envs), state, strict=True):
             self.set_sim_row(row, content)
 
-    def get_sim_row(self, row: int) -> Any:
+    def get_sim_row(self, row: int) -> object:
         """See SteppingEnv; None of a row that has never played."""
         sim = self._sims[row]
         return None if sim is None else sim.get_state()
 
-    def set_sim_row(self, row: int, state: Any) -> None:
-        """See SteppingEnv."""
+    def set_sim_row(self, row: int, state: SavedState) -> None:
         if state is not None:
             self._sim(row).set_state(state)
 
     def expert_reset(self, rows: list[int]) -> None:
-        """See VectorEnv."""
         for row in rows:
             self._sim(row).expert_reset()
         self._with_expert[rows] = True
@@ -365,7 +351,6 @@ class SimulatorVectorEnv(SteppingEnv):
         return actions
 
     def close(self) -> None:
-        """See VectorEnv."""
         super().close()
         for sim in [*self._sims, *(sim for idle in self._idle for sim in idle)]:
             if sim is not None:

@@ -9,14 +9,14 @@ Legend: B environments, C actions in a chunk, A action dimensions, V cameras, H 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.base import VectorEnv
+from embodrl.envs.base import SavedState, VectorEnv
 from embodrl.envs.pool.video import VideoWriter
 from embodrl.errors import EnvError
 from embodrl.processes.codec import decode, encode
@@ -88,7 +88,7 @@ class StepResult:
     Attributes:
         reward: ``float32[B]``, the simulator's own.
         success: ``bool[B]``, the task is solved now.
-        terminated: ``bool[B]``, the episode can't go on for another reason, or None for never.
+        terminated: ``bool[B]``, the episode can't continue for another reason, or None for never.
         truncated: ``bool[B]``, a step limit of the simulator's own was reached, or None for never.
         diverged: ``bool[B]``, the simulation has broken down, or None for never. The reward is then no number, in
             every mode, by which ``EnvPool`` knows that nothing of the chunk is true.
@@ -147,20 +147,20 @@ class SteppingEnv(VectorEnv):
         """Return the instructions of the policy."""
 
     @abstractmethod
-    def get_sim_state(self) -> Any:
+    def get_sim_state(self) -> object:
         """Return the state of the simulators as plain values and arrays."""
 
     @abstractmethod
-    def set_sim_state(self, state: Any) -> None:
-        """Continue from a state of ``get_sim_state`` to the bit; the tasks of all rows are known already."""
+    def set_sim_state(self, state: SavedState) -> None:
+        """Continue bit-exactly from a state of ``get_sim_state``; the tasks of all rows are known already."""
 
     @abstractmethod
-    def get_sim_row(self, row: int) -> Any:
+    def get_sim_row(self, row: int) -> object:
         """Return the state of one row's simulator as plain values and arrays."""
 
     @abstractmethod
-    def set_sim_row(self, row: int, state: Any) -> None:
-        """Continue in ``row`` from a state of ``get_sim_row``, maybe of another row, to the bit; its task is known."""
+    def set_sim_row(self, row: int, state: SavedState) -> None:
+        """Continue in ``row`` from a state of ``get_sim_row``, maybe of another row, bit-exactly; its task is known."""
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return ``float32[len(rows)]``: what the dense reward of the initial states is, for ``dense_delta``."""
@@ -175,7 +175,6 @@ class SteppingEnv(VectorEnv):
     # -- stepping -----------------------------------------------------------------------------------------------------
 
     def reset(self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Observation:
-        """See VectorEnv."""
         self.task_id[indices] = task_ids
         self.assign(indices, task_ids)
         self._begin(indices, seeds)
@@ -183,7 +182,6 @@ class SteppingEnv(VectorEnv):
         return self._observation()
 
     def chunk_step(self, actions: NDArray[np.float32], active: NDArray[np.bool_]) -> EnvStep:
-        """See VectorEnv."""
         num_envs, chunk, _ = actions.shape
         reward = np.zeros((num_envs, chunk), np.float32)
         valid, terminated, truncated = (np.zeros((num_envs, chunk), np.bool_) for _ in range(3))
@@ -209,7 +207,7 @@ class SteppingEnv(VectorEnv):
             self._potential = np.where(running, result.reward, self._potential)
         elif self.rules.reward_mode == "dense":
             reward += np.where(running, result.reward, 0)
-        broken = ~np.isfinite(result.reward)  # told also where the reward counts for nothing
+        broken = ~np.isfinite(result.reward)  # also where the reward mode ignores the reward
         reward[running & (broken if result.diverged is None else broken | result.diverged)] = np.nan
         self._elapsed += running
         self._returned += reward
@@ -232,12 +230,9 @@ class SteppingEnv(VectorEnv):
         """Draw what the policy sees next, begin new episodes, and put the result together."""
         final_mask = np.asarray(truncated.any(axis=1))
         done = final_mask | np.asarray(terminated.any(axis=1))
-        outcome: dict[str, Any] = {  # of the episode that ends here, before an auto-reset clears it
-            "success": self._solved.copy(),
-            "episode_return": self._returned.copy(),
-            "episode_length": self._elapsed.copy(),
-            "episode_seed": self.episode_seed.copy(),
-        }
+        # Of the episode that ends here, before an auto-reset clears it.
+        success, episode_return = self._solved.copy(), self._returned.copy()
+        episode_length, episode_seed = self._elapsed.copy(), self.episode_seed.copy()
         final_observation = None
         if final_mask.any():
             self._draw(np.flatnonzero(final_mask))
@@ -254,9 +249,12 @@ class SteppingEnv(VectorEnv):
             valid=valid,
             terminated=terminated,
             truncated=truncated,
+            success=success,
+            episode_return=episode_return,
+            episode_length=episode_length,
+            episode_seed=episode_seed,
             final_mask=final_mask,
             final_observation=final_observation,
-            **outcome,
         )
 
     def _begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
@@ -279,11 +277,9 @@ class SteppingEnv(VectorEnv):
     # -- state and requests -------------------------------------------------------------------------------------------
 
     def get_state(self) -> bytes:
-        """See VectorEnv."""
         return encode({"sim": self.get_sim_state(), **{name: getattr(self, name) for name in _BOOKS}})
 
     def set_state(self, state: bytes) -> None:
-        """See VectorEnv."""
         content = decode(state)
         for name in filter(content.__contains__, _BOOKS):
             saved, present = content[name], getattr(self, name)
@@ -298,27 +294,22 @@ class SteppingEnv(VectorEnv):
         self.assign(np.arange(self.spec.num_envs), self.task_id)
         self.set_sim_state(content["sim"])
 
-    def get_row_state(self, row: int) -> dict[str, Any]:
-        """See VectorEnv."""
+    def get_row_state(self, row: int) -> dict[str, object]:
         return {"sim": self.get_sim_row(row), **{name: getattr(self, name)[row].copy() for name in _BOOKS}}
 
-    def set_row_state(self, row: int, state: dict[str, Any]) -> None:
-        """See VectorEnv."""
+    def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> None:
         for name in _BOOKS:
             getattr(self, name)[row] = state[name]
         self.assign(np.array([row]), self.task_id[[row]])
         self.set_sim_row(row, state["sim"])
 
     def set_auto_reset(self, value: bool) -> None:
-        """See VectorEnv."""
         self.rules = replace(self.rules, auto_reset=value)
 
     def start_video(self, row: int, path: str) -> None:
-        """See VectorEnv."""
         self._video.start(row, path)
 
     def close(self) -> None:
-        """See VectorEnv."""
         self._video.close()
 
 

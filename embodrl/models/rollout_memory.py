@@ -1,4 +1,4 @@
-"""How much memory acting takes beside the weights, from shapes alone: cached keys and values, and the record kept.
+"""How much memory acting takes without the weights, from shapes alone: cached keys and values, and the record kept.
 
 Nothing is allocated on a device; the record is measured on one made-up observation that the processor prepares.
 Shapes: B rows decided at once, L layers, K key-value heads, H head width, S positions, C actions in a chunk, A their

@@ -12,13 +12,14 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import MessageError
 
+T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _ARRAY_KINDS = "biufU"
 _ALIGNMENT = 64  # a cache line
@@ -27,16 +28,16 @@ _SHOWN = 200  # characters of an error about a message that another process wrot
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
 _ARRAY, _BYTES, _TUPLE, _DICT, _OBJECTS = "__ndarray__", "__bytes__", "__tuple__", "__dict__", "__objects__"
 
-Read = Callable[[int, int], Any]
+Read = Callable[[int, int], bytes | bytearray | memoryview]
 """Returns the memory from a start in the body that follows the description, so many bytes of it."""
 
 
-class Blobs(list[Any]):
+class Blobs(list[NDArray[np.uint8]]):
     """The memory of a value's arrays, not copied where it can be."""
 
     end = 0
 
-    def add(self, memory: Any) -> int:
+    def add(self, memory: NDArray[np.uint8]) -> int:
         """Add contiguous memory; return where it starts in the body that follows the description."""
         start, self.end = self.end, self.end + aligned(memory.nbytes)
         self.append(memory)
@@ -79,14 +80,14 @@ class Codec:
         blobs = Blobs()
         return json.dumps(self.describe(value, blobs, "the value")).encode(), blobs
 
-    def unpack(self, description: bytes, blobs: Iterable[Any]) -> Any:
+    def unpack(self, description: bytes, blobs: Iterable[NDArray[np.uint8]]) -> Any:
         """Return the value of ``pack``; its arrays are copies of the blobs, private and writable.
 
         Raises:
             MessageError: these are no description and blobs of a value.
         """
         # Of blobs that start at the same place, all but the last are empty.
-        found = {start: memoryview(blob) for start, blob in placed(blobs)}
+        found = {start: blob.data for start, blob in placed(blobs)}
         return self.read_from(description, lambda start, count: bytearray(found[start][:count] if count else b""))
 
     def read_from(self, description: bytes | memoryview, read: Read) -> Any:
@@ -124,7 +125,7 @@ class Codec:
         body = view[begin:]
         return self.read_from(view[_LENGTH.size : begin], lambda start, count: bytearray(body[start : start + count]))
 
-    def copied(self, value: Any) -> Any:
+    def copied(self, value: T) -> T:
         """Return what would arrive if the value were sent.
 
         Raises:
@@ -155,13 +156,15 @@ class Codec:
             f"{where} is a {type(value).__name__}, which can't be sent to another process", f"send {', '.join(allowed)}"
         )
 
-    def _describe_dict(self, value: dict[Any, Any], blobs: Blobs, where: str) -> Any:
+    def _describe_dict(self, value: dict[object, object], blobs: Blobs, where: str) -> object:
         for key in value:
             if type(key) not in (str, int):
                 raise MessageError(f"{where} has a key of type {type(key).__name__}", "use text or integers as keys")
         items = [(key, self.describe(item, blobs, f"{where}[{key!r}]")) for key, item in value.items()]
         # A JSON object where that is unambiguous: JSON has text keys only, and a single key may look like a tag.
-        plain = all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith("__"))
+        plain = all(type(key) is str for key in value) and not (
+            len(value) == 1 and str(next(iter(value))).startswith("__")
+        )
         return dict(items) if plain else {_DICT: items}
 
     def _describe_array(self, value: NDArray[np.generic], blobs: Blobs, where: str) -> object:
@@ -172,10 +175,10 @@ class Codec:
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return {_ARRAY: [value.dtype.str, value.shape, blobs.add(raw), isinstance(value, np.generic)]}
 
-    def restore(self, node: Any, read: Read) -> Any:
+    def restore(self, node: object, read: Read) -> Any:
         """Return the value of a description."""
         if isinstance(node, list):
-            return [self.restore(item, read) for item in cast("list[Any]", node)]
+            return [self.restore(item, read) for item in cast("list[object]", node)]
         if not isinstance(node, dict):
             return node
         item = cast("dict[str, Any]", node)
@@ -226,10 +229,10 @@ def aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def placed(blobs: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+def placed(blobs: Iterable[NDArray[np.uint8]]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yield blobs with their starts in the body."""
     blobs = list(blobs)
-    return zip(accumulate((aligned(memoryview(blob).nbytes) for blob in blobs), initial=0), blobs, strict=False)
+    return zip(accumulate((aligned(blob.nbytes) for blob in blobs), initial=0), blobs, strict=False)
 
 
 PLAIN = Codec()

@@ -16,9 +16,12 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from embodrl.errors import MessageError
 from embodrl.processes.codec import PLAIN, Codec, aligned, placed
@@ -84,7 +87,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def wait_for(descriptors: dict[Any, int], deadline: float | None) -> set[int]:
+def wait_for(descriptors: Mapping[int, int], deadline: float | None) -> set[int]:
     """Return which file descriptors are ready; none once ``time.monotonic()`` has passed the deadline.
 
     Args:
@@ -121,7 +124,7 @@ class Sender:
         description, blobs = (b"", []) if frame.value is None else self._codec.pack(frame.value)
         if len(description) > _MAX_DESCRIPTION_BYTES:
             raise MessageError(
-                f"a message has {len(description) >> 20} MiB beside its arrays, at most"
+                f"a message has {len(description) >> 20} MiB without its arrays, at most"
                 f" {_MAX_DESCRIPTION_BYTES >> 20} are read",
                 "send arrays instead of lists",
             )
@@ -292,7 +295,7 @@ class Connection(Sender):
         self.sock.close()
 
 
-def _memory_file(description: bytes, blobs: list[Any]) -> tuple[int, int]:
+def _memory_file(description: bytes, blobs: list[NDArray[np.uint8]]) -> tuple[int, int]:
     """Return a memory file with the description and the blobs, each at its start in the body, and its size."""
     body = aligned(len(description))
     total = body + sum(aligned(blob.nbytes) for blob in blobs)
@@ -302,7 +305,7 @@ def _memory_file(description: bytes, blobs: list[Any]) -> tuple[int, int]:
         os.ftruncate(memory, total)
         _write(memory, memoryview(description), 0)
         for start, blob in placed(blobs):
-            _write(memory, memoryview(blob), body + start)
+            _write(memory, blob.data, body + start)
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, FIXED_SIZE)
     except OSError as error:
         os.close(memory)

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 from embodrl.errors import EmbodrlError, user_frames
 from embodrl.processes.codec import PLAIN, Codec
@@ -23,6 +23,19 @@ from embodrl.processes.frames import Connection
 from embodrl.processes.liveness import start_beating
 
 logger = logging.getLogger("embodrl.processes")
+
+
+class ErrorReport(TypedDict):
+    """An error on its way to the parent; see ``describe_error``."""
+
+    type: str
+    method: str
+    message: str
+    hint: str
+    code: str | None
+    traceback: str
+    user_traceback: str
+
 
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -43,7 +56,7 @@ def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, A
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sock = socket.socket(fileno=socket_fd)
     connection = Connection(sock, codec)
-    start: dict[str, Any] = connection.receive().value
+    start = connection.receive().value
     _die_with_parent(sock, start["started_by_main_thread"])
     start_beating(start["heartbeat_fd"])
     sys.path[:0] = [path for path in start["sys_path"] if path not in sys.path]
@@ -119,7 +132,7 @@ def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None
         logger.warning("memory stays unbound to NUMA node %d (errno %d)", numa_node, ctypes.get_errno())
 
 
-def describe_error(error: BaseException, method: str = "") -> dict[str, Any]:
+def describe_error(error: BaseException, method: str = "") -> ErrorReport:
     """Return the value of a RAISED frame: all that the parent needs to raise the error there.
 
     Args:

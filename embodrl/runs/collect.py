@@ -137,7 +137,7 @@ class Collector:
         observation = self.begin(np.arange(self.pool.spec.num_envs))
         while not (self.finished or self.should_stop()):
             try:
-                expert = np.concatenate(self.pool.call("expert_actions")).astype(np.float32)
+                expert = self.pool.expert_actions()
             except (EnvWorkerDied, EnvTimeout):
                 observation = self.restart()
                 continue

@@ -196,7 +196,7 @@ class WorkerGroup:
         Handle(f"{self.name}: start", futures, list, self._explain).result(timeout_s)
 
     def restart(self, rank: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Bring up one worker anew, with the arguments it had; its state and the calls it had begun are lost.
+        """Restart one worker with the arguments it had; its state and the calls it had begun are lost.
 
         Raises:
             WorkerError: it failed again.

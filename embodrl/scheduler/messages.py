@@ -1,4 +1,4 @@
-"""What workers can be sent beside plain values: tensors, batches, records, a ``Deployment``, and a ``Config``."""
+"""What workers can be sent apart from plain values: tensors, batches, records, a ``Deployment``, and a ``Config``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _restore_batch(content: Any, codec: Codec, read: Read) -> Batch:
     return _BATCHES[name](parts.pop("tree"), **parts)
 
 
-def _describe_record(value: Any, codec: Codec, blobs: Blobs, where: str) -> Any:
+def _describe_record(value: Any, codec: Codec, blobs: Blobs, where: str) -> object:
     name = type(value).__name__
     if _RECORDS.get(name) is not type(value):
         raise MessageError(f"{where} is a {name}, which can't be sent to a worker", "send a record of embodrl.types")
@@ -64,7 +64,7 @@ def _describe_record(value: Any, codec: Codec, blobs: Blobs, where: str) -> Any:
     return [name, codec.describe(fields, blobs, where)]
 
 
-def _restore_record(content: Any, codec: Codec, read: Read) -> Any:
+def _restore_record(content: Any, codec: Codec, read: Read) -> object:
     name, fields = content
     return _RECORDS[name](**codec.restore(fields, read))
 

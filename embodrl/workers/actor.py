@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,7 @@ from embodrl.workers.weights import SendingWorker
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 3600.0
-"""A process reads a whole checkpoint; one that dies meanwhile is told at once."""
+"""A process reads a whole checkpoint; the death of one is noticed at once."""
 
 
 def make_train_engine(
@@ -123,18 +122,13 @@ def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights
 
 
 def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> PolicyTrainEngine:
-    settings: dict[str, Any] = {
-        "config": config.actor,
-        "total_iterations": schedule_iterations(config),
-        "mesh": mesh,
-        "keep_reference": config.algorithm.kl.coef > 0,
-        "may_be_stale": config.runner.max_staleness > 0,
-    }
+    total, keep_reference = schedule_iterations(config), config.algorithm.kl.coef > 0
+    may_be_stale = config.runner.max_staleness > 0
     if config.actor.training_backend == "fsdp":
-        return FsdpTrainEngine(policy, **settings)
+        return FsdpTrainEngine(policy, config.actor, total, mesh, keep_reference, may_be_stale)
     assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
     start(config.actor.tensor_parallel_size)
-    return MegatronTrainEngine(policy, config.model, **settings)
+    return MegatronTrainEngine(policy, config.model, config.actor, total, mesh, keep_reference, may_be_stale)
 
 
 class ActorWorker(SendingWorker):
@@ -167,7 +161,7 @@ class ActorWorker(SendingWorker):
         return self._engine
 
     def stream(self, wanted: Container[str] | None) -> Iterator[tuple[str, Tensor]]:
-        with self._engine.memory.present():  # they may be away when a process is brought up anew
+        with self._engine.memory.present():  # they may be away when a process is restarted
             yield from self._engine.weights(wanted)
 
     @dispatch("one_to_all")
@@ -179,7 +173,7 @@ class ActorWorker(SendingWorker):
     @dispatch("one_to_all")
     def update(
         self, batch: TrajectoryBatch, advantages: dict[str, Tensor], algorithm: str, generator: str
-    ) -> tuple[dict[str, float], str, dict[str, Any]]:
+    ) -> tuple[dict[str, float], str, dict[str, object]]:
         """Train on a rollout; return the metrics, the state of the generator, and the counters."""
         shuffle = torch.Generator()
         restore_generator(shuffle, generator)
@@ -190,7 +184,7 @@ class ActorWorker(SendingWorker):
     @dispatch("one_to_all")
     def imitate(
         self, batch: Batch, learning_rate: float, label_smoothing_bins: float
-    ) -> tuple[dict[str, float], dict[str, Any]]:
+    ) -> tuple[dict[str, float], dict[str, object]]:
         """Take a step of supervised fine-tuning; return the metrics and the counters."""
         return self.engine.imitate(batch, learning_rate, label_smoothing_bins), self.engine.counters()
 
@@ -228,7 +222,7 @@ class ActorWorker(SendingWorker):
         self.engine.put(section, tensors)
 
     @dispatch("one_to_all")
-    def set_counters(self, state: dict[str, Any]) -> None:
+    def set_counters(self, state: dict[str, object]) -> None:
         """See ``PolicyTrainEngine``."""
         self.engine.set_counters(state)
 
@@ -241,7 +235,7 @@ class ActorWorker(SendingWorker):
             return error.errno or errno.EIO, error.strerror or str(error)
 
     @dispatch("one_to_all")
-    def load_shards(self, directory: str, counters: dict[str, Any]) -> None:
+    def load_shards(self, directory: str, counters: dict[str, object]) -> None:
         """See ``TrainEngine``."""
         self.engine.load_shards(Path(directory), counters)
 

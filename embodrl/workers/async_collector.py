@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,16 +26,16 @@ from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
-from embodrl.workers.lockstep import Shard
+from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
 from embodrl.workers.staleness import StalenessGate
 from embodrl.workers.workflow_runner import WorkflowRunner
 
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
-# Simulators keep a journal, from which synchronous runs are resumed to the bit; here it only grows.
+# Simulators keep a journal, from which synchronous runs are resumed bit-exactly; here it only grows.
 _SHARDS_A_JOURNAL = 64
 PLAYERS = "players"
-"""What numbers of shards depend on beside settings: how many shards a rollout of all environments is."""
+"""What the numbers of shards depend on apart from settings: how many shards a rollout of all environments is."""
 
 
 class EpisodeRunner(Protocol):
@@ -109,7 +109,7 @@ class AsyncCollector:
         self._drained = False
         self._closing = False
         self._waited_s = 0.0
-        self._metas: list[dict[str, Any]] = []
+        self._metas: list[ShardMeta] = []
         self._threads: list[threading.Thread] = []
 
     # -- the side of the trainer --------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class AsyncCollector:
             }
             self._changed.notify_all()
         self._waited_s += time.perf_counter() - clock
-        self._metas += [batch.meta for batch in batches]
+        self._metas += [meta_of(batch) for batch in batches]
         metrics["time/wait_s"] = self._waited_s
         whole = _join(batches, dropped, self._num_groups)
         self._num_groups = int(whole["group_id"].max()) + 1
@@ -274,10 +274,10 @@ class AsyncCollector:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def forget_history(self) -> None:
-        """See Collector; ``state`` holds no simulators, since a shard that is under way begins anew."""
+        """See Collector; ``state`` holds no simulators, since a shard that is under way starts again."""
 
     def state(self) -> RolloutState:
-        """See Collector: the shards that wait, and the numbers of those that will begin anew."""
+        """See Collector: the shards that wait, and the numbers of those that will start again."""
         with self._changed:
             # An error may have left an update unfinished, whose shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
@@ -290,7 +290,7 @@ class AsyncCollector:
                 for shard, began in waiting.items()
             }
             tensors = {f"shard_{shard}": batch_to_tensors(self._finished[shard]) for shard in waiting}
-            state: dict[str, Any] = {
+            state: dict[str, object] = {
                 "shards": shards,
                 "again": sorted([*self._again, *self.gate.running]),
                 "next_shard": self._next_shard,
@@ -314,9 +314,11 @@ class AsyncCollector:
             )
         other = [name for name in now if before.get(name) != now[name] and name != PLAYERS]
         if other:
-            told = ", ".join(f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other)
+            differing = ", ".join(
+                f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other
+            )
             hint = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
-            raise CheckpointError(f"the checkpoint holds rollouts made with {told}", f"resume with {hint}")
+            raise CheckpointError(f"the checkpoint holds rollouts made with {differing}", f"resume with {hint}")
         with self._changed:
             self.gate.version, self.gate.rejected = version, state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}
@@ -328,7 +330,7 @@ class AsyncCollector:
             self._env_steps_dropped = state["env_steps_dropped"]
 
 
-def shard_settings(config: Config, num_players: int) -> dict[str, Any]:
+def shard_settings(config: Config, num_players: int) -> dict[str, object]:
     """Return what shards depend on, by key, as it comes back from JSON: a shard of other settings can't be used."""
     env, algorithm = config.env, config.algorithm
     settings = {

@@ -5,11 +5,11 @@ Legend: T policy steps (chunks), B environments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.workers.lockstep import EpisodeStats, LockstepRunner, Seconds, combine_extras
+from embodrl.workers.lockstep import EpisodeStats, LockstepRunner, Seconds, ShardMeta, combine_extras
 
 Metrics = dict[str, float | None]
 
@@ -76,6 +76,20 @@ class RolloutState:
     blobs: dict[str, bytes] = field(default_factory=dict[str, bytes])
 
 
+class Snapshot(TypedDict):
+    """Where a collector is, for one that takes its place.
+
+    Attributes:
+        metas: of the rollouts of the update under way.
+        random: state of the random numbers.
+        before: the same at the beginning of the update; None if none is under way.
+    """
+
+    metas: list[ShardMeta]
+    random: list[str]
+    before: list[str] | None
+
+
 class Collector(Protocol):
     """Where the batches that a run trains on come from."""
 
@@ -114,7 +128,7 @@ class Collector(Protocol):
         """Be as before ``gather``: the update that it was for does not happen."""
         ...
 
-    def quiet(self) -> Any:
+    def quiet(self) -> AbstractContextManager[None]:
         """Return a context in which the environments are left to somebody else."""
         ...
 
@@ -253,11 +267,11 @@ class SyncCollector:
         batch.meta["env_steps"] = int(batch.valid.sum())
         return batch, rollout_metrics(self.metas())
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Snapshot:
         """Return what a worker in the place of this one needs to go on with the same update; see ``restore``."""
         return {"metas": self.metas(), "random": self.engine.random_state(), "before": self._before}
 
-    def restore(self, carried: Mapping[str, Any]) -> None:
+    def restore(self, carried: Snapshot) -> None:
         """Go on from what ``snapshot`` returned elsewhere, with fresh simulators.
 
         Args:
@@ -271,8 +285,8 @@ class SyncCollector:
                 self.stats.merge(EpisodeStats(**meta["episodes"]))
                 self.seconds.merge(Seconds(**meta["seconds"]))
 
-    def metas(self) -> list[dict[str, Any]]:
-        """Return what is told of the rollouts since ``gather``; see ``rollout_metrics``."""
+    def metas(self) -> list[ShardMeta]:
+        """Return what is known of the rollouts since ``gather``; see ``rollout_metrics``."""
         return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
     def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
@@ -304,7 +318,7 @@ class SyncCollector:
         return batches
 
 
-def rollout_metrics(metas: Sequence[Mapping[str, Any]]) -> Metrics:
+def rollout_metrics(metas: Sequence[ShardMeta]) -> Metrics:
     """Return the metrics of some rollouts from what ``shard_meta`` tells of each."""
     stats, seconds = EpisodeStats(), Seconds()
     for meta in metas:
@@ -314,6 +328,7 @@ def rollout_metrics(metas: Sequence[Mapping[str, Any]]) -> Metrics:
     return stats.metrics() | times | combine_extras(metas)
 
 
+@dataclass(frozen=True)
 class EpisodeSchedule:
     """Which episodes an iteration begins with.
 
@@ -324,9 +339,15 @@ class EpisodeSchedule:
         share: whose rows are asked for.
     """
 
-    def __init__(self, config: Config, num_envs: int, num_tasks: int, share: Share = WHOLE) -> None:
-        self.config, self.num_envs, self.num_tasks = config, num_envs, num_tasks
-        self.rows = share.rows(num_envs)
+    config: Config
+    num_envs: int
+    num_tasks: int
+    share: Share = WHOLE
+
+    @property
+    def rows(self) -> slice:
+        """Of the share."""
+        return self.share.rows(self.num_envs)
 
     def draw(self, iteration: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return reset seeds ``int64[b]`` and tasks ``int32[b]`` of the share, equal within a group."""

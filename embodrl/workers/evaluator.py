@@ -113,7 +113,7 @@ class Evaluator:
 
     Args:
         config: the run.
-        pool: any started pool; its environments are built anew before and after, so that neither evaluation nor what
+        pool: any started pool; its environments are rebuilt before and after, so that neither evaluation nor what
             follows depends on what went before.
         engine: the policy.
         progress: called with the episodes done, now and then.

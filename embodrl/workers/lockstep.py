@@ -6,9 +6,9 @@ Legend: T policy steps (chunks), B environments of the stage, K values a chunk, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -138,8 +138,24 @@ class Shard:
     random: Sequence[int]
 
 
-def shard_meta(batch: TrajectoryBatch, stats: EpisodeStats, seconds: Seconds) -> dict[str, Any]:
-    """Return what is told of a shard beside its columns, as JSON can hold it."""
+class ShardMeta(TypedDict):
+    """What is known of a shard apart from its columns, as JSON can hold it.
+
+    Attributes:
+        env_steps: that were simulated.
+        episodes, seconds: arguments of ``EpisodeStats`` and ``Seconds``.
+        counts, means: further metrics by name; see ``combine_extras``.
+    """
+
+    env_steps: NotRequired[int]
+    episodes: dict[str, Any]
+    seconds: dict[str, float]
+    counts: NotRequired[dict[str, float]]
+    means: NotRequired[dict[str, float]]
+
+
+def shard_meta(batch: TrajectoryBatch, stats: EpisodeStats, seconds: Seconds) -> ShardMeta:
+    """Return what is known of a shard."""
     return {
         "env_steps": int(batch.valid.sum()),
         "episodes": stats.as_dict(),
@@ -147,13 +163,22 @@ def shard_meta(batch: TrajectoryBatch, stats: EpisodeStats, seconds: Seconds) ->
     }
 
 
-def combine_extras(metas: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def meta_of(batch: TrajectoryBatch) -> ShardMeta:
+    """Return what a shard carries of ``shard_meta``, after its way through another process."""
+    meta: ShardMeta = {"episodes": batch.meta["episodes"], "seconds": batch.meta["seconds"]}
+    for name in ("env_steps", "counts", "means"):
+        if name in batch.meta:
+            meta[name] = batch.meta[name]
+    return meta
+
+
+def combine_extras(metas: Sequence[ShardMeta]) -> dict[str, float | None]:
     """Return further metrics of some shards: ``counts`` are added up, of ``means`` the mean is taken."""
     result: dict[str, float | None] = {}
     for name in {name for meta in metas for name in meta.get("counts", {})}:
-        result[name] = float(sum(meta["counts"][name] for meta in metas))
+        result[name] = float(sum(meta.get("counts", {})[name] for meta in metas))
     for name in {name for meta in metas for name in meta.get("means", {})}:
-        result[name] = sum(meta["means"][name] for meta in metas) / len(metas)
+        result[name] = sum(meta.get("means", {})[name] for meta in metas) / len(metas)
     return dict(sorted(result.items()))
 
 
@@ -278,11 +303,11 @@ class LockstepRunner:
             self.act()
             self.receive()
         batch = self.stack(shard.group_id)
-        batch.meta = shard_meta(batch, self.stats, self.seconds)
+        batch.meta = dict(shard_meta(batch, self.stats, self.seconds))
         return batch
 
     def rebuild(self) -> None:
-        """Build the environments anew, so that nothing is left of what they have played."""
+        """Rebuild the environments, so that nothing is left of their history."""
         self.pool.call("rebuild", restart=True)
 
     def abandon(self) -> None:

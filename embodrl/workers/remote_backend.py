@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.config.schema import Config
@@ -30,9 +31,9 @@ from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.workers.async_collector import AsyncCollector
-from embodrl.workers.collector import Collector, Metrics, RolloutState, rollout_metrics
+from embodrl.workers.collector import Collector, Metrics, RolloutState, Snapshot, rollout_metrics
 from embodrl.workers.evaluator import EvalResult, Played, evaluation_result
-from embodrl.workers.lockstep import Shard
+from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.rollout_backend import RolloutBackend
 from embodrl.workers.rollout_process import RolloutProcess, channel_names
 from embodrl.workers.weights import WeightChannel
@@ -90,6 +91,29 @@ def launch_rollouts(
     return group.launch(deployment.of("rollout"), launcher, channels, log_dir, _START_TIMEOUT_S)
 
 
+class Answer(TypedDict):
+    """What a rollout process answers to every request that takes its time; see ``RolloutProcess``."""
+
+    faults: dict[str, int]
+    carried: NotRequired[Snapshot]
+
+
+class Gathered(Answer):
+    """Its answer to a request for a batch."""
+
+    batch: TrajectoryBatch
+    metas: list[ShardMeta]
+
+
+class Evaluated(Answer):
+    """Its answer to a request for an evaluation: the fields of ``Played``."""
+
+    outcome: NDArray[np.float64]
+    instructions: list[str]
+    env_s: float
+    policy_s: float
+
+
 class RemoteBackend(RolloutBackend):
     """Rollouts in processes of their own, on this machine or on others, each with a share of the environments.
 
@@ -121,7 +145,7 @@ class RemoteBackend(RolloutBackend):
         self._stop = list(channels_of(channels, "stop").values())
         self.faults = FaultCounts()
         self._known_faults: list[dict[str, int]] = [{} for _ in range(self.size)]
-        self._carried: list[dict[str, Any] | None] = [None for _ in range(self.size)]
+        self._carried: list[Snapshot | None] = [None for _ in range(self.size)]
         self._new: set[int] = set()  # restarted, and without the state of their predecessors
         self._calls = itertools.count()
         self._incarnations = [0 for _ in range(self.size)]
@@ -269,10 +293,10 @@ class RemoteBackend(RolloutBackend):
     def call(
         self,
         method: str,
-        arguments: Sequence[tuple[Any, ...]],
+        arguments: Sequence[tuple[object, ...]],
         ranks: Sequence[int] | None = None,
         should_stop: Callable[[], bool] | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Any]:
         """Return what the processes answer to a request that can be interrupted; who dies is asked again.
 
         Args:
@@ -290,7 +314,7 @@ class RemoteBackend(RolloutBackend):
         call, incarnations = next(self._calls), list(self._incarnations)
         given = dict(zip(ranks, arguments, strict=True))
         handles = {rank: self.group.call_on(rank, method, call, *own) for rank, own in given.items()}
-        answers: dict[int, dict[str, Any] | None] = {}
+        answers: dict[int, Answer | None] = {}
         stopped = False
         try:
             while pending := [rank for rank in handles if rank not in answers]:
@@ -339,7 +363,7 @@ class RemoteBackend(RolloutBackend):
         self._signal(call, handles)
         wait([future for handle in handles.values() for future in handle.futures.values()], _START_TIMEOUT_S)
 
-    def _learn(self, rank: int, answer: dict[str, Any]) -> None:
+    def _learn(self, rank: int, answer: Answer) -> None:
         """Take note of faults, and of where the random numbers are."""
         known = self._known_faults[rank]
         for name, number in answer["faults"].items():
@@ -347,14 +371,10 @@ class RemoteBackend(RolloutBackend):
         self._known_faults[rank] = answer["faults"]
         self._carried[rank] = answer.get("carried", self._carried[rank])
 
-    def call_one(self, rank: int, method: str) -> Any:
-        """Return the answer of one process; as ``call_all``."""
-        return self.call_all(method, ranks=[rank])[0]
-
-    def call_all(self, method: str, *arguments: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+    def call_all(self, method: str, *arguments: Sequence[object], ranks: Sequence[int] | None = None) -> list[Any]:
         """Return what all processes answer to a request that takes no time; ``arguments`` are by process.
 
-        A process that has died is brought up anew and asked again.
+        A process that has died is restarted and asked again.
         """
         ranks = range(self.size) if ranks is None else ranks
         given = list(zip(*arguments, strict=True)) if arguments else [()] * len(ranks)
@@ -391,7 +411,7 @@ class RemoteBackend(RolloutBackend):
         episodes = np.array_split(np.arange(self.config.env.eval.num_episodes), self.size)
         where = None if video_dir is None else str(video_dir.resolve())
         with self.collector.quiet():
-            parts = self.call("evaluate", [(part, where) for part in episodes])
+            parts: list[Evaluated] = self.call("evaluate", [(part, where) for part in episodes])
         played = Played(
             np.concatenate([part["outcome"] for part in parts]),
             [text for part in parts for text in part["instructions"]],
@@ -401,7 +421,7 @@ class RemoteBackend(RolloutBackend):
         return evaluation_result(self.config, self.tasks, played)
 
 
-def _no_update(random: list[str]) -> dict[str, Any]:
+def _no_update(random: list[str]) -> Snapshot:
     """Return what a process carries that has these random numbers and is in no update."""
     return {"metas": [], "random": random, "before": None}
 
@@ -430,7 +450,7 @@ class RemoteCollector:
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
         return self._join(self.rollouts.call("gather_more", [(iteration, epoch)] * self.rollouts.size), 1)
 
-    def _join(self, parts: list[dict[str, Any]], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
+    def _join(self, parts: list[Gathered], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return one batch, rollout after rollout, as if one process had stepped all environments."""
         batches: list[TrajectoryBatch] = [part["batch"] for part in parts]
         env_steps = sum(int(batch.meta.pop("env_steps")) for batch in batches)
@@ -510,4 +530,4 @@ class RemoteRunner:
         return self.rollouts.call("play", [(dict(vars(shard)),)], [self.rank], should_stop)[0]["batch"]
 
     def rebuild(self) -> None:
-        self.rollouts.call_one(self.rank, "rebuild")
+        self.rollouts.call_all("rebuild", ranks=[self.rank])

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError, user_location
 from embodrl.names import import_function
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLIPS_AT_ONCE = 8
@@ -181,7 +182,7 @@ def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor])
 
 
 def call_all(
-    function: Callable[[Episode], Any], episodes: list[Episode], settings: RewardConfig
+    function: Callable[[Episode], object], episodes: list[Episode], settings: RewardConfig
 ) -> tuple[list[Tensor | RewardError], int]:
     """Call a reward function, sync or async, for every episode, some of them at the same time.
 
@@ -200,7 +201,7 @@ def call_all(
 
 
 async def _call_all(
-    function: Callable[[Episode], Any], episodes: list[Episode], settings: RewardConfig
+    function: Callable[[Episode], object], episodes: list[Episode], settings: RewardConfig
 ) -> tuple[list[Tensor | RewardError], int]:
     room = asyncio.Semaphore(settings.max_concurrency)
     failed = 0
@@ -232,10 +233,12 @@ async def _call_all(
     return list(await asyncio.gather(*(one(episode) for episode in episodes))), failed
 
 
-async def _invoke(function: Callable[[Episode], Any], episode: Episode) -> Any:
+async def _invoke(function: Callable[[Episode], object], episode: Episode) -> object:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function(episode)
-    future: Future[Any] = Future()
+        running = function(episode)
+        assert inspect.isawaitable(running)
+        return await running
+    future: Future[object] = Future()
 
     def work() -> None:
         try:
@@ -250,8 +253,8 @@ async def _invoke(function: Callable[[Episode], Any], episode: Episode) -> Any:
     return await asyncio.wrap_future(future)
 
 
-def _settle(setter: Callable[[Any], None], value: Any) -> None:
-    """Hand over a result, unless nobody waits for it any more."""
+def _settle(setter: Callable[[T], None], value: T) -> None:
+    """Hand over a result, unless the call was given up."""
     try:
         setter(value)
     except InvalidStateError:  # the call was given up

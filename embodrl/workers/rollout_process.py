@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_me
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
-from embodrl.workers.collector import RolloutState, Share, SyncCollector, share_config
+from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector, share_config
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.lockstep import Shard
@@ -32,20 +32,6 @@ from embodrl.workers.weights import ReceiverThread, Route, make_receiver
 def channel_names(rank: int) -> dict[str, str]:
     """Return the names of a process's channels: signals to it, weights to it, answers from it."""
     return {name: f"{name}_{rank}" for name in ("stop", "weights", "answers")}
-
-
-class _Weights:
-    """Accepts weights for a process: for its collector, or for its engine alone."""
-
-    def __init__(self, process: RolloutProcess) -> None:
-        self._process = process
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        process = self._process
-        # The present version arrives again when another process was restarted: the update in progress continues.
-        again = process.engine.version == version
-        target = process.engine if again or process.is_asynchronous else process.collector
-        target.update_weights(weights, version)
 
 
 class RolloutProcess(Worker):
@@ -111,10 +97,15 @@ class RolloutProcess(Worker):
         """Receive weights from a new generation of the channel (``WeightChannel.options``)."""
         if self._receiver is not None:
             self._receiver.close()
-        target = _Weights(self)
-        layout = layout_of(self.policy)
-        receiver = make_receiver(target, options, self.channels["weights"], self.rank, layout)
+        receiver = make_receiver(self, options, self.channels["weights"], self.rank, layout_of(self.policy))
         self._receiver = ReceiverThread(receiver, self.channels["answers"], options["generation"])
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Accept weights: a ``WeightTarget``, called by the receiver's thread."""
+        # The present version arrives again when another process was restarted: the update in progress continues.
+        again = self.engine.version == version
+        target = self.engine if again or self.is_asynchronous else self.collector
+        target.update_weights(weights, version)
 
     def close(self) -> None:
         """End the simulators."""
@@ -143,7 +134,7 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def gather(self, call: int, iteration: int) -> dict[str, object] | None:
-        """Return a batch and what is told of it; None if it was interrupted. See Collector."""
+        """Return a batch and its metadata; None if it was interrupted. See Collector."""
         return self._played(call, lambda: self.collector.gather(iteration)[0])
 
     @dispatch()
@@ -152,18 +143,22 @@ class RolloutProcess(Worker):
         return self._played(call, lambda: self.collector.gather_more(iteration, epoch)[0])
 
     @dispatch()
-    def play(self, call: int, shard: dict[str, Any]) -> dict[str, Any] | None:
+    def play(self, call: int, shard: dict[str, Any]) -> dict[str, object] | None:
         """As ``gather``, of a shard of an asynchronous run."""
         return self._played(call, lambda: self.runner.play(Shard(**shard), self._should_stop))
 
-    def _played(self, call: int, play: Any) -> dict[str, Any] | None:
+    def _played(self, call: int, play: Callable[[], TrajectoryBatch]) -> dict[str, object] | None:
         self._call, self._stopped = call, False
         try:
-            batch: TrajectoryBatch = play()
+            batch = play()
         except InterruptedError:
             return None
-        carried = {"random": self.engine.random_state()} if self.is_asynchronous else self.collector.snapshot()
-        return {"batch": batch, "metas": carried.get("metas", []), "carried": carried, **self._faults()}
+        carried: Snapshot
+        if self.is_asynchronous:
+            carried = {"metas": [], "random": self.engine.random_state(), "before": None}
+        else:
+            carried = self.collector.snapshot()
+        return {"batch": batch, "metas": carried["metas"], "carried": carried, **self._faults()}
 
     @dispatch()
     def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, object] | None:
@@ -225,7 +220,7 @@ class RolloutProcess(Worker):
         self.collector.forget_history()
 
     @dispatch()
-    def restore(self, carried: dict[str, Any]) -> None:
+    def restore(self, carried: Snapshot) -> None:
         """Continue where the predecessor of this process was; see ``SyncCollector.restore``."""
         if self.is_asynchronous:
             self.engine.set_random_state(carried["random"])
@@ -239,7 +234,7 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def load_state(
-        self, state: dict[str, Any], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]
+        self, state: dict[str, object], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]
     ) -> list[str]:
         """See Collector; the version is that of the last weights. Return where the random numbers are."""
         self.collector.load_state(RolloutState(state, tensors, blobs), self.engine.version)

@@ -28,7 +28,7 @@ CLOSE_TIMEOUT_S = 60.0
 _SHOWN = 5
 
 P = ParamSpec("P")
-CoroutineFunction = Callable[..., Coroutine[Any, Any, Any]]
+CoroutineFunction = Callable[..., Coroutine[object, object, object]]
 
 
 class TaskResult(NamedTuple):
@@ -58,7 +58,7 @@ class TaskRunnerHealth:
     Attributes:
         queued: tasks that have not started.
         running: tasks on the loop.
-        undelivered: results that nobody has waited for yet.
+        undelivered: results not waited for yet.
         paused: no task starts.
         closed: ``close`` was called.
         fatal_error: what ended the loop; None while all is well.
@@ -284,7 +284,7 @@ class AsyncTaskRunner:
         if self._fatal is not None:
             raise TaskRunnerError(
                 f"the event loop of the tasks has failed: {type(self._fatal).__name__}: {self._fatal}",
-                "mend the cause; make a new runner",
+                "fix the cause; make a new runner",
             ) from self._fatal
 
     def _check(self) -> None:
@@ -335,7 +335,7 @@ class AsyncTaskRunner:
                 try:
                     runner.run(self._main())
                 except BaseException as error:  # noqa: BLE001  (whatever it is, the next call of the user raises it)
-                    self._fail(error)  # before the loop closes: nobody calls into one that is closed
+                    self._fail(error)  # before the loop closes: a closed one accepts no calls
         finally:
             with self._lock:
                 self._over = True

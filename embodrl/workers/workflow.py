@@ -95,7 +95,7 @@ class Trajectory:
                 "add the result of `act`, as it is, to its output",
             )
 
-        def padded(column: Any) -> Tensor:
+        def padded(column: object) -> Tensor:
             tensor = torch.as_tensor(column)
             return torch.cat([tensor, tensor.new_zeros(chunk - played)])
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -24,8 +24,8 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine, EpisodeEngine
 from embodrl.names import import_workflow
 from embodrl.specs import LOSSES
-from embodrl.workers.collector import WHOLE, Metrics, Share, SyncCollector
-from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, shard_meta
+from embodrl.workers.collector import WHOLE, Metrics, Share, Snapshot, SyncCollector
+from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, ShardMeta, meta_of, shard_meta
 from embodrl.workers.task_runner import AsyncTaskRunner, TaskResult
 from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
 
@@ -117,7 +117,7 @@ class WorkflowRunner:
         return batch
 
     def rebuild(self) -> None:
-        """Build the environments anew, so that nothing is left of what they have played."""
+        """Rebuild the environments, so that nothing is left of their history."""
         self.pool.call("rebuild", restart=True)
 
     def _redrawn(self, shard: Shard, plays: int) -> Shard:
@@ -210,7 +210,7 @@ class WorkflowRunner:
             f"of {tally.plays * self.num_envs} episodes {tally.failed} failed and {tally.rejected} were rejected"
             + (f", in {tally.plays} plays of a shard" if tally.plays > 1 else "")
             + (f"; the first failure: {type(error).__name__}: {error}" if error else ""),
-            f"mend {self.config.rollout.workflow or type(self.workflow).__name__}",
+            f"fix {self.config.rollout.workflow or type(self.workflow).__name__}",
         )
 
     def _count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:
@@ -254,7 +254,7 @@ class WorkflowCollector(SyncCollector):
     ) -> None:
         super().__init__(config, pool, engine, should_stop, keep_frames, share)
         self.player = WorkflowRunner(config, pool, engine, keep_frames, workflow)
-        self._metas: list[dict[str, Any]] = []
+        self._metas: list[ShardMeta] = []
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """See Collector.
@@ -268,11 +268,11 @@ class WorkflowCollector(SyncCollector):
         self._metas = []
         return super().gather(iteration)
 
-    def metas(self) -> list[dict[str, Any]]:
+    def metas(self) -> list[ShardMeta]:
         """See SyncCollector."""
         return self._metas
 
-    def restore(self, carried: Mapping[str, Any]) -> None:
+    def restore(self, carried: Snapshot) -> None:
         """See SyncCollector."""
         super().restore(carried)
         self._metas = list(carried["metas"])
@@ -283,6 +283,6 @@ class WorkflowCollector(SyncCollector):
         numbers = (self.config.runner.seed, iteration, epoch)
         shard = Shard(iteration, seeds, task_ids, self.schedule.group_ids(epoch), numbers)
         batch = self.player.play(shard, self.should_stop)
-        meta, batch.meta = batch.meta, {}
-        self._metas.append(meta)
+        self._metas.append(meta_of(batch))
+        batch.meta = {}
         return [batch]

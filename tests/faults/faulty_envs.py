@@ -68,6 +68,9 @@ class FaultyVectorEnv(ToyVectorEnv):
             step.observation.images = step.observation.images[:, :, :-1]
         return step
 
+    def get_state(self):
+        return {"chunks": self._chunks} if self._fault == "state" else super().get_state()
+
     def call(self, method, arguments):
         if method == "spawn_helper":
             return subprocess.Popen(["sleep", "1000"]).pid

@@ -306,6 +306,25 @@ def test_the_memory_of_a_lost_process_is_freed_at_once(tmp_path):
         gc.enable()
 
 
+def test_experts_that_return_something_else_are_named(tmp_path, monkeypatch):
+    with faulty_pool("none", tmp_path / "fired") as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        assert pool.expert_actions().shape == (4, 7) and pool.expert_actions().dtype == np.float32
+        monkeypatch.setattr(pool, "call", lambda method: [np.zeros((2, 7)), [1, 2]])
+        with raises_code("env-raised", EnvRaised) as raised:
+            pool.expert_actions()
+        assert "expert_actions() returned list, not floats [2, 7]" in raised.value.message
+
+
+def test_a_state_that_is_not_bytes_is_refused_where_it_is_made():
+    with faulty("state") as manager:
+        manager.reset(SEEDS, TASKS)
+        with raises_code("env-state-type", EnvRaised) as raised:
+            manager.get_state()
+        assert "get_state() of FaultyVectorEnv returned dict, not bytes" in raised.value.message
+        assert manager.step(ACTIONS).valid.any()
+
+
 def test_a_request_that_raises_is_not_repeated(tmp_path):
     with faulty_pool("none", tmp_path / "fired") as pool:
         pool.reset(np.arange(4), np.zeros(4, np.int32))

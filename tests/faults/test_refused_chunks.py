@@ -45,7 +45,7 @@ def test_an_environment_that_is_refused_again_and_again_stops_with_the_cause(poo
         for _ in range(3):
             np.testing.assert_array_equal(part.step(actions).valid.any(axis=1), [True, True, True, False])
             part = begin(pool) if pools_come_and_go else part
-        with pytest.raises(EnvQuarantined, match="given up after 3 episodes in a row that broke off so") as stopped:
+        with pytest.raises(EnvQuarantined, match="quarantined: 3 consecutive invalid episodes") as stopped:
             part.step(actions)
         for words in ("env.max_restarts", "rank 1 of 2", "'train/1'", "environment 3", "reach-red", "seed 33"):
             assert words in stopped.value.message
@@ -74,5 +74,5 @@ def test_no_episode_that_ever_comes_to_its_end_stops_although_each_begins_well()
             assert pool.step(STILL).valid.all()
             assert not pool.step(MOVING).valid.any()
         assert pool.step(STILL).valid.all()
-        with pytest.raises(EnvQuarantined, match="given up after 3 episodes"):
+        with pytest.raises(EnvQuarantined, match="quarantined: 3 consecutive"):
             pool.step(MOVING)

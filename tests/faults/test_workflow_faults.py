@@ -40,7 +40,7 @@ def test_a_killed_process_ends_its_episodes_cleanly_and_no_others() -> None:
         assert [result.lost for result in rest] == [True] * 5 + [False] * 6
         assert all(result.valid.all() for result in rest[5:])
         assert pool.faults.restarts == 1 and pool.faults.lost_episodes == 6
-        with pytest.raises(EnvError, match="no episode is under way"):
+        with pytest.raises(EnvError, match="no episode is in progress"):
             await envs[1].execute("act", FORWARD)
         # New episodes begin on the process that was restarted.
         await asyncio.gather(*(env.initialize("reach-red", 7) for env in envs[:6]))

@@ -21,7 +21,7 @@ POINTS = {
     "optimizer_step": "embodrl.hybrid_engines.training.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.training.fsdp:FsdpTrainEngine.optimizer_step",
     "join": "embodrl.workers.rollout_process:make_receiver",
-    "take_weights": "embodrl.workers.rollout_process:_Weights.update_weights",
+    "take_weights": "embodrl.workers.rollout_process:RolloutProcess.update_weights",
     "gather_only": "embodrl.hybrid_engines.weight_sync.base:GatherOnly._send",
     "write_shard": "embodrl.hybrid_engines.training.sharded_checkpoint:_HashedFiles.create_stream",
     "write_file": "embodrl.storage.checkpoint:_write_file",

@@ -163,10 +163,10 @@ def test_wrong_use_is_refused_with_words():
             manager.reset_async(SEEDS[:2], TASKS[:2], np.array([1, 1]))
         with pytest.raises(EnvError, match="task ids"):
             manager.reset_async(SEEDS, TASKS + 1)
-        with pytest.raises(EnvError, match="no STEP is under way"):
+        with pytest.raises(EnvError, match="no STEP is in progress"):
             manager.wait()
         manager.reset_async(SEEDS, TASKS)
-        with pytest.raises(EnvError, match="RESET is under way"):
+        with pytest.raises(EnvError, match="RESET is in progress"):
             manager.step_async(actions_of(0))
         manager.wait_reset()
         with pytest.raises(EnvError, match="runs already"):

@@ -6,10 +6,10 @@ Legend: A action dimensions, V cameras, H x W image, S state dimensions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,48 @@ from embodrl.errors import EnvError, MissingDependencyError
 
 if TYPE_CHECKING:
     from typing import Unpack  # not in Python 3.10, which simulators may run in
+
+
+class _Viewer(Protocol):
+    """An OpenGL window or off-screen context."""
+
+    def make_context_current(self) -> None: ...
+
+
+class _Renderer(Protocol):
+    """Gymnasium's ``MujocoRenderer``."""
+
+    viewer: _Viewer | None
+
+    def render(self, mode: str, /) -> NDArray[np.uint8]: ...
+
+
+class _Env(Protocol):
+    """What is used of ``gymnasium.Env``; observations may be anything."""
+
+    unwrapped: Any
+    action_space: Any
+    observation_space: object
+    metadata: Mapping[str, float]
+
+    def reset(self, *, seed: int) -> tuple[object, object]: ...
+    def step(self, action: NDArray[np.generic], /) -> tuple[object, float, bool, bool, dict[str, float]]: ...
+    def render(self) -> object: ...
+    def close(self) -> None: ...
+
+
+class _Options(TypedDict):
+    """Arguments of ``GymnasiumSimulator``."""
+
+    env_id: str
+    size: tuple[int, int]
+    film_size: tuple[int, int]
+    instruction: str
+    success_key: str | None
+    success_threshold: float
+    max_episode_steps: int
+    render_detail: str
+
 
 SUCCESS_KEYS = ("success", "is_success")
 RETURN = "return"
@@ -38,7 +80,7 @@ class GymnasiumSimulator(Simulator):
         env_id: as for ``gymnasium.make``, also ``module:Name-v0``, which imports the module first.
         size: height and width in pixels of a picture.
         film_size: the same of ``film``.
-        instruction: what the policy is told.
+        instruction: for the policy, in words.
         success_key: of ``info``, or ``return``; None: ``success`` or ``is_success`` where there is one.
         success_threshold: success is a value at or above it.
         max_episode_steps: put in place of the environment's own limit.
@@ -72,12 +114,11 @@ class GymnasiumSimulator(Simulator):
         self._half = np.where(bounded, (high - low) / 2, 1).astype(np.float32)
         self._shape = box.shape
         self.action_low, self.action_high = (-1.0,) * low.size, (1.0,) * low.size
-        self._obs: Any = None
+        self._obs: object = None
         self._return = 0.0
         self._divergence = Divergence()
-        self._film_renderer: Any = None
-        space = self.env.observation_space
-        self.state_dim = space.shape[0] if _is_vector(space) else 0
+        self._film_renderer: _Renderer | None = None
+        self.state_dim = _vector_size(self.env.observation_space)
         # The first picture is slow, and a free camera of MuJoCo stays where the first picture puts it.
         self.reset(0)
         self._frame()
@@ -93,19 +134,17 @@ class GymnasiumSimulator(Simulator):
             simplify(base.model)
 
     def reset(self, seed: int) -> None:
-        """See Simulator."""
         self._obs, _ = self.env.reset(seed=seed)
         self._return = 0.0
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
-        """See Simulator."""
         scaled = (self._middle + self._half * np.clip(action, -1, 1)).reshape(self._shape)
         self._obs, reward, terminated, truncated, info = self.env.step(scaled.astype(self.env.action_space.dtype))
         self._return += float(reward)
         diverged = self._divergence.struck(getattr(self.env.unwrapped, "data", None))
         return SimStep(float(reward), self._is_success(info), bool(terminated), bool(truncated), diverged)
 
-    def _is_success(self, info: dict[str, Any]) -> bool:
+    def _is_success(self, info: dict[str, float]) -> bool:
         if self._success_key == RETURN:
             return self._return >= self._threshold
         if self._success_key is None:
@@ -118,18 +157,17 @@ class GymnasiumSimulator(Simulator):
         return float(info[self._success_key]) >= self._threshold
 
     def images(self) -> NDArray[np.uint8]:
-        """See Simulator."""
         return resized(self._frame(), *self._size)[None]
 
     def film(self) -> NDArray[np.uint8]:
-        """See Simulator."""
         base = self.env.unwrapped
         if not hasattr(base, "mujoco_renderer"):
             return resized(self._frame(), *self._film_size)
-        if self._film_renderer is None:
+        renderer = self._film_renderer
+        if renderer is None:
             ours = base.mujoco_renderer
             height, width = self._film_size
-            self._film_renderer = type(ours)(
+            renderer = self._film_renderer = type(ours)(
                 base.model,
                 base.data,
                 ours.default_cam_config,
@@ -138,8 +176,8 @@ class GymnasiumSimulator(Simulator):
                 ours.max_geom,
                 ours.camera_id,
             )
-        _make_current(self._film_renderer)
-        return self._film_renderer.render("rgb_array")
+        _make_current(renderer)
+        return renderer.render("rgb_array")
 
     def _frame(self) -> NDArray[np.uint8]:
         _make_current(getattr(self.env.unwrapped, "mujoco_renderer", None))
@@ -154,17 +192,15 @@ class GymnasiumSimulator(Simulator):
         return np.asarray(self._obs, np.float32).reshape(-1) if self.state_dim else np.zeros(0, np.float32)
 
     def signature(self) -> bytes:
-        """See Simulator."""
         if isinstance(self._obs, np.ndarray):
             return self._obs.tobytes()
         return hashlib.sha256(repr(self._obs).encode()).digest()
 
     def close(self) -> None:
-        """See Simulator."""
         self.env.close()
 
 
-def _make_current(renderer: Any) -> None:
+def _make_current(renderer: _Renderer | None) -> None:
     """Make the OpenGL context of a renderer current; Gymnasium leaves that to chance where there are several."""
     if renderer is not None and renderer.viewer is not None:
         renderer.viewer.make_context_current()
@@ -180,7 +216,7 @@ def resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.u
     return np.asarray(image.fromarray(np.ascontiguousarray(picture)).resize((width, height), how))
 
 
-def _make(env_id: str, max_episode_steps: int) -> Any:
+def _make(env_id: str, max_episode_steps: int) -> _Env:
     """Return the environment.
 
     Raises:
@@ -216,8 +252,10 @@ def _make(env_id: str, max_episode_steps: int) -> Any:
     return env
 
 
-def _is_vector(space: Any) -> bool:
-    return getattr(space, "shape", None) is not None and len(space.shape) == 1 and space.dtype.kind in "fiu"
+def _vector_size(space: object) -> int:
+    """Return the length of the observations of a space; 0 if they are no vectors of numbers."""
+    shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
+    return shape[0] if shape is not None and dtype is not None and len(shape) == 1 and dtype.kind in "fiu" else 0
 
 
 class GymnasiumVectorEnv(SimulatorVectorEnv):
@@ -228,7 +266,7 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         tasks: one name, under which results are reported.
         id: of Gymnasium.
         cameras: one, ``[{name, height, width}]``: the size that pictures are brought to.
-        instruction: what the policy is told.
+        instruction: for the policy, in words.
         action_dim: what the policy gives, A; compared with the environment.
         success_key, success_threshold: see ``GymnasiumSimulator``.
         max_episode_steps: see ``EpisodeRules``; replaces the environment's own limit.
@@ -261,7 +299,7 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         video_fps: float | None = None,
         **rules: Unpack[RewardOptions],
     ) -> None:
-        self._options: dict[str, Any] = {
+        self._options: _Options = {
             "env_id": id,
             "size": (cameras[0]["height"], cameras[0]["width"]),
             "film_size": (video_size[0], video_size[1]),
@@ -283,5 +321,4 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
             raise EnvError(f"the observation of {id} is no vector to give as state", "set env.include_state=false")
 
     def make_simulator(self, task: str) -> Simulator:
-        """See SimulatorVectorEnv."""
         return Replayed(GymnasiumSimulator(**self._options))

@@ -62,13 +62,11 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         super().__init__(num_envs, tasks, cameras, episodes, include_state, max_chunk, video_fps)
 
     def make_simulator(self, task: str) -> Simulator:
-        """See SimulatorVectorEnv."""
         if task not in self._scenes:
             self._scenes[task] = LiberoScene(task, self._options)
         return LiberoSim(self._scenes[task])
 
     def close(self) -> None:
-        """See VectorEnv."""
         super().close()
         for scene in self._scenes.values():
             scene.close()

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,6 +198,14 @@ class LiberoScene:
         self.renderer.close()
 
 
+class _State(TypedDict):
+    """MuJoCo's integration state, positions and rotations of the fixtures, and the controller's goals."""
+
+    physics: NDArray[np.float64]
+    fixtures: list[NDArray[np.float64]] | None
+    controller: dict[str, object]
+
+
 class LiberoSim(Simulator):
     """One environment of a scene: its physics, controller and fixtures.
 
@@ -286,18 +294,17 @@ class LiberoSim(Simulator):
         rotation = arm.transform.quat2axisangle(quaternion.copy())
         return np.concatenate([data.site_xpos[arm.site], rotation, data.qpos[arm.gripper_qpos]]).astype(np.float32)
 
-    def get_state(self) -> dict[str, Any]:
-        """See Simulator."""
+    def get_state(self) -> _State:
         mujoco, model = self.scene.mujoco, self.scene.model
         physics = np.zeros(mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION))
         mujoco.mj_getState(model, self.data._data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
         fixtures = None if self.fixtures is None else list(self.fixtures)
         return {"physics": physics, "fixtures": fixtures, "controller": self._controller.get_state()}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: _State) -> None:
         """See Simulator; in any environment of the same task."""
         mujoco, model = self.scene.mujoco, self.scene.model
-        self.fixtures = None if state["fixtures"] is None else tuple(state["fixtures"])
+        self.fixtures = None if state["fixtures"] is None else (state["fixtures"][0], state["fixtures"][1])
         self.scene._active = None
         self.scene.activate(self)
         mujoco.mj_setState(model, self.data._data, state["physics"], mujoco.mjtState.mjSTATE_INTEGRATION)

@@ -14,7 +14,7 @@ class TaskFacts:
     """A task of LIBERO.
 
     Attributes:
-        instruction: what the policy is told.
+        instruction: for the policy, in words.
         sha256: of the official file of initial states.
     """
 

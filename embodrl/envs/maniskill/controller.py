@@ -8,11 +8,11 @@ kinematics; scenes on a GPU keep ManiSkill's own.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.maniskill.types import BaseEnv, Controller, GripperController
 from embodrl.errors import EnvError
 
 FRAME = "root_translation:root_aligned_body_rotation"
@@ -61,7 +61,7 @@ class EndEffectorController:
         EnvError: the robot's controllers are not those that this class reproduces.
     """
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: BaseEnv) -> None:
         self._env = env
         controllers = env.agent.controller.controllers
         arm, gripper = controllers["arm"], controllers["gripper"]
@@ -132,7 +132,7 @@ class EndEffectorController:
         return result[self._arm_of_model] if success else qpos[self._arm_indices]
 
 
-def _check(arm: Any, gripper: Any) -> None:
+def _check(arm: Controller, gripper: GripperController) -> None:
     from mani_skill.agents.controllers import PDEEPoseController, PDJointPosMimicController
 
     config = arm.config
@@ -155,7 +155,7 @@ def _check(arm: Any, gripper: Any) -> None:
         )
 
 
-def _scale(controller: Any, dimension: int) -> tuple[float, float]:
+def _scale(controller: Controller, dimension: int) -> tuple[float, float]:
     """Return half the width and the middle of an action dimension's range."""
     low = float(controller.action_space_low[dimension])
     high = float(controller.action_space_high[dimension])

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.maniskill.fleet import Fleet
+from embodrl.envs.maniskill.fleet import Fleet, FleetState, JournalArrays
 from embodrl.envs.maniskill.tasks import TASKS
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, StepResult, make_spec
 
@@ -67,7 +66,7 @@ class ManiSkillVectorEnv(SteppingEnv):
                 "render_backend": render_backend,
                 "render_detail": render_detail,
                 "mesh_decimation": mesh_decimation,
-                "human_size": tuple(video_size),
+                "human_size": (video_size[0], video_size[1]),
             },
         )
         # What was built so far lives as long as the process; ManiSkill collects garbage whenever it builds a scene.
@@ -82,48 +81,41 @@ class ManiSkillVectorEnv(SteppingEnv):
         super().__init__(spec, rules, video_fps)
 
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
-        """See SteppingEnv."""
         self._fleet.assign(rows, task_ids)
 
     def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
-        """See SteppingEnv."""
         self._fleet.reset(rows, seeds)
 
     def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
-        """See SteppingEnv."""
         return StepResult(*self._fleet.step(actions, running))
 
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
-        """See SteppingEnv."""
         self._fleet.render(rows, images)
         if self.spec.state_dim:
             state[rows] = self._fleet.proprioception(rows)
 
     def instruction(self, task_id: int) -> str:
-        """See SteppingEnv."""
         return TASKS[self.spec.tasks[task_id]].instruction
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See SteppingEnv."""
         return self._fleet.dense_reward(rows)
 
     def film(self, row: int) -> NDArray[np.uint8]:
-        """See SteppingEnv."""
         return self._fleet.render_human(row)
 
-    def get_sim_state(self) -> dict[str, Any]:
+    def get_sim_state(self) -> FleetState:
         """See SteppingEnv; on a CPU what was done since the scenes were built, on a GPU the physical state."""
         return self._fleet.get_state()
 
-    def set_sim_state(self, state: dict[str, Any]) -> None:
-        """See SteppingEnv; to the bit on a CPU, closely on a GPU."""
+    def set_sim_state(self, state: FleetState) -> None:
+        """Bit-exact on a CPU, close on a GPU."""
         self._fleet.set_state(state)
 
-    def get_sim_row(self, row: int) -> dict[str, Any]:
+    def get_sim_row(self, row: int) -> JournalArrays:
         """See SteppingEnv; on a CPU only."""
         return self._fleet.get_scene(row)
 
-    def set_sim_row(self, row: int, state: dict[str, Any]) -> None:
+    def set_sim_row(self, row: int, state: JournalArrays) -> None:
         """See SteppingEnv; on a CPU only."""
         self._fleet.set_scene(row, state)
 
@@ -132,22 +124,17 @@ class ManiSkillVectorEnv(SteppingEnv):
         self._fleet.rebuild()
 
     def mark(self) -> None:
-        """See VectorEnv."""
         self._fleet.mark()
 
     def rewind(self) -> None:
-        """See VectorEnv."""
         self._fleet.rewind()
 
     def expert_reset(self, rows: list[int]) -> None:
-        """See VectorEnv."""
         self._fleet.expert_reset(np.asarray(rows, np.int64))
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """See VectorEnv."""
         return self._fleet.expert_actions()
 
     def close(self) -> None:
-        """See VectorEnv."""
         super().close()
         self._fleet.close()

@@ -81,7 +81,6 @@ class SlideCube(Expert):
         self.direction = direction
 
     def act(self, env: Task) -> Vector:
-        """See Expert."""
         tcp, cube, goal = _position(env.agent.tcp), _position(env.obj), _position(env.goal_region)
         start = _offset(cube, x=-self.direction * self.behind_m)
         start[2] = self.height_m
@@ -111,7 +110,6 @@ class PickCube(Expert):
         self.closing = 0
 
     def act(self, env: Task) -> Vector:
-        """See Expert."""
         tcp, cube = _position(env.agent.tcp), _position(getattr(env, self.cube))
         if bool(env.agent.is_grasping(getattr(env, self.cube))[0]):
             return self.carry(env, tcp, cube)
@@ -142,7 +140,6 @@ class StackCube(PickCube):
         super().__init__("cubeA")
 
     def act(self, env: Task) -> Vector:
-        """See Expert."""
         tcp, top, base = _position(env.agent.tcp), _position(env.cubeA), _position(env.cubeB)
         if np.linalg.norm(top[:2] - base[:2]) < 0.02 and abs(top[2] - base[2] - 0.04) < 0.006:
             return reach(tcp, _offset(tcp, z=0.02), OPEN)
@@ -169,7 +166,6 @@ class StackCube(PickCube):
         return (angle + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
     def carry(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
-        """See PickCube."""
         base = _position(env.cubeB)
         apart = float(np.linalg.norm(cube[:2] - base[:2]))
         if apart > 0.012:
@@ -199,7 +195,6 @@ class LiftPegUpright(Expert):
         self.side = 0.0
 
     def act(self, env: Task) -> Vector:
-        """See Expert."""
         tcp, peg = _position(env.agent.tcp), _position(env.peg)
         axis = env.peg.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy().astype(np.float32)
         if self.side == 0.0:

@@ -1,22 +1,50 @@
 """The scenes of one process: many of one environment each on a CPU, one of many on a GPU.
 
 On a CPU each scene keeps a journal of its resets and actions. PhysX carries history that no state dictionary shows
-(contact caches, the order of pairs), so a scene is restored to the bit by building it anew and replaying the journal;
+(contact caches, the order of pairs), so a scene is restored bit-exactly by rebuilding it and replaying the journal;
 ``rebuild`` empties it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.experts import Expert, make_expert
 from embodrl.envs.maniskill.sim import ManiSkillSim
+from embodrl.envs.maniskill.types import SimOptions
 from embodrl.errors import EnvError
 
+if TYPE_CHECKING:
+    from typing import NotRequired, Required  # not in Python 3.10, which simulators may run in
+
 _RESET, _STEP = 0, 1
+
+
+class JournalArrays(TypedDict):
+    """``kinds uint8[n]``, ``seeds int64[n_resets]`` and ``actions float32[n_steps,A]``."""
+
+    kinds: NDArray[np.uint8]
+    seeds: NDArray[np.int64]
+    actions: NDArray[np.float32]
+
+
+class SceneState(TypedDict):
+    """A scene: row and task, its journal, and the mark (missing in checkpoints of earlier versions)."""
+
+    key: list[int]
+    journal: JournalArrays
+    mark: NotRequired[int | None]
+
+
+class FleetState(TypedDict, total=False):
+    """What ``Fleet.get_state`` returns: on a GPU the physics, on a CPU the scenes."""
+
+    task_id: Required[NDArray[np.int32]]
+    physics: dict[str, NDArray[np.float32]]
+    scenes: list[SceneState]
 
 
 class Journal:
@@ -42,13 +70,12 @@ class Journal:
         self.seeds = self.seeds[:num_resets]
         self.actions = self.actions[: num_events - num_resets]
 
-    def to_arrays(self) -> dict[str, NDArray[np.generic]]:
-        """Return ``kinds uint8[n]``, ``seeds int64[n_resets]`` and ``actions float32[n_steps,A]``."""
+    def to_arrays(self) -> JournalArrays:
         actions = np.stack(self.actions) if self.actions else np.zeros((0, 0), np.float32)
         return {"kinds": np.array(self.kinds, np.uint8), "seeds": np.array(self.seeds, np.int64), "actions": actions}
 
     @staticmethod
-    def replay(arrays: dict[str, NDArray[Any]], sim: ManiSkillSim) -> Journal:
+    def replay(arrays: JournalArrays, sim: ManiSkillSim) -> Journal:
         """Do on a new scene what was done on the old one; return the journal of that."""
         journal = Journal()
         seeds, actions = iter(arrays["seeds"]), iter(arrays["actions"])
@@ -73,7 +100,7 @@ class Fleet:
         sim_kwargs: keyword arguments of ManiSkillSim without task and num_envs.
     """
 
-    def __init__(self, num_envs: int, tasks: tuple[str, ...], sim_kwargs: dict[str, Any]) -> None:
+    def __init__(self, num_envs: int, tasks: tuple[str, ...], sim_kwargs: SimOptions) -> None:
         self.num_envs = num_envs
         self.tasks = tasks
         self.task_id = np.zeros(num_envs, np.int32)
@@ -165,7 +192,7 @@ class Fleet:
     # -- experts ------------------------------------------------------------------------------------------------------
 
     def expert_reset(self, rows: NDArray[np.int64]) -> None:
-        """Let scripted experts begin anew in ``rows``, whose episodes have just begun (CPU only)."""
+        """Start scripted experts in ``rows``, whose episodes have just begun (CPU only)."""
         if self._batched is not None:
             raise EnvError("experts run on physx_cpu only", "set env.sim_backend=physx_cpu")
         for row in rows.tolist():
@@ -182,7 +209,7 @@ class Fleet:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Build the scenes anew, so that what follows does not depend on what went before (CPU only)."""
+        """Rebuild the scenes, so that what follows does not depend on their history (CPU only)."""
         if self._batched is not None:
             return
         self._marks = {}
@@ -200,40 +227,40 @@ class Fleet:
         for key, journal in self._journals.items():
             journal.truncate(self._marks.get(key, 0))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> FleetState:
         """Return all that ``set_state`` needs."""
         if self._batched is not None:
             return {"task_id": self.task_id, "physics": self._batched.get_state()}
-        scenes = [
+        scenes: list[SceneState] = [
             {"key": list(key), "journal": self._journals[key].to_arrays(), "mark": self._marks.get(key)}
             for key in self._sims
         ]
         return {"task_id": self.task_id, "scenes": scenes}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Restore the scenes: replayed to the bit on a CPU."""
+    def set_state(self, state: FleetState) -> None:
+        """Restore the scenes; on a CPU by bit-exact replay."""
         self.task_id = state["task_id"].copy()
         if self._batched is not None:
-            self._batched.set_state(state["physics"])
+            self._batched.set_state(state.get("physics", {}))
             return
         for sim in self._sims.values():
             sim.close()
         self._sims, self._journals, self._marks = {}, {}, {}
-        for scene in state["scenes"]:
+        for scene in state.get("scenes", []):
             row, task = scene["key"]
-            if scene.get("mark") is not None:  # a checkpoint of an earlier version has none
-                self._marks[row, task] = scene["mark"]
+            if (mark := scene.get("mark")) is not None:
+                self._marks[row, task] = mark
             self._sims[row, task] = ManiSkillSim(self.tasks[task], 1, **self._kwargs)
             self._journals[row, task] = Journal.replay(scene["journal"], self._sims[row, task])
 
-    def get_scene(self, row: int) -> dict[str, Any]:
+    def get_scene(self, row: int) -> JournalArrays:
         """Return the journal of the scene of an environment and its present task (CPU only)."""
         if self._batched is not None:
             raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
         return self._journal(row).to_arrays()
 
-    def set_scene(self, row: int, journal: dict[str, Any]) -> None:
-        """Build the scene of an environment and its present task anew and replay it bit-exactly (CPU only)."""
+    def set_scene(self, row: int, journal: JournalArrays) -> None:
+        """Rebuild the scene of an environment and its present task, and replay it bit-exactly (CPU only)."""
         if self._batched is not None:
             raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
         key = (row, int(self.task_id[row]))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from embodrl.envs.maniskill.types import Agent, Batched, Body
+
+if TYPE_CHECKING:
+    import sapien
 
 
 def angle_between(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
@@ -15,7 +20,7 @@ def angle_between(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     return math.degrees(math.acos(min(max(cosine, -1.0), 1.0)))
 
 
-def use_numpy_grasp_check(agent: Any) -> None:
+def use_numpy_grasp_check(agent: Agent) -> None:
     """Let ``agent.is_grasping`` (evaluated for success and again for the reward of several tasks) cost less.
 
     The answer is ManiSkill's: both fingers press with ``min_force`` newtons at least, each within ``max_angle``
@@ -27,14 +32,21 @@ def use_numpy_grasp_check(agent: Any) -> None:
     system = agent.scene.px
     fingers = [(agent.finger1_link._objs[0], 1.0), (agent.finger2_link._objs[0], -1.0)]
 
-    def presses(finger: Any, sign: float, contacts: list[Any], entity: Any, min_force: float, max_angle: float) -> bool:
+    def presses(
+        finger: Body,
+        sign: float,
+        contacts: list[sapien.physx.PhysxContact],
+        entity: sapien.Entity,
+        min_force: float,
+        max_angle: float,
+    ) -> bool:
         force_n = get_pairwise_contact_impulse(contacts, finger.entity, entity) / system.timestep
         if np.linalg.norm(force_n) < min_force:
             return False
         opening = sign * finger.entity_pose.to_transformation_matrix()[:3, 1]
         return angle_between(opening, force_n) <= max_angle
 
-    def is_grasping(object: Any, min_force: float = 0.5, max_angle: float = 85) -> Any:
+    def is_grasping(object: Batched, min_force: float = 0.5, max_angle: float = 85) -> object:
         contacts, entity = system.get_contacts(), object._bodies[0].entity
         held = all(presses(finger, sign, contacts, entity, min_force, max_angle) for finger, sign in fingers)
         return common.to_tensor(np.array([held]))

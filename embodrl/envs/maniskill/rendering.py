@@ -6,14 +6,19 @@ a Panda has about 135 000 visual ones and the stock ground 20 000, which is near
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.maniskill.types import Batched, BatchedEntity
 from embodrl.envs.mesh_cache import cached, simplifier
 from embodrl.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    import sapien
 
 GROUND_WIDTH_M = 100.0
 GROUND_ALTITUDE_M = -0.9196429
@@ -127,7 +132,9 @@ def _decimate(
     return points, faces, normals.astype(np.float32)
 
 
-def _light_shapes(shape: Any, reduction: float, min_triangles: int) -> list[Any] | None:
+def _light_shapes(
+    shape: sapien.render.RenderShape, reduction: float, min_triangles: int
+) -> list[sapien.render.RenderShapeTriangleMesh] | None:
     """Return decimated stand-ins for a triangle mesh, or None if it is small already."""
     import sapien
 
@@ -154,7 +161,16 @@ def _light_shapes(shape: Any, reduction: float, min_triangles: int) -> list[Any]
     return result
 
 
-def _replace_body(entity: Any, old: Any, shapes: list[Any]) -> None:
+def _render_body(entity: sapien.Entity) -> sapien.render.RenderBodyComponent | None:
+    import sapien
+
+    body = entity.find_component_by_type(sapien.render.RenderBodyComponent)
+    return body if isinstance(body, sapien.render.RenderBodyComponent) else None
+
+
+def _replace_body(
+    entity: sapien.Entity, old: sapien.render.RenderBodyComponent, shapes: Sequence[sapien.render.RenderShape]
+) -> None:
     import sapien
 
     body = sapien.render.RenderBodyComponent()
@@ -165,7 +181,7 @@ def _replace_body(entity: Any, old: Any, shapes: list[Any]) -> None:
     entity.add_component(body)
 
 
-def decimate_robot(links: list[Any], reduction: float, min_triangles: int = 500) -> int:
+def decimate_robot(links: Sequence[Batched], reduction: float, min_triangles: int = 500) -> int:
     """Swap the visual meshes of a robot's links for light ones; collision meshes stay as they are.
 
     Args:
@@ -176,13 +192,12 @@ def decimate_robot(links: list[Any], reduction: float, min_triangles: int = 500)
     Returns:
         How many visual bodies were swapped.
     """
-    import sapien
 
     swapped = 0
     for link in links:
         for physx_link in link._objs:
             entity = physx_link.entity
-            body = entity.find_component_by_type(sapien.render.RenderBodyComponent)
+            body = _render_body(entity)
             if body is None:
                 continue
             light = [(_light_shapes(shape, reduction, min_triangles), shape) for shape in body.render_shapes]
@@ -196,14 +211,14 @@ def decimate_robot(links: list[Any], reduction: float, min_triangles: int = 500)
     return swapped
 
 
-def simplify_ground(ground: Any) -> None:
+def simplify_ground(ground: BatchedEntity) -> None:
     """Draw the chequered ground with 2 triangles in place of 20 000; the picture is the same."""
     import sapien
 
     half = GROUND_WIDTH_M / 2
     corners = np.array([[-half, -half], [half, -half], [half, half], [-half, half]], dtype=np.float32)
     for entity in ground._objs:
-        body = entity.find_component_by_type(sapien.render.RenderBodyComponent)
+        body = _render_body(entity)
         if body is None:
             continue
         material = body.render_shapes[0].parts[0].material

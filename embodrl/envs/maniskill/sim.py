@@ -19,14 +19,14 @@ from embodrl.envs.maniskill.rendering import (
     simplify_ground,
 )
 from embodrl.envs.maniskill.tasks import TASKS
+from embodrl.envs.maniskill.types import BaseEnv, Tensor
 from embodrl.envs.stepping import CameraSettings
 from embodrl.errors import EnvError
 
 
-def to_numpy(tensor: Any) -> NDArray[Any]:
+def to_numpy(tensor: Tensor) -> NDArray[Any]:
     """Return a torch tensor of any device as numpy."""
-    result: NDArray[Any] = tensor.detach().cpu().numpy()
-    return result
+    return tensor.detach().cpu().numpy()
 
 
 class ManiSkillSim:
@@ -69,7 +69,7 @@ class ManiSkillSim:
         self.task = TASKS[task]
         self.num_envs = num_envs
         self.camera_names = tuple(cameras)
-        self.env: Any = gymnasium.make(
+        self.env: BaseEnv = gymnasium.make(
             task,
             num_envs=num_envs,
             obs_mode="none",  # ManiSkill would render at each reset; ``images`` does when asked
@@ -127,11 +127,11 @@ class ManiSkillSim:
         env._sensors = env.scene.sensors = sensors
 
     def reset(self, seeds: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Start new episodes in ``rows`` from ``seeds int64[N']``; the other rows go on."""
+        """Start new episodes in ``rows`` from ``seeds int64[N']``; the other rows continue."""
         if self.num_envs == 1:
             self.env.reset(seed=[int(seeds[0])])
             return
-        # ManiSkill takes the list for the seeds of all N, also where only some rows begin anew.
+        # ManiSkill takes the list for the seeds of all N, also where only some rows are reset.
         self._seeds[rows] = seeds
         self.env.reset(seed=[int(seed) for seed in self._seeds], options={"env_idx": self._tensor(rows)})
 
@@ -144,7 +144,7 @@ class ManiSkillSim:
         initialize = env._initialize_episode
         torch = import_module("torch")  # ManiSkill's; ``env.reset`` restores its generator afterwards
 
-        def initialize_rows(env_idx: Any, options: dict[str, Any]) -> None:
+        def initialize_rows(env_idx: Tensor, options: dict[str, object]) -> None:
             mask = env.scene._reset_mask
             for row in env_idx.tolist():
                 mask[:] = False
@@ -156,7 +156,7 @@ class ManiSkillSim:
 
         env._initialize_episode = initialize_rows
 
-    def _tensor(self, array: NDArray[Any]) -> Any:
+    def _tensor(self, array: NDArray[np.generic]) -> object:
         from mani_skill.utils import common
 
         return common.to_tensor(array, device=self.env.device)
@@ -174,7 +174,7 @@ class ManiSkillSim:
         reward = env.compute_normalized_dense_reward(obs={}, action=action, info=info)
         return to_numpy(reward).astype(np.float32), to_numpy(info["success"]).astype(np.bool_)
 
-    def _play(self, actions: NDArray[np.float32]) -> Any:
+    def _play(self, actions: NDArray[np.float32]) -> object:
         """Advance physics by a control step; return the actions as ManiSkill's rewards want them."""
         if self._controller is None:
             return self.env._step_action(actions)
@@ -211,8 +211,8 @@ class ManiSkillSim:
     def get_state(self) -> dict[str, NDArray[np.float32]]:
         """Return the physical state by actor and articulation, as ``kind/name -> float32[N,...]``.
 
-        PhysX keeps more (contact caches, pair order), so that a restored CPU scene continues closely, not to the bit;
-        ``journal.Journal`` restores to the bit.
+        PhysX keeps more (contact caches, pair order), so that a restored CPU scene continues closely, not bit-exactly;
+        ``fleet.Journal`` restores it bit-exactly.
         """
         flat: dict[str, NDArray[np.float32]] = {}
         for kind, members in self.env.get_state_dict().items():
@@ -222,7 +222,7 @@ class ManiSkillSim:
 
     def set_state(self, state: dict[str, NDArray[np.float32]]) -> None:
         """Restore what ``get_state`` returned."""
-        nested: dict[str, dict[str, Any]] = {}
+        nested: dict[str, dict[str, object]] = {}
         for key, value in state.items():
             kind, _, name = key.partition("/")
             nested.setdefault(kind, {})[name] = self._tensor(value)

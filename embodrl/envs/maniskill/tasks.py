@@ -11,7 +11,7 @@ class Task:
 
     Attributes:
         name: gymnasium id.
-        instruction: what the policy is told.
+        instruction: for the policy, in words.
         robot: the only one, or the one that its reward is for.
         show_hidden: draw what ManiSkill hides from cameras (the goal of PickCube can't be seen otherwise).
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
-from embodrl.errors import MissingDependencyError
+from embodrl.errors import EnvError, MissingDependencyError
 
 if TYPE_CHECKING:
     from typing import Unpack  # not in Python 3.10, which simulators may run in
@@ -30,6 +30,12 @@ UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 """Cameras that hang head first in Meta-World's scenes; their pictures are turned."""
 UNLIMITED = 10**9
 HINT = "pip install 'embodrl[metaworld]', or set env.python to an interpreter that has it"
+
+
+class _Expert(Protocol):
+    """One of Meta-World's scripted policies."""
+
+    def get_action(self, obs: NDArray[np.float64], /) -> NDArray[np.float64]: ...
 
 
 class MetaWorldSimulator(Simulator):
@@ -76,7 +82,7 @@ class MetaWorldSimulator(Simulator):
         self.control_hz = 1 / env.dt
         self._divergence = Divergence()
         self._obs: NDArray[np.float64] = np.zeros(0)
-        self._expert: Any = None
+        self._expert: _Expert | None = None
         self._size = (cameras[0]["height"], cameras[0]["width"])
         self._film_size = film_size
         self._cameras = [(make_camera(env.model, each), _is_upside_down(each)) for each in cameras]
@@ -86,7 +92,6 @@ class MetaWorldSimulator(Simulator):
         self._renderer = renderers[task]
 
     def reset(self, seed: int) -> None:
-        """See Simulator."""
         self._env.seed(seed)
         self._obs, _ = self._env.reset()
         self._expert = None
@@ -94,22 +99,18 @@ class MetaWorldSimulator(Simulator):
         self._mujoco.mj_kinematics(self._env.model, self._env.data)
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
-        """See Simulator."""
         self._obs, reward, _, _, info = self._env.step(np.clip(action, -1, 1))
         diverged = self._divergence.struck(self._env.data)
         return SimStep(float(reward) / MAX_REWARD, bool(info["success"]), diverged=diverged)
 
     def first_reward(self) -> float:
-        """See Simulator."""
         reward, _ = self._env.evaluate_state(self._obs, np.zeros(len(self.action_low), np.float32))
         return float(reward) / MAX_REWARD
 
     def images(self) -> NDArray[np.uint8]:
-        """See Simulator."""
         return np.stack([self._draw(index, *self._size) for index in range(len(self._cameras))])
 
     def film(self) -> NDArray[np.uint8]:
-        """See Simulator."""
         return self._draw(0, *self._film_size)
 
     def _draw(self, index: int, height: int, width: int) -> NDArray[np.uint8]:
@@ -122,15 +123,15 @@ class MetaWorldSimulator(Simulator):
         return self._obs[:STATE_DIM].astype(np.float32)
 
     def signature(self) -> bytes:
-        """See Simulator."""
         return self._obs.tobytes() + self._env.data.qvel.tobytes()
 
     def expert_reset(self) -> None:
-        """See Simulator."""
         self._expert = self._policies[self._task]()
 
     def expert_action(self) -> NDArray[np.float32]:
         """See Simulator; Meta-World's own scripted policy, which sees the state."""
+        if self._expert is None:
+            raise EnvError("the expert has not begun", "call expert_reset first")
         return np.clip(self._expert.get_action(self._obs), -1, 1).astype(np.float32)
 
     def close(self) -> None:
@@ -176,11 +177,9 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         super().__init__(num_envs, tasks, cameras, EpisodeRules(**rules), include_state, max_chunk, video_fps)
 
     def make_simulator(self, task: str) -> Simulator:
-        """See SimulatorVectorEnv."""
         return Replayed(MetaWorldSimulator(task, self._cameras, self._film_size, self._renderers, self._detail))
 
     def close(self) -> None:
-        """See VectorEnv."""
         super().close()
         for renderer in self._renderers.values():
             renderer.close()

@@ -33,7 +33,7 @@ class Divergence:
             return False
         logger.warning("a simulation has diverged (%s), and MuJoCo began again from its model", ", ".join(found))
         for counter in self._counters.values():
-            # MuJoCo's own reset takes the counts of before with it: a second time would be told by the same number.
+            # MuJoCo's own reset takes the counts of before with it: a second divergence would have the same number.
             counter.number = 0
         return True
 

@@ -31,10 +31,10 @@ class FaultCounts:
     """What went wrong in a run so far.
 
     Attributes:
-        restarts: processes started anew.
+        restarts: restarted processes.
         lost_episodes: episodes ended as not valid, for whatever reason.
         quarantined: of those, the ones with a reward or state that was not finite or out of bounds.
-        rollout_restarts: rollout processes brought up anew, each with its simulators.
+        rollout_restarts: restarted rollout processes, each with its simulators.
     """
 
     restarts: int = 0
@@ -120,15 +120,15 @@ def count_refused(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int
         logger.warning("%s: %s", manager, what)
         if manager.refused[row] > limit:
             raise EnvQuarantined(
-                f"given up after {limit} episodes in a row that broke off so (env.max_restarts), {place}, {what};"
-                f" {manager}",
-                "look at the log of its process, or raise env.max_abs_reward or env.max_abs_state if that may be true",
+                f"quarantined: {limit} consecutive invalid episodes (env.max_restarts), {place}, {what}; {manager}",
+                "look at the log of its process; if such values are expected, raise env.max_abs_reward or"
+                " env.max_abs_state",
             )
     return rows
 
 
 def forget_refused(managers: Sequence[EnvManager]) -> None:
-    """Begin anew to count episodes in a row that broke off, where those to come were chosen because they had."""
+    """Reset the counts of consecutive invalid episodes; the next ones were chosen because they had been invalid."""
     for manager in managers:
         manager.refused[:] = 0
 
@@ -154,13 +154,13 @@ def _beyond(values: NDArray[np.float32], bound: float) -> NDArray[np.bool_]:
 def lost_step(
     observation: Observation, seeds: NDArray[np.int64], chunk: int, rows: NDArray[np.int64], last: Observation | None
 ) -> EnvStep:
-    """Return the outcome of a chunk that was not simulated, in a shard whose process has been started anew.
+    """Return the outcome of a chunk that was not simulated, in a shard whose process has been restarted.
 
     Args:
         observation: of the episodes that have begun there.
         seeds: ``int64[B]`` of theirs.
         chunk: C.
-        rows: whose episodes were under way.
+        rows: whose episodes were in progress.
         last: what was seen before the chunk; None if nothing was.
     """
     batch = len(seeds)

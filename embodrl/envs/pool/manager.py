@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,7 @@ _WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
 
 
 class _Pending(NamedTuple):
-    """The request under way; its answer repeats ``number`` and ``argument``."""
+    """The request in progress; its answer repeats ``number`` and ``argument``."""
 
     kind: Kind
     number: int
@@ -72,12 +72,24 @@ class EnvTimeouts:
     heartbeat_s: float = 20.0
 
 
+class ManagerOptions(TypedDict, total=False):
+    """Keyword arguments of every ``EnvManager`` of a pool."""
+
+    python: str | None
+    timeouts: EnvTimeouts | None
+    log_dir: Path | None
+    max_chunk: int | None
+    extensions: Sequence[str]
+    environ: Mapping[str, str] | None
+    debug: bool
+
+
 class EnvManager:
     """Runs a VectorEnv in a process of its own; observations and actions go through shared memory.
 
     Results are views of the shared memory and stay valid until the next but one result of this manager; ask for
-    ``copy=True`` to keep them longer. One request is under way at a time, and one thread uses a manager. After
-    EnvWorkerDied or EnvTimeout the process is gone: ``restart`` and ``reset``. After EnvRaised it goes on.
+    ``copy=True`` to keep them longer. One request is in progress at a time, and one thread uses a manager. After
+    EnvWorkerDied or EnvTimeout the process is gone: ``restart`` and ``reset``. After EnvRaised it continues.
 
     Args:
         env_type: a name of the environment registry.
@@ -122,7 +134,7 @@ class EnvManager:
         self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
         self.lasting: dict[
             str, Mapping[str, object] | None
-        ] = {}  # what a simulator built anew is asked again, by EnvPool
+        ] = {}  # requests that EnvPool repeats to a restarted process
         self.has_stepped = False  # a chunk has worked, in any process of this manager
         self._starts_with_auto_reset = self._auto_reset = bool((kwargs or {}).get("auto_reset", True))
         self._config: dict[str, object] = {
@@ -163,13 +175,13 @@ class EnvManager:
         """Start the process and wait until the environment is ready.
 
         Raises:
-            EnvRaised, EnvWorkerDied, EnvTimeout: it did not come up.
+            EnvRaised, EnvWorkerDied, EnvTimeout: it did not start.
         """
         self.start_async()
         self.wait_started()
 
     def start_async(self) -> None:
-        """Start the process; several come up at once this way."""
+        """Start the process; several start at the same time this way."""
         if self._process is not None:
             raise EnvError(f"{self} runs already", "close() it or restart() it")
         # No name: nothing is left behind when processes are killed. The child sizes it, see worker_main.make_ring.
@@ -247,7 +259,7 @@ class EnvManager:
         self._offloaded = state
 
     def onload(self) -> None:
-        """Continue where ``offload`` stopped, to the bit, in a fresh process if there is none; may be tried again."""
+        """Continue bit-exactly where ``offload`` stopped, in a new process if there is none; can be retried."""
         self.onload_async()
         self.wait_onloaded()
 
@@ -388,7 +400,7 @@ class EnvManager:
             copy: return private memory.
 
         Raises:
-            EnvRaised: the environment raised; the process goes on.
+            EnvRaised: the environment raised; the process continues.
             EnvWorkerDied: the process has gone.
             EnvTimeout: it took too long and was killed.
         """
@@ -420,9 +432,9 @@ class EnvManager:
         return self._receive_state(Kind.GET_STATE)
 
     def set_state(self, state: bytes) -> None:
-        """Continue from a state of ``get_state``, to the bit."""
+        """Continue bit-exactly from a state of ``get_state``."""
         self._request(Kind.SET_STATE, value=state)
-        # A simulator may have to be built anew and played forward.
+        # A simulator may have to be rebuilt and replayed.
         self._receive(Kind.SET_STATE, self.timeouts.start_s)
 
     def call(self, method: str, arguments: Mapping[str, object] | None = None, timeout: float | None = None) -> object:
@@ -466,7 +478,7 @@ class EnvManager:
             raise EnvError(f"{self} is offloaded", "call onload()")
         if self._pending is not None:
             raise EnvError(
-                f"{self}: {kind.name} asked for while {self._pending.kind.name} is under way", "wait for it first"
+                f"{self}: {kind.name} requested while {self._pending.kind.name} is in progress", "wait for it first"
             )
         self._serial += 1
         pending = _Pending(kind, slot, self._serial if count is None else count)
@@ -485,7 +497,7 @@ class EnvManager:
         process = self._running()
         pending = self._pending
         if pending is None or pending.kind != kind:
-            raise EnvError(f"{self}: no {kind.name} is under way", "send the request first")
+            raise EnvError(f"{self}: no {kind.name} is in progress", "send the request first")
         doing = f"{kind.name} {detail}".strip()
         try:
             frame = process.receive(time.monotonic() + timeout_s)

@@ -1,4 +1,4 @@
-"""Simulators of a pool that leave memory between phases, and come back to the bit."""
+"""Simulators of a pool that leave memory between phases and are restored bit-exactly."""
 
 from __future__ import annotations
 

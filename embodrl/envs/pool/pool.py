@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.pool.faults import Bounds, FaultCounts, count_refused, end_as_invalid, forget_frames, lost_step
-from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.manager import EnvManager, ManagerOptions
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
@@ -24,13 +24,16 @@ from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
 
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10, which simulators may run in
+
 logger = logging.getLogger("embodrl.envs")
 
 _FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
 # A request that raises is as likely to be wrong as the simulator: a new process would raise again.
 _LOSSES = (EnvWorkerDied, EnvTimeout)
 R = TypeVar("R")
-# Requests that change how an environment goes on: a process that is started anew is asked again.
+# Requests with a lasting effect: they are repeated to a restarted process.
 _LASTING = ("set_auto_reset",)
 
 
@@ -49,7 +52,7 @@ class EnvPool:
         managers: equal but for their number of environments.
         max_restarts: process restarts of the pool and its parts within ``restart_window_s``; episodes of one
             environment that broke off so, without one in between that came to its own end.
-        faults: counts to go on with.
+        faults: counts to add to.
         bounds: of rewards and states.
         restart_window_s: seconds.
         budget: of restarts, shared with other pools; None makes one.
@@ -85,18 +88,18 @@ class EnvPool:
     @staticmethod
     def create(
         env_type: str,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         *,
         total_num_envs: int,
         num_processes: int,
-        shard_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        shard_kwargs: Sequence[Mapping[str, object]] | None = None,
         cpus: Sequence[int | None] | None = None,
         numa_nodes: Sequence[int | None] | None = None,
         name: str = "env",
         max_restarts: int = 3,
         bounds: Bounds | None = None,
         restart_window_s: float = WINDOW_S,
-        **manager_options: Any,
+        **manager_options: Unpack[ManagerOptions],
     ) -> EnvPool:
         """Return a pool of even shards, not yet started.
 
@@ -200,7 +203,7 @@ class EnvPool:
     def offload(self, end_processes: bool = True) -> SimulatorMemory | None:
         """Take the states out and free the simulators; the next request brings them back, as does ``onload``.
 
-        A process that has died is started anew first, as between episodes. Returns None if all are away already.
+        A process that has died is restarted first, as between episodes. Returns None if all are away already.
         """
         ranks = [rank for rank, manager in enumerate(self.managers) if not manager.is_offloaded]
         before = resident(self.managers)
@@ -216,7 +219,7 @@ class EnvPool:
         self._ask_again(away)
 
     def _ask_again(self, ranks: Sequence[int]) -> None:
-        """Repeat the requests that last: a simulator that was built anew has its state back, and its first rules."""
+        """Repeat the requests with a lasting effect: a rebuilt simulator has its state back, but its first rules."""
         for rank in ranks:
             for method, arguments in self.managers[rank].lasting.items():
                 with suppress(*_LOSSES):  # the next request finds it
@@ -239,21 +242,23 @@ class EnvPool:
         for manager, state in zip(self.managers, fitting, strict=True):
             manager.set_state(state)
 
-    def call(self, method: str, arguments: Mapping[str, Any] | None = None, *, restart: bool = False) -> list[Any]:
+    def call(
+        self, method: str, arguments: Mapping[str, object] | None = None, *, restart: bool = False
+    ) -> list[object]:
         """Return the answer of every manager to ``VectorEnv.call``; they work on it at the same time.
 
         Args:
             method: name of the request.
             arguments: of the request.
-            restart: start a process that has died or hangs anew, and ask it again. Only between episodes: those that
-                were under way in it begin again, which nobody is told.
+            restart: restart a process that has died or hangs, and repeat the request. Only between episodes: those in
+                progress start again without notice.
         """
         self.onload()
         for rank in range(len(self.managers)):
             self._send_call(rank, method, arguments)
-        answers: list[Any] = []
+        answers: list[object] = []
         fault: EnvError | None = None
-        for rank in range(len(self.managers)):  # all of them: an answer that nobody takes blocks the next request
+        for rank in range(len(self.managers)):  # all of them: an answer that is not received blocks the next request
             try:
                 answers.append(self._wait_call(rank, method, arguments, restart))
             except EnvError as error:
@@ -262,12 +267,32 @@ class EnvPool:
             raise fault
         return answers
 
-    def call_one(self, rank: int, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
-        """As ``call``, of one manager. If its process is lost, the next step or reset starts it anew."""
+    def call_one(self, rank: int, method: str, arguments: Mapping[str, object] | None = None) -> object:
+        """As ``call``, of one manager. If its process is lost, the next step or reset restarts it."""
         self._send_call(rank, method, arguments)
         return self._wait_call(rank, method, arguments, restart=False)
 
-    def _send_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None) -> None:
+    def expert_actions(self) -> NDArray[np.float32]:
+        """Return what scripted experts would do now, ``float32[B,A]``.
+
+        Raises:
+            EnvRaised: the environment returns something else.
+        """
+        parts: list[NDArray[np.float32]] = []
+        for manager, answer in zip(self.managers, self.call("expert_actions"), strict=True):
+            shape = (manager.spec.num_envs, manager.spec.action_dim)
+            if not isinstance(answer, np.ndarray) or answer.shape != shape or answer.dtype.kind != "f":
+                found = (
+                    f"{answer.dtype}{list(answer.shape)}" if isinstance(answer, np.ndarray) else type(answer).__name__
+                )
+                raise EnvRaised(
+                    f"{manager}: expert_actions() returned {found}, not floats {list(shape)}",
+                    "return one action per environment",
+                )
+            parts.append(answer.astype(np.float32))
+        return np.concatenate(parts)
+
+    def _send_call(self, rank: int, method: str, arguments: Mapping[str, object] | None) -> None:
         if method in _LASTING:
             self.managers[rank].lasting[method] = arguments
         if rank not in self._failed:
@@ -276,7 +301,7 @@ class EnvPool:
             except _LOSSES as error:
                 self._failed[rank] = error
 
-    def _wait_call(self, rank: int, method: str, arguments: Mapping[str, Any] | None, restart: bool) -> Any:
+    def _wait_call(self, rank: int, method: str, arguments: Mapping[str, object] | None, restart: bool) -> object:
         return self._answer(rank, lambda m: m.wait_call(method), restart, lambda m: m.call(method, arguments))
 
     def _answer(
@@ -352,7 +377,7 @@ class EnvPool:
         self, rank: int, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], rows: NDArray[np.int64]
     ) -> None:
         manager = self.managers[rank]
-        if rank in self._failed:  # it begins with these once it has been started anew
+        if rank in self._failed:  # its episodes after the restart
             manager.seeds[rows], manager.task_ids[rows] = seeds, task_ids
             return
         try:

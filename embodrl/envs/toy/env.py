@@ -54,10 +54,9 @@ class ToyVectorEnv(SteppingEnv):
         self.goals = np.zeros((num_envs, 2, 2), np.float32)
 
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
-        """See SteppingEnv."""
+        """Nothing to prepare: a board takes its task from ``task_id``."""
 
     def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
-        """See SteppingEnv."""
         for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
             random = np.random.default_rng(seed)
             self.position[row] = random.uniform(-0.9, 0.9, 2)
@@ -71,11 +70,9 @@ class ToyVectorEnv(SteppingEnv):
         return StepResult(-distance, distance < _NEAR)
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See SteppingEnv."""
         return -self._distance()[rows]
 
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
-        """See SteppingEnv."""
         axis = np.linspace(-1, 1, self.spec.cameras[0].height, dtype=np.float32)
         pictures = np.zeros((len(rows), *images.shape[2:]), np.uint8)
         things = [*((self.goals[rows, i], colour, 0.2) for i, colour in enumerate(_COLOURS.values()))]
@@ -88,23 +85,18 @@ class ToyVectorEnv(SteppingEnv):
             state[rows] = self.position[rows]
 
     def instruction(self, task_id: int) -> str:
-        """See SteppingEnv."""
         return INSTRUCTIONS[self.spec.tasks[task_id]]
 
     def get_sim_state(self) -> dict[str, NDArray[np.float32]]:
-        """See SteppingEnv."""
         return {"position": self.position, "goals": self.goals}
 
     def set_sim_state(self, state: dict[str, NDArray[np.float32]]) -> None:
-        """See SteppingEnv."""
         self.position, self.goals = state["position"], state["goals"]
 
     def get_sim_row(self, row: int) -> dict[str, NDArray[np.float32]]:
-        """See SteppingEnv."""
         return {"position": self.position[row].copy(), "goals": self.goals[row].copy()}
 
     def set_sim_row(self, row: int, state: dict[str, NDArray[np.float32]]) -> None:
-        """See SteppingEnv."""
         self.position[row], self.goals[row] = state["position"], state["goals"]
 
     def expert_actions(self) -> NDArray[np.float32]:

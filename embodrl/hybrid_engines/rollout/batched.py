@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.processes.batching import BatchPump, Request
 from embodrl.types import Observation, PolicyOutput
 
 
-@dataclass
-class _Request:
+@dataclass(frozen=True)
+class _Content:
     observation: Observation
     seed: tuple[int, ...] | None  # None asks for values
-    answer: asyncio.Future[Any]
 
 
-class BatchedEngine:
+class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
     """Gathers what waits while the engine is at work into one batch; a thread computes one batch at a time.
 
     Its methods belong to one event loop. Weights may be updated from any thread: ``RolloutEngine.update_weights``
@@ -37,13 +33,9 @@ class BatchedEngine:
     """
 
     def __init__(self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)) -> None:
+        super().__init__("policy")
         self.engine, self.compute_values, self.max_batch = engine, compute_values, max_batch
-        self.requests = self.calls = 0
-        self.busy_s = 0.0
         self._seed = tuple(seed)
-        self._waiting: list[_Request] = []
-        self._pump: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
 
     @property
     def version(self) -> int:
@@ -59,68 +51,28 @@ class BatchedEngine:
 
         A policy without ``draws_by_row`` draws from the engine's generators, in the order of the batches.
         """
-        return await self._ask(observation, seed)
+        output = await self.submit(Request(_Content(observation, seed)))
+        assert isinstance(output, PolicyOutput)
+        return output
 
     async def values(self, observation: Observation) -> Tensor:
         """Return ``float32[1,K]`` on the CPU."""
-        return await self._ask(observation, None)
+        values = await self.submit(Request(_Content(observation, None)))
+        assert isinstance(values, Tensor)
+        return values
 
-    def mean_batch(self) -> float:
-        """Return how many observations a batch had, on average; 0 before the first."""
-        return self.calls / self.requests if self.requests else 0.0
+    def choose(
+        self, waiting: list[Request[_Content, PolicyOutput | Tensor]]
+    ) -> list[Request[_Content, PolicyOutput | Tensor]]:
+        """Return the oldest requests of one kind."""
+        wants_values = waiting[0].content.seed is None
+        return [request for request in waiting if (request.content.seed is None) == wants_values][: self.max_batch]
 
-    def close(self) -> None:
-        """Wait for the batch under way, and end the thread. Episodes must have ended, or been cancelled."""
-        self._thread.shutdown()
-
-    async def _ask(self, observation: Observation, seed: tuple[int, ...] | None) -> Any:
-        request = _Request(observation, seed, asyncio.get_running_loop().create_future())
-        self._waiting.append(request)
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._serve())
-        return await request.answer
-
-    async def _serve(self) -> None:
-        """Answer until nobody waits. A task starts in the next cycle of the loop, so all who ask in this one join."""
-        try:
-            while self._waiting:
-                batch = self._next_batch()
-                if not batch:
-                    continue
-                self.requests += 1
-                self.calls += len(batch)
-                answers: list[Any]
-                clock = time.perf_counter()
-                try:
-                    answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, batch)
-                except Exception as error:  # noqa: BLE001  (it reaches all who asked)
-                    answers = [error] * len(batch)
-                self.busy_s += time.perf_counter() - clock
-                for request, answer in zip(batch, answers, strict=True):
-                    if request.answer.done():
-                        continue  # its episode was cancelled
-                    if isinstance(answer, Exception):
-                        request.answer.set_exception(answer)
-                    else:
-                        request.answer.set_result(answer)
-                await asyncio.sleep(0)  # whom this answered may ask again before the next batch is made
-        finally:
-            self._pump = None
-
-    def _next_batch(self) -> list[_Request]:
-        """Take the oldest requests of one kind, without those whose episode was cancelled."""
-        alive = [request for request in self._waiting if not request.answer.done()]
-        alike = [request for request in alive if (request.seed is None) == (alive[0].seed is None)][: self.max_batch]
-        taken = set(map(id, alike))
-        self._waiting = [request for request in alive if id(request) not in taken]
-        return alike
-
-    def _compute(self, batch: list[_Request]) -> list[Any]:
-        """In the thread: answer one batch."""
-        observation = Observation.concat([request.observation for request in batch])
+    def compute(self, batch: list[_Content]) -> Sequence[PolicyOutput | Tensor]:
+        observation = Observation.concat([content.observation for content in batch])
         if batch[0].seed is None:
-            return list(self.engine.values(observation).split(1))
-        generators = self.engine.row_generators([request.seed or () for request in batch])
+            return self.engine.values(observation).split(1)
+        generators = self.engine.row_generators([content.seed or () for content in batch])
         output = self.engine.act(observation, self.compute_values, generators)
         return [select_output(output, row) for row in range(len(batch))]
 

@@ -22,6 +22,7 @@ from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.value_head import ValueHead
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
+TIME_ALPHA, TIME_LOW = 1.5, 0.001
 EVALUATION_NOISE_SEED = 0
 
 
@@ -115,9 +116,13 @@ class FlowPolicy(VLAPolicy):
     def prefix_features(self, context: Any) -> Tensor:
         """Return ``[B,F]``: what a value of the observation alone is read from; padding does not count."""
 
-    @abstractmethod
     def training_times(self, batch: int) -> Tensor:
-        """Draw the noise levels tau ``float32[B]`` of imitation, on the CPU."""
+        """Draw the noise levels tau ``float32[B]`` of imitation, on the CPU, from torch's global generator.
+
+        ``0.001 + 0.999 Beta(1.5, 1)``, as openpi: more often noisy than not.
+        """
+        # The distribution function of Beta(a, 1) is u^a.
+        return TIME_LOW + (1.0 - TIME_LOW) * torch.rand(batch) ** (1.0 / TIME_ALPHA)
 
     def loss_action_dims(self) -> int:
         """Return how many leading action dimensions the imitation loss counts; as a rule all D."""

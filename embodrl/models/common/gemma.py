@@ -35,7 +35,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class GemmaSpec:
-    """Dimensions of a Gemma decoder; ``num_kv_heads`` divides ``num_heads``."""
+    """Dimensions of a decoder such as Gemma's; ``num_kv_heads`` divides ``num_heads``."""
 
     width: int
     depth: int

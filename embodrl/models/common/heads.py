@@ -1,6 +1,6 @@
 """Heads that embodrl adds to a family's network: the critic and, with Flow-Noise, the noise of denoising steps.
 
-Each lives in a file of its own beside the weights, so that the rest stays a plain checkpoint of its family.
+Each lives in a file of its own, so that the rest stays a plain checkpoint of its family.
 """
 
 from __future__ import annotations
@@ -110,10 +110,8 @@ def _fill(
     head.init_weights(generator)  # drawn even if overwritten, so that later draws do not depend on the checkpoint
     path = None if directory is None else directory / f"{role}.safetensors"
     if path is not None and path.is_file():
-        found, wanted = (
-            checkpoint.stored_shapes([path]),
-            {name: tuple(value.shape) for name, value in head.state_dict().items()},
-        )
+        found = checkpoint.stored_shapes([path])
+        wanted = {name: tuple(value.shape) for name, value in head.state_dict().items()}
         # A whole head of another shape was made with other settings; names that are no whole head are damage.
         if found == wanted or not _is_whole(found):
             checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)

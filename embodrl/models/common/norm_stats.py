@@ -139,13 +139,14 @@ class Quantiles:
         return (values + 1.0) / 2.0 * (self.q99 - self.q01 + self.eps) + self.q01
 
 
-def choose_key(keys: Collection[str], key: str | None, source: str) -> str:
+def choose_key(keys: Collection[str], key: str | None, source: str, kind: str = "action statistics") -> str:
     """Return which of the sets of statistics to use.
 
     Args:
         keys: the sets that there are.
         key: which; ``key + "_no_noops"`` is tried second; None takes the only one.
         source: named in errors.
+        kind: what the keys name.
 
     Raises:
         CheckpointError: no such key, or several and none chosen.
@@ -154,7 +155,7 @@ def choose_key(keys: Collection[str], key: str | None, source: str) -> str:
     if key is None:
         if len(keys) != 1:
             raise CheckpointError(
-                f"{source} has {len(keys)} sets of action statistics ({listed})", "choose one with model.unnorm_key"
+                f"{source} has {len(keys)} sets of {kind} ({listed})", "choose one with model.unnorm_key"
             )
         return next(iter(keys))
     if key not in keys and f"{key}_no_noops" in keys:
@@ -162,7 +163,7 @@ def choose_key(keys: Collection[str], key: str | None, source: str) -> str:
     if key not in keys:
         near = nearest(key, list(keys))
         raise CheckpointError(
-            f"{source} has no action statistics '{key}'; it has: {listed}",
+            f"{source} has no {kind} '{key}'; it has: {listed}",
             f"set model.unnorm_key={near}" if near else "set model.unnorm_key to one of these",
         )
     return key

@@ -27,7 +27,7 @@ Setting = TypeVar("Setting", int, str, bool)
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output beside the reference's.
+    """One output compared with the reference's.
 
     Attributes:
         name: of the output.

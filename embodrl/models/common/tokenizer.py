@@ -33,7 +33,23 @@ def read_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
-class PromptTokenizer:
+class FileTokenizer:
+    """A tokenizer that is kept as tokenizer.json."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json."""
+        self._tokenizer.save(str(directory / "tokenizer.json"))
+
+
+class PromptTokenizer(FileTokenizer):
     """A tokenizer whose every sequence begins with BOS and ends with a fixed id.
 
     Args:
@@ -46,7 +62,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, path: Path, bos_id: int, prompt_end_id: int) -> None:
-        self._tokenizer = read_tokenizer(path)
+        super().__init__(read_tokenizer(path))
         self.bos_id = bos_id
         self.prompt_end_id = prompt_end_id
         for role, token_id in (("BOS", bos_id), ("the end of a prompt", prompt_end_id)):
@@ -54,11 +70,6 @@ class PromptTokenizer:
                 raise CheckpointError(
                     f"{path} has no token of id {token_id}, which is {role}", "use the model's own tokenizer"
                 )
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of text tokens."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt: BOS first, ``prompt_end_id`` last."""
@@ -70,10 +81,6 @@ class PromptTokenizer:
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, without BOS and EOS."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
-
-    def save(self, directory: Path) -> None:
-        """Write tokenizer.json."""
-        self._tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def tiny_prompt_end_id() -> int:

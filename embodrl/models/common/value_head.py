@@ -43,3 +43,12 @@ class ValueHead(nn.Module):
             for layer in self.hidden:
                 x = F.gelu(layer(x))
             return self.out(x)
+
+
+def masked_mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the mean ``float32[B,D]`` of ``[B,S,D]`` over the tokens where ``mask [B,S]`` is not 0; None: all."""
+    hidden = hidden.float()
+    if mask is None:
+        return hidden.mean(dim=1)
+    weight = mask[..., None].float()
+    return (hidden * weight).sum(dim=1) / weight.sum(dim=1)

@@ -103,7 +103,7 @@ def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
     """Return the checkpoint's tokenizer, or Eagle's from the hub: NVIDIA's checkpoints come without one."""
     place = directory
     if not has_tokenizer(directory):
-        hint = f"put {', '.join(EAGLE_FILES[1:5])} of {EAGLE_TOKENIZER} beside the weights"
+        hint = f"put {', '.join(EAGLE_FILES[1:5])} of {EAGLE_TOKENIZER} in the directory of the weights"
         place = fetch_tokenizer(EAGLE_TOKENIZER, EAGLE_FILES, directory, hint)
     tokenizer = load_chat_tokenizer(place)
     if tokenizer.vocab_size > config.qwen.vocab_size:

@@ -5,6 +5,8 @@ Shapes: B batch, V cameras, N image patches, S tokens of images and prompt, E hi
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3Model
@@ -118,16 +120,6 @@ class Gr00tModel(nn.Module):
 
 def qwen_config(spec: QwenSpec) -> Qwen3Config:
     """Return the transformers configuration of the language model."""
-    return Qwen3Config(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_hidden_layers,
-        num_attention_heads=spec.num_attention_heads,
-        num_key_value_heads=spec.num_key_value_heads,
-        head_dim=spec.head_dim,
-        max_position_embeddings=spec.max_position_embeddings,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-        **with_attention(),
-    )
+    sizes = asdict(spec)
+    rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")}
+    return Qwen3Config(**sizes, rope_parameters=rope, **with_attention())

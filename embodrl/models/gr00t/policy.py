@@ -23,7 +23,7 @@ from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import stats_content
-from embodrl.models.common.value_head import ValueHead
+from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.gr00t.config import METADATA_FILE
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.processing import Gr00tProcessor, RobotStats
@@ -110,12 +110,7 @@ class Gr00tPolicy(FlowPolicy):
 
     def prefix_features(self, context: Gr00tContext) -> Tensor:
         """Return ``float32[B,E+W]``: the mean over images and prompt, and the state's token."""
-        features = context.features.float()
-        if context.mask is None:
-            mean = features.mean(dim=1)
-        else:
-            weight = context.mask[..., None].to(features.dtype)
-            mean = (features * weight).sum(dim=1) / weight.sum(dim=1)
+        mean = masked_mean(context.features, context.mask)
         return torch.cat([mean, context.state[:, 0].float()], dim=-1)
 
     def training_times(self, batch: int) -> Tensor:

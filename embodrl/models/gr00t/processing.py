@@ -20,9 +20,8 @@ from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.images import center_crop_area, resize_bicubic
-from embodrl.models.common.norm_stats import StatsSets, read_range
-from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer
-from embodrl.names import nearest
+from embodrl.models.common.norm_stats import StatsSets, choose_key, read_range
+from embodrl.models.common.tokenizer import TINY_TOKENIZER, FileTokenizer, read_tokenizer
 from embodrl.types import Observation
 
 CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
@@ -47,7 +46,7 @@ def chat(instruction: str, num_images: int, num_patches: int, system_prompt: str
     return f"{system}{CHAT_START}user\n{images}{instruction}{CHAT_END}\n{CHAT_START}assistant\n"
 
 
-class ChatTokenizer:
+class ChatTokenizer(FileTokenizer):
     """A tokenizer that has the chat's special tokens.
 
     Args:
@@ -65,21 +64,12 @@ class ChatTokenizer:
             raise CheckpointError(
                 f"the tokenizer of {source} has no {', '.join(missing)}", "use the tokenizer of Eagle 2.5"
             )
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer)
         self.image_token_id = image_token_id
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a chat, without any that are not in the text."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def save(self, directory: Path) -> None:
-        """Write tokenizer.json."""
-        self._tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def tiny_chat_tokenizer() -> ChatTokenizer:
@@ -168,19 +158,7 @@ def choose_robot(metadata: StatsSets, key: str | None, action_dim: int, source: 
     Raises:
         CheckpointError: no such robot, several and none chosen, invalid statistics, or other dimensions.
     """
-    names, listed = list(metadata), ", ".join(sorted(metadata)) or "none"
-    if key is None:
-        if len(names) != 1:
-            raise CheckpointError(
-                f"{source} has statistics of {len(names)} robots ({listed})", "choose one with model.unnorm_key"
-            )
-        key = names[0]
-    if key not in metadata:
-        near = nearest(key, names)
-        raise CheckpointError(
-            f"{source} has no statistics of the robot '{key}'; it has: {listed}",
-            f"set model.unnorm_key={near}" if near else "set model.unnorm_key to one of these",
-        )
+    key = choose_key(metadata, key, source, "statistics of the robot")
     statistics = metadata[key].fields("statistics", {})
     action = _joined(statistics.fields("action", {}))
     if action is None or action.dims != action_dim:

@@ -6,6 +6,7 @@ Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, D hidd
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
@@ -113,16 +114,11 @@ class OpenVLAModel(nn.Module):
 
 def llama_config(spec: LlamaSpec, pad_token_id: int, causal: bool = True) -> LlamaConfig:
     """Return the transformers configuration of the language model."""
+    sizes = asdict(spec)
+    rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")}
     return LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_hidden_layers=spec.num_hidden_layers,
-        num_attention_heads=spec.num_attention_heads,
-        num_key_value_heads=spec.num_key_value_heads,
-        max_position_embeddings=spec.max_position_embeddings,
-        rms_norm_eps=spec.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+        **sizes,
+        rope_parameters=rope,
         pad_token_id=pad_token_id,
         bos_token_id=1,
         eos_token_id=2,

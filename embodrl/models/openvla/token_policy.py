@@ -28,7 +28,7 @@ from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats, stats_content
 from embodrl.models.common.recompute import recompute_layers
 from embodrl.models.common.sampling import action_entropy, action_log_probs, smoothed_targets
-from embodrl.models.common.value_head import ValueHead
+from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.openvla.config import DINO_MEAN, DINO_STD, SIGLIP_MEAN, SIGLIP_STD
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla.processing import OpenVLAProcessor
@@ -155,7 +155,6 @@ class TokenPolicy(VLAPolicy):
         return (nll * weight).sum() / total, scalars
 
     def parts(self) -> dict[str, nn.Module]:
-        """See VLAPolicy."""
         parts: dict[str, nn.Module] = {
             "vision": self.model.vision_backbone,
             "projector": self.model.projector,
@@ -234,10 +233,7 @@ class TokenPolicy(VLAPolicy):
         """Return ``[B,D]``, what the value is read from, of the hidden states ``[B,P,D]`` of images and prompt."""
         if self.value_input == "prompt_end":
             return hidden[:, -1]
-        if mask is None:
-            return hidden.float().mean(dim=1)
-        weight = mask[..., None].float()
-        return (hidden.float() * weight).sum(dim=1) / weight.sum(dim=1)
+        return masked_mean(hidden, mask)
 
     def values_from(self, features: Tensor) -> Tensor:
         """Return ``float32[B,K]``, the values read from features ``[B,D]``.

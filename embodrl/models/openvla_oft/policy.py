@@ -98,7 +98,6 @@ class OpenVLAOFTPolicy(TokenPolicy):
         return logits, self._features(hidden[:, :length], prefix_mask)
 
     def state_tokens(self, inputs: dict[str, Tensor]) -> Tensor | None:
-        """See TokenPolicy."""
         if self.proprio_projector is None:
             return None
         return self.proprio_projector(inputs["proprio"].to(self.proprio_projector.fc1.weight.dtype))[:, None]

@@ -1,4 +1,4 @@
-"""A recording of openpi's PI0Pytorch, made at small size, beside the network here.
+"""A recording of openpi's PI0Pytorch, made at small size, compared with the network here.
 
 Its dimensions are read from its tensors, the variant from the names of the weights. What they leave open is in
 ``DEFAULTS``, or in the section ``embodrl`` of the fixture's config.json, which recordings may do without.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -22,16 +21,13 @@ from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.gemma import GemmaLayer
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
-from embodrl.models.common.value_head import ValueHead
+from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.pi.config import Variant
 from embodrl.models.pi.modeling import PiContext, PiModel
 from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.stats import ASSETS, STATS_FILE, PiStats
 from embodrl.models.pi.weights import public_state
 from embodrl.types import Observation
-
-TIME_ALPHA = 1.5
-TIME_LOW = 0.001
 
 
 class PiPolicy(FlowPolicy):
@@ -73,7 +69,6 @@ class PiPolicy(FlowPolicy):
     # What FlowPolicy asks for ----------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """See PiProcessor."""
         return self.processor(observation, self.device)
 
     def encode(self, inputs: dict[str, Tensor]) -> PiContext:
@@ -97,16 +92,7 @@ class PiPolicy(FlowPolicy):
 
     def prefix_features(self, context: PiContext) -> Tensor:
         """Return the mean ``[B,W]`` of PaliGemma's final hidden states over images and prompt."""
-        hidden = self.model.prefix_hidden(context).float()
-        if context.prefix_mask is None:
-            return hidden.mean(dim=1)
-        weight = context.prefix_mask[..., None].to(hidden.dtype)
-        return (hidden * weight).sum(dim=1) / weight.sum(dim=1)
-
-    def training_times(self, batch: int) -> Tensor:
-        """Draw ``0.001 + 0.999 Beta(1.5, 1)`` from torch's global generator: more often noisy than not."""
-        # The distribution function of Beta(a, 1) is u^a.
-        return TIME_LOW + (1.0 - TIME_LOW) * torch.rand(batch) ** (1.0 / TIME_ALPHA)
+        return masked_mean(self.model.prefix_hidden(context), context.prefix_mask)
 
     def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
         """Subtract the state from actions that are meant relative to it."""
@@ -119,7 +105,6 @@ class PiPolicy(FlowPolicy):
     # VLAPolicy -------------------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, nn.Module]:
-        """See VLAPolicy."""
         paligemma = self.model.paligemma
         layers = [layer for layer in self.model.children() if layer is not self.model.paligemma_with_expert]
         return {
@@ -151,7 +136,7 @@ class PiPolicy(FlowPolicy):
         self.model.expert.gradient_checkpointing = True
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write openpi's layout: config.json, safetensors, assets/ID/norm_stats.json, and the tokenizer beside them.
+        """Write openpi's layout: config.json, safetensors, assets/ID/norm_stats.json, and the tokenizer.
 
         Adapters are merged into the weights, and heads go to files of their own. The directory appears, or is
         replaced, in one step.

@@ -51,7 +51,6 @@ class JsonTokenizer(TextTokenizer):
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """See TextTokenizer."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def save(self, directory: Path) -> None:
@@ -71,7 +70,7 @@ class SentencePieceTokenizer(TextTokenizer):
         except ImportError as error:
             raise MissingDependencyError(
                 f"{path} can't be read without sentencepiece",
-                f"pip install sentencepiece, or put {JSON_FILE} of {PALIGEMMA} beside it",
+                f"pip install sentencepiece, or put {JSON_FILE} of {PALIGEMMA} next to it",
             ) from error
         except RuntimeError as error:
             raise CheckpointError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
@@ -79,7 +78,6 @@ class SentencePieceTokenizer(TextTokenizer):
         self.vocab_size = self._processor.get_piece_size()
 
     def encode(self, text: str) -> list[int]:
-        """See TextTokenizer."""
         return self._processor.encode(text)
 
     def save(self, directory: Path) -> None:

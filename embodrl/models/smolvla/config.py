@@ -20,20 +20,9 @@ from embodrl.models.common.config_file import (
     read_vit,
     size,
 )
+from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.siglip import SiglipSpec
 from embodrl.models.smolvla.spec import SmolVlaArchitectureConfig
-
-
-@dataclass(frozen=True)
-class DecoderSpec:
-    """Dimensions of a Llama decoder; ``num_kv_heads`` divides ``num_heads``."""
-
-    width: int
-    depth: int
-    mlp_dim: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -41,15 +30,15 @@ class VlmSpec:
     """A published SmolVLM2: vision, language (all its layers), patches merged along a side, rows of the embedding."""
 
     siglip: SiglipSpec
-    language: DecoderSpec
+    language: GemmaSpec
     scale_factor: int
     vocab_size: int
 
 
 _SIGLIP_512 = SiglipSpec(512, 16, 768, 12, 12, 3072)
 KNOWN_VLMS = {
-    "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": VlmSpec(_SIGLIP_512, DecoderSpec(960, 32, 2560, 15, 5, 64), 4, 49280),
-    "HuggingFaceTB/SmolVLM2-256M-Video-Instruct": VlmSpec(_SIGLIP_512, DecoderSpec(576, 30, 1536, 9, 3, 64), 4, 49280),
+    "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": VlmSpec(_SIGLIP_512, GemmaSpec(960, 32, 2560, 15, 5, 64), 4, 49280),
+    "HuggingFaceTB/SmolVLM2-256M-Video-Instruct": VlmSpec(_SIGLIP_512, GemmaSpec(576, 30, 1536, 9, 3, 64), 4, 49280),
 }
 DEFAULT_VLM = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
 
@@ -64,9 +53,9 @@ class SmolVlaConfig:
         expert: the action expert.
         scale_factor: this many patches along each side become one token.
         vocab_size: rows of the embedding.
-        self_attention_every: every so manieth layer of the VLM is one in which actions see each other; 0: none.
+        self_attention_every: in every n-th layer of the VLM actions see each other; 0: in none.
         cross_attention: False: all layers are such.
-        expert_every: every so manieth layer of the VLM has a layer of the expert.
+        expert_every: every n-th layer of the VLM has a layer of the expert.
         max_state_dim: states are padded to it.
         max_action_dim: actions are padded to it (D).
         action_horizon: actions predicted (H).
@@ -77,8 +66,8 @@ class SmolVlaConfig:
     """
 
     siglip: SiglipSpec
-    vlm: DecoderSpec
-    expert: DecoderSpec
+    vlm: GemmaSpec
+    expert: GemmaSpec
     scale_factor: int
     vocab_size: int
     self_attention_every: int = 2
@@ -111,8 +100,8 @@ class SmolVlaConfig:
             SiglipSpec(
                 shape.image_size, shape.patch_size, vision.width, vision.depth, vision.num_heads, vision.mlp_dim
             ),
-            DecoderSpec(shape.vlm_width, shape.depth, shape.vlm_mlp_dim, *heads),
-            DecoderSpec(shape.expert_width, shape.depth, shape.expert_mlp_dim, *heads),
+            GemmaSpec(shape.vlm_width, shape.depth, shape.vlm_mlp_dim, *heads),
+            GemmaSpec(shape.expert_width, shape.depth, shape.expert_mlp_dim, *heads),
             shape.scale_factor,
             vocab_size,
             max_state_dim=shape.max_action_dim,

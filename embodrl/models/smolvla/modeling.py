@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from embodrl.models.common.attention import attention
-from embodrl.models.common.gemma import KeysValues, Rotary, rotary, rotate
+from embodrl.models.common.gemma import GemmaSpec, KeysValues, Rotary, rotary, rotate
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix
 from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.pi.modeling import VELOCITY_GAIN, time_embedding
-from embodrl.models.smolvla.config import DecoderSpec, SmolVlaConfig
+from embodrl.models.smolvla.config import SmolVlaConfig
 
 RMS_NORM_EPS = 1e-5
 
@@ -52,7 +52,7 @@ class SelfAttention(nn.Module):
         source: width of what keys and values are made of; None: the tokens themselves.
     """
 
-    def __init__(self, spec: DecoderSpec, source: int | None = None) -> None:
+    def __init__(self, spec: GemmaSpec, source: int | None = None) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.is_cross = source is not None
@@ -100,7 +100,7 @@ class Mlp(nn.Module):
 class DecoderLayer(nn.Module):
     """A pre-norm layer of Llama; ``source`` as in ``SelfAttention``."""
 
-    def __init__(self, spec: DecoderSpec, source: int | None = None) -> None:
+    def __init__(self, spec: GemmaSpec, source: int | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(spec.width)
         self.self_attn = SelfAttention(spec, source)
@@ -144,7 +144,7 @@ class Decoder(nn.Module):
         sources: for every layer the ``source`` of its attention.
     """
 
-    def __init__(self, spec: DecoderSpec, vocab_size: int | None, sources: list[int | None]) -> None:
+    def __init__(self, spec: GemmaSpec, vocab_size: int | None, sources: list[int | None]) -> None:
         super().__init__()
         self.spec = spec
         self.gradient_checkpointing = False

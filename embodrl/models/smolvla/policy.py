@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from embodrl.models.common import checkpoint
@@ -18,8 +17,7 @@ from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
-from embodrl.models.common.value_head import ValueHead
-from embodrl.models.pi.policy import TIME_ALPHA, TIME_LOW
+from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.pi.stats import PiStats
 from embodrl.models.smolvla import files
 from embodrl.models.smolvla.modeling import DecoderLayer, SmolContext, SmolVlaModel
@@ -81,13 +79,7 @@ class SmolVlaPolicy(FlowPolicy):
 
     def prefix_features(self, context: SmolContext) -> Tensor:
         """Return the mean ``[B,W]`` of the VLM's final hidden states over pictures, prompt and state."""
-        weight = context.valid[..., None].float()
-        return (self.model.prefix_hidden(context).float() * weight).sum(dim=1) / weight.sum(dim=1)
-
-    def training_times(self, batch: int) -> Tensor:
-        """Draw ``0.001 + 0.999 Beta(1.5, 1)`` from torch's global generator: more often noisy than not."""
-        # The distribution function of Beta(a, 1) is u^a.
-        return TIME_LOW + (1.0 - TIME_LOW) * torch.rand(batch) ** (1.0 / TIME_ALPHA)
+        return masked_mean(self.model.prefix_hidden(context), context.valid)
 
     def loss_action_dims(self) -> int:
         """lerobot leaves the padded dimensions out of the loss."""

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerError, WorkerRaised
+from embodrl.processes.serve import ErrorReport
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import Worker
 
@@ -26,7 +26,7 @@ class Outcome:
         seconds: wall time in the worker.
     """
 
-    value: Any
+    value: object
     seconds: float
 
 
@@ -47,7 +47,7 @@ class Job:
     """
 
     worker_class: type[Worker]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     group: str
     world_size: int
     place: ProcessPlace
@@ -90,7 +90,7 @@ class Running(ABC):
         """Return what becomes true once the worker's constructor has returned."""
 
     @abstractmethod
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
         """Begin a call; the future gets its outcome, or a WorkerError."""
 
     @abstractmethod
@@ -146,7 +146,7 @@ class Launcher(ABC):
 
 
 def free_port(host: str = "") -> int:
-    """Return a port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as free:
         free.bind((host, 0))
         return free.getsockname()[1]
@@ -161,7 +161,7 @@ def settle(future: Future[Outcome], outcome: Outcome | BaseException) -> None:
             future.set_result(outcome)
 
 
-def raised(name: str, rank: int, report: Mapping[str, Any], log_tail: str = "") -> WorkerRaised:
+def raised(name: str, rank: int, report: ErrorReport, log_tail: str = "") -> WorkerRaised:
     """Return the error of a method from the report of ``describe_error``; it keeps the code of an EmbodrlError."""
     message = f"{name} raised {report['type']} in {report['method']}: {report['message']}"
     return WorkerRaised(message, report["hint"], rank, report["traceback"], log_tail, code=report["code"])

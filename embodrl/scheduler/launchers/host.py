@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 from embodrl.deployment import ProcessPlace
 from embodrl.names import import_object
@@ -12,7 +13,19 @@ from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import Worker, WorkerContext, make_worker, marked_method
 
 
-def context_message(group: str, rank: int, world_size: int, place: ProcessPlace, rendezvous: str) -> dict[str, Any]:
+class ContextMessage(TypedDict):
+    """A ``WorkerContext`` as plain values, without its channels."""
+
+    group: str
+    rank: int
+    world_size: int
+    node: int
+    devices: Sequence[int]
+    cpus: Sequence[int]
+    rendezvous: str
+
+
+def context_message(group: str, rank: int, world_size: int, place: ProcessPlace, rendezvous: str) -> ContextMessage:
     """Return the context of a worker as plain values, without its channels."""
     return {
         "group": group,
@@ -51,17 +64,26 @@ class Host:
     def __init__(
         self,
         class_path: str,
-        context: dict[str, Any],
+        context: ContextMessage,
         numa_node: int | None,
-        kwargs: dict[str, Any],
+        kwargs: Mapping[str, object],
         channels: dict[str, Channel],
     ) -> None:
         bind_to_cores(context["cpus"], numa_node, "place the worker on CPUs that this process may use")
         self.worker_class: type[Worker] = import_object(class_path)
-        place = {**context, "devices": tuple(context["devices"]), "cpus": tuple(context["cpus"])}
-        self.worker = make_worker(self.worker_class, WorkerContext(**place, channels=channels), kwargs)
+        where = WorkerContext(
+            context["group"],
+            context["rank"],
+            context["world_size"],
+            context["node"],
+            tuple(context["devices"]),
+            tuple(context["cpus"]),
+            context["rendezvous"],
+            channels,
+        )
+        self.worker = make_worker(self.worker_class, where, kwargs)
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[object, float]:
         """Return result and seconds of a method that is marked with ``dispatch``."""
         marked_method(self.worker_class, method)
         start = time.perf_counter()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from embodrl.errors import WorkerError
 from embodrl.processes.serve import describe_error
@@ -43,7 +42,7 @@ class _InlineWorker(Running):
     def started(self) -> Future[Outcome]:
         return self._started
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         args, kwargs = CODEC.copied((args, kwargs))
         start = time.perf_counter()
@@ -73,7 +72,7 @@ class _InlineWorker(Running):
 
 
 class InlineLauncher(Launcher):
-    """One process. Devices and cores of the placement are told to the worker, but nothing is bound to them.
+    """One process. The worker knows devices and cores of its placement, but is not bound to them.
 
     Arguments and results are copied as if they were sent, so that a worker can't come to rely on sharing; the arguments
     of the constructor are handed over as they are.

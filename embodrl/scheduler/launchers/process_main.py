@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from embodrl.errors import MessageError
@@ -24,7 +25,7 @@ def main(socket_fd: int) -> None:
         sys.exit(0)
 
 
-def start_host(connection: Connection, start: dict[str, Any]) -> Host | None:
+def start_host(connection: Connection, start: Mapping[str, Any]) -> Host | None:
     """Make the worker and report to the parent; None if that failed."""
     channels: dict[str, Channel] = {
         name: SharedChannel(name, capacity, descriptors) for name, (capacity, descriptors) in start["channels"].items()

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
 from embodrl.processes.child import LOG_TAIL_BYTES
+from embodrl.processes.codec import Blobs
 from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, raised, settle
@@ -30,7 +31,7 @@ from embodrl.scheduler.messages import CODEC
 RESERVE_TIMEOUT_S = 60.0
 _LOOK_S = 1.0  # between two looks at the machine of an actor that is not up yet
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
-Packed = tuple[bytes, list[Any]]
+Packed = tuple[bytes, Blobs]
 
 
 def import_ray() -> ModuleType:
@@ -96,10 +97,10 @@ class RayHost:
 class RayQueue(Protocol):
     """What a channel uses of ``ray.util.queue.Queue``."""
 
-    def put(self, item: tuple[bytes, list[Any]], *, timeout: float | None) -> None:
+    def put(self, item: Packed, *, timeout: float | None) -> None:
         """Add an item; raises ``Full``."""
 
-    def get(self, *, timeout: float | None) -> tuple[bytes, list[Any]]:
+    def get(self, *, timeout: float | None) -> Packed:
         """Take an item; raises ``Empty``."""
         ...
 
@@ -186,7 +187,7 @@ class _RayWorker(Running):
         answer.future().add_done_callback(lambda done: self._complete(done, future, starting=False))
         return future
 
-    def _introduce(self, done: Future[Any]) -> None:
+    def _introduce(self, done: Future[tuple[int, str, str]]) -> None:
         if done.exception() is None:
             self._about = done.result()
         self._settled.set()
@@ -202,18 +203,19 @@ class _RayWorker(Running):
     def _complete(self, done: Future[Any], future: Future[Outcome], starting: bool) -> None:
         error = done.exception()
         if error is not None:
-            settle(future, self._mourn(error))
+            settle(future, self._on_actor_error(error))
             return
         answer = done.result()
         well, packed = (answer is None, answer) if starting else answer
-        value: Any = None if packed is None else CODEC.unpack(*packed)
-        if not well:
-            settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
-        else:
-            result, seconds = value if value is not None else (None, 0.0)
+        value = None if packed is None else CODEC.unpack(*packed)
+        if well:
+            result, seconds = (None, 0.0) if value is None else value
             settle(future, Outcome(result, seconds))
+        else:
+            assert value is not None
+            settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
 
-    def _mourn(self, error: BaseException) -> WorkerError:
+    def _on_actor_error(self, error: BaseException) -> WorkerError:
         reason = "was closed" if self._closing else f"has gone: {str(error).splitlines()[0]}"
         died = WorkerDied(
             f"{self._job.name} {reason}",
@@ -268,7 +270,7 @@ class RayLauncher(Launcher):
         address: str | None = None,
         timeout_s: float = RESERVE_TIMEOUT_S,
         children: Mapping[int, int] | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         self._ray, self._children = import_ray(), children or {}
         self._timeout_s, self._owned = timeout_s, not self._ray.is_initialized()

@@ -12,7 +12,7 @@ from types import ModuleType
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError
 
-# How long the CPUs of the processes that workers start may take, before the run goes on without them.
+# How long the CPUs of the processes that workers start may take, before the run continues without them.
 CHILDREN_TIMEOUT_S = 15.0
 _POLL_S = 0.5
 _NODE_ID_LABEL = "ray.io/node-id"  # Ray gives it to each node

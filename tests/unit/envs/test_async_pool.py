@@ -76,7 +76,7 @@ def test_a_chunk_that_is_given_up_is_not_played_in_the_next_episode(
         abandoned = asyncio.create_task(mine.execute("act", FORWARD))
         await queued(process, 1)
         await give_up(abandoned)
-        with pytest.raises(EnvError, match="no episode is under way"):
+        with pytest.raises(EnvError, match="no episode is in progress"):
             await mine.execute("act", FORWARD)
         again = asyncio.create_task(mine.initialize("reach-red", 3))
         await queued(process, 2)

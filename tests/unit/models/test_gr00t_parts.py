@@ -153,7 +153,7 @@ def test_min_max_statistics_by_hand():
 def test_the_robot_is_chosen_by_name():
     one = {"oxe_droid": METADATA["oxe_droid"]}
     assert choose_robot(one, None, 1, "x").name == "oxe_droid" and choose_robot(one, None, 1, "x").state is None
-    with pytest.raises(CheckpointError, match=r"statistics of 2 robots \(gr1, oxe_droid\)"):
+    with pytest.raises(CheckpointError, match=r"2 sets of statistics of the robot \(gr1, oxe_droid\)"):
         choose_robot(METADATA, None, 3, "x")
     with pytest.raises(CheckpointError, match=r"no statistics of the robot 'oxe'; it has: gr1, oxe_droid") as caught:
         choose_robot(METADATA, "oxe", 3, "x")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 from test_rollout import config_of, worker_of
 
-from embodrl.envs.pool.faults import FaultCounts
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.processes.restarts import RestartBudget
+from embodrl.scheduler.channel import LocalChannel
 from embodrl.scheduler.group import Handle
-from embodrl.workers.collector import EpisodeSchedule, RolloutState, Share, SyncCollector, share_config
-from embodrl.workers.lockstep import EpisodeStats, Seconds
+from embodrl.scheduler.launchers.base import Outcome
+from embodrl.workers.collector import EpisodeSchedule, RolloutState, Share, Snapshot, SyncCollector, share_config
+from embodrl.workers.lockstep import EpisodeStats, Seconds, ShardMeta
 from embodrl.workers.remote_backend import RemoteBackend, RemoteCollector
 from embodrl.workers.workflow_runner import WorkflowCollector
 
@@ -113,78 +113,123 @@ def test_rollouts_of_an_iteration_come_one_after_the_other() -> None:
     assert torch.equal(joined.logprobs, whole.logprobs)
 
 
+def handle_of(rank: int, answer: object) -> Handle:
+    future: Future[Outcome] = Future()
+    if isinstance(answer, WorkerDied):
+        future.set_exception(answer)
+    else:
+        future.set_result(Outcome(answer, 0.0))
+    return Handle("request", {rank: future}, lambda results: results[0], str)
+
+
 class Group:
-    """A group whose process comes up after some attempts."""
+    """Two rollout processes, which answer at once; the second comes up after some attempts."""
+
+    world_size = 2
 
     def __init__(self, *failures: Exception) -> None:
-        self.failures, self.asked = list(failures), []
+        self.failures, self.asked, self.answers = list(failures), [], {}
 
     def restart(self, rank: int, timeout_s: float) -> None:
         self.asked.append(f"restart {rank}")
         if self.failures:
             raise self.failures.pop(0)
 
-    def call_on(self, rank: int, method: str, *_: object) -> Any:
+    def call_on(self, rank: int, method: str, *_: object) -> Handle:
         self.asked.append(f"{method} {rank}")
-        return SimpleNamespace(result=lambda: None)
+        if method == "about":
+            return handle_of(rank, {"tasks": ["reach"], "num_envs": 2})
+        return handle_of(rank, self.answers.get(method, [None]).pop(0) if method in self.answers else None)
 
 
-def group_of(*failures: Exception) -> tuple[RemoteBackend, Group]:
-    rollouts, group = RemoteBackend.__new__(RemoteBackend), Group(*failures)
-    rollouts.config = config_of("rollout.max_restarts=2")
-    rollouts.group = group  # type: ignore[assignment]
-    rollouts._restarts, rollouts.faults = RestartBudget(2), FaultCounts()
-    rollouts._incarnations, rollouts._pings, rollouts._new = [0, 0], {}, set()
-    rollouts._known_faults = [{"restarts": 3}, {"restarts": 4}]
-    return rollouts, group
+class Weights:
+    """A weight channel whose syncs succeed; counts the generations."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+
+    def options(self) -> dict[str, object]:
+        self.generation += 1
+        return {"kind": "memory", "generation": self.generation}
+
+    def open(self, options: object, check: object = None) -> None: ...
+
+    def send(self, weights: object, version: int, check: object = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trainer:
+    """The policy stays where it is."""
+
+    present = staticmethod(nullcontext)
+
+
+class Policy(torch.nn.Linear):
+    def trainable_groups(self) -> dict[str, list[torch.nn.Parameter]]:
+        return {"policy": list(self.parameters())}
+
+
+def group_of(*failures: Exception) -> tuple[RemoteBackend, Group, Weights]:
+    group, weights, channels = Group(*failures), Weights(), {f"stop_{rank}": LocalChannel("stop") for rank in range(2)}
+    collaborators: list[Any] = [group, channels, weights, Policy(1, 1), Trainer()]
+    rollouts = RemoteBackend(config_of("rollout.max_restarts=2"), *collaborators, lambda: False)
+    assert group.asked == ["about 0", "join 0", "join 1"] and weights.generation == 1
+    group.asked.clear()
+    return rollouts, group, weights
 
 
 def test_a_process_that_does_not_come_up_is_tried_again() -> None:
-    rollouts, group = group_of(WorkerRaised("no simulator", rank=1))
-    rollouts._revive(WorkerDied("rollout[1] was killed", rank=1))
-    assert group.asked == ["restart 1", "restart 1"] and rollouts._new == {1}
-    assert rollouts._incarnations == [0, 2] and rollouts.faults.rollout_restarts == 2
-    assert rollouts._known_faults == [{"restarts": 3}, {}]
+    rollouts, group, weights = group_of(WorkerRaised("no simulator", rank=1))
+    rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
+    assert group.asked == ["restart 1", "restart 1", "join 0", "join 1"] and weights.generation == 2
+    assert rollouts.faults.rollout_restarts == 2
+    rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=1)  # of the one that did not come up
+    assert rollouts.faults.rollout_restarts == 2, "it has been replaced since"
 
 
 def test_attempts_to_bring_it_up_count_as_restarts() -> None:
-    rollouts, group = group_of(*(WorkerRaised("no simulator", rank=1) for _ in range(3)))
+    rollouts, group, _ = group_of(*(WorkerRaised("no simulator", rank=1) for _ in range(3)))
     with pytest.raises(WorkerDied, match="given up after 2 restarts of rollout processes: no simulator"):
-        rollouts._revive(WorkerDied("rollout[1] was killed", rank=1))
+        rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
     assert group.asked == ["restart 1"] * 2
 
 
-def handle_of(rank: int, answer: dict[str, Any] | WorkerDied) -> Any:
-    future: Future[Any] = Future()
-    if isinstance(answer, WorkerDied):
-        future.set_exception(answer)
-    else:
-        future.set_result(SimpleNamespace(value=answer, seconds=0.0))
-    return Handle("gather", {rank: future}, lambda results: results[0], str)
-
-
 def test_an_answer_counts_before_another_process_is_brought_up() -> None:
-    """Who has answered may die while that happens, and is then carried on from its answer."""
-    rollouts, _ = group_of()
-    rollouts.size, rollouts._calls, rollouts.should_stop = 2, itertools.count(), lambda: False
-    rollouts._carried = [None, None]
-    answer = {"carried": {"random": ["after"], "before": ["start"], "metas": ["M"]}, "faults": {"restarts": 5}}
-    first = {0: handle_of(0, WorkerDied("rollout[0] was killed", rank=0)), 1: handle_of(1, answer)}
-    rollouts.group = SimpleNamespace(call_on=lambda rank, *_: first.pop(rank, None) or handle_of(rank, answer))  # type: ignore[assignment]
-    seen: list[Any] = []
-    rollouts.revive = lambda error, incarnation: seen.append((error.rank, rollouts._carried[1]))  # type: ignore[method-assign]
-    assert rollouts.call("gather", [(0,), (0,)]) == [answer, answer]
-    assert seen == [(0, answer["carried"])]
+    """The one that has answered may die while that happens, and its successor starts from its answer."""
+    rollouts, group, _ = group_of()
+    carried = [{"random": [f"after {rank}"], "before": ["start"], "metas": []} for rank in range(2)]
+    answers = [{"carried": carried[rank], "faults": {"restarts": 5 + rank}} for rank in range(2)]
+    # In the order of the requests: rank 0 dies, rank 1 answers, and then the new rank 0 does.
+    group.answers["gather"] = [WorkerDied("rollout[0] was killed", rank=0), answers[1], answers[0]]
+    assert rollouts.call("gather", [(0,), (0,)]) == answers
+    assert group.asked == ["gather 0", "gather 1", "restart 0", "join 0", "join 1", "gather 0"]
+    assert (rollouts.faults.restarts, rollouts.faults.rollout_restarts) == (11, 1)
+    group.asked.clear()
+    rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
+    assert group.asked == ["restart 1", "join 0", "join 1", "restore 1"]
 
 
 @pytest.mark.parametrize("kind", [SyncCollector, WorkflowCollector])
 def test_what_was_counted_is_told_after_carrying_on(kind: type[SyncCollector]) -> None:
     asked: list[Any] = []
-    worker: Any = kind.__new__(kind)
-    worker.engine = SimpleNamespace(set_random_state=asked.append)
-    worker.pool = SimpleNamespace(call=lambda *names, **_: asked.append(names[0]))
-    worker.stats, worker.seconds, worker._metas, worker._before = EpisodeStats(), Seconds(), [], None
-    meta = {"episodes": vars(EpisodeStats(episodes=8, returns=2.5)), "seconds": vars(Seconds(env=3.0))}
-    worker.restore({"metas": [meta], "random": ["after"], "before": ["start"]})
-    assert asked == [["after"], "mark"] and worker._before == ["start"]
+    settings = (
+        []
+        if kind is SyncCollector
+        else [
+            "rollout.workflow=embodrl.workers.workflow:ChunkWorkflow",
+            "env.train.auto_reset=false",
+            "env.train.max_steps_per_rollout_epoch=8",
+        ]
+    )
+    engine: Any = SimpleNamespace(set_random_state=asked.append)
+    spec = SimpleNamespace(num_envs=4, tasks=("reach",))
+    pool: Any = SimpleNamespace(call=lambda *names, **_: asked.append(names[0]), spec=spec)
+    worker = kind(config_of(*settings), pool, engine, lambda: False)
+    meta: ShardMeta = {"episodes": vars(EpisodeStats(episodes=8, returns=2.5)), "seconds": vars(Seconds(env=3.0))}
+    carried: Snapshot = {"metas": [meta], "random": ["after"], "before": ["start"]}
+    worker.restore(carried)
+    assert asked == [["after"], "mark"]
     assert worker.metas() == [meta]
+    worker.undo()
+    assert asked[2:] == [["start"], "rewind"]

@@ -258,7 +258,7 @@ def test_the_environment_names_its_tool_and_refuses_what_it_can_not_do(pool: Env
         assert tool.name == "act" and schema["maxItems"] == CHUNK and schema["items"]["maxItems"] == 7
         assert schema["items"]["prefixItems"][0] == {"type": "number", "minimum": -1.0, "maximum": 1.0}
         fine = {"actions": np.zeros((2, 7))}
-        with pytest.raises(EnvError, match="no episode is under way"):
+        with pytest.raises(EnvError, match="no episode is in progress"):
             await env.execute("act", fine)
         with pytest.raises(EnvError, match="no task 'reach-blue'"):
             await env.initialize("reach-blue", 1)

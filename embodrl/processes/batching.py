@@ -1,0 +1,112 @@
+"""Requests of coroutines, answered in batches by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+Content = TypeVar("Content")
+Answer = TypeVar("Answer")
+
+
+class Request(Generic[Content, Answer]):
+    """What a coroutine waits for.
+
+    Args:
+        content: of the request.
+    """
+
+    def __init__(self, content: Content) -> None:
+        self.content = content
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+    def settle(self, answer: Answer | Exception) -> None:
+        """Answer the request, unless it has been cancelled."""
+        if self.answer.done():
+            return
+        if isinstance(answer, Exception):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
+
+
+class BatchPump(ABC, Generic[Content, Answer]):
+    """Gathers the requests that wait while its thread is at work into batches. Its methods belong to one event loop.
+
+    Args:
+        name: of the thread.
+
+    Attributes:
+        batches: computed so far.
+        requests: answered in them.
+        busy_s: seconds that the thread was at work.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.batches = self.requests = 0
+        self.busy_s = 0.0
+        self._waiting: list[Request[Content, Answer]] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    @abstractmethod
+    def choose(self, waiting: list[Request[Content, Answer]]) -> list[Request[Content, Answer]]:
+        """Return which of the requests, the oldest first, form the next batch; none of them is cancelled.
+
+        It may settle some itself, which are then left out.
+        """
+
+    @abstractmethod
+    def compute(self, batch: list[Content]) -> Sequence[Answer]:
+        """Return one answer per request. Runs in the thread; an error reaches all of the batch."""
+
+    def computed(self, batch: Sequence[Content], answers: Sequence[Answer | Exception]) -> None:
+        """Take note of a batch before its requests are answered, cancelled ones included."""
+
+    async def submit(self, request: Request[Content, Answer]) -> Answer:
+        """Queue a request and wait for its answer."""
+        self._waiting.append(request)
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._serve())
+        return await request.answer
+
+    async def _serve(self) -> None:
+        """Answer until no request waits. A task starts in the next cycle of the loop, so all of this one join."""
+        try:
+            while self._waiting:
+                alive = [request for request in self._waiting if not request.answer.done()]
+                batch = self.choose(alive) if alive else []
+                taken = set(map(id, batch))
+                self._waiting = [r for r in alive if id(r) not in taken and not r.answer.done()]
+                if batch:
+                    await self._answer(batch)
+                    await asyncio.sleep(0)  # whom this answered may ask again before the next batch is made
+        finally:
+            self._pump = None
+
+    async def _answer(self, batch: list[Request[Content, Answer]]) -> None:
+        contents = [request.content for request in batch]
+        self.batches += 1
+        self.requests += len(batch)
+        answers: Sequence[Answer | Exception]
+        clock = time.perf_counter()
+        try:
+            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self.compute, contents)
+        except Exception as error:  # noqa: BLE001 - every coroutine that asked raises it
+            answers = [error] * len(batch)
+        self.busy_s += time.perf_counter() - clock
+        self.computed(contents, answers)
+        for request, answer in zip(batch, answers, strict=True):
+            request.settle(answer)
+
+    def mean_batch(self) -> float:
+        """Return how many requests a batch had on average; 0 before the first."""
+        return self.requests / self.batches if self.batches else 0.0
+
+    def close(self) -> None:
+        """Wait for the batch in progress and end the thread. The coroutines must have ended or been cancelled."""
+        self._thread.shutdown()
