@@ -8,7 +8,7 @@ simulators and models also from an installed package with an entry point in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -108,6 +108,9 @@ class SimulatorSpec(Spec):
         extra: of embodrl, which installs them.
         isolated: ``embodrl env install NAME`` installs it into a Python environment of its own.
         draws_with: vulkan, mujoco, or "" if nothing is checked.
+        probe: ``probe(settings, python)``, from the section ``env`` (None: `embodrl doctor` without a configuration)
+            and the simulators' interpreter (None: this one) to pairs of what is missing and how to get it; or
+            ``module:function``. Called before anything is started, so it has to be quick.
         example: keyword arguments of ``target`` (without ``num_envs``) for the environment that `embodrl doctor` makes.
         process_bytes: memory of a simulator process without environments.
         env_bytes: memory of an environment.
@@ -133,6 +136,7 @@ class SimulatorSpec(Spec):
     extra: str = ""
     isolated: bool = False
     draws_with: str = ""
+    probe: Callable[[EnvConfig | None, str | None], Sequence[tuple[str, str]]] | str | None = None
     example: Mapping[str, object] | None = None
     process_bytes: int = 0
     env_bytes: int = 0

@@ -45,7 +45,7 @@ class Proximal:
 
 
 def staleness_of(policy_version: Tensor, valid: Tensor, version: int) -> Tensor:
-    """Return ``int64[T,B]``: how many updates behind the policy was that played a chunk; 0 where nothing is valid.
+    """Return ``int64[T,B]``: how many updates behind the policy was that chose a chunk; 0 where nothing is valid.
 
     Args:
         policy_version: ``int64[T,B]``.
@@ -58,7 +58,7 @@ def staleness_of(policy_version: Tensor, valid: Tensor, version: int) -> Tensor:
     staleness = torch.where(valid.any(-1), version - policy_version, 0)
     if staleness.numel() and int(staleness.min()) < 0:
         raise EmbodrlError(
-            f"a chunk was played by policy version {version - int(staleness.min())}, and the engine is at {version}",
+            f"a chunk was chosen by policy version {version - int(staleness.min())}, and the engine is at {version}",
             "stamp chunks with the version of the engine whose weights acted, and restore both from one checkpoint",
         )
     return staleness
@@ -81,7 +81,7 @@ def loglinear_logprobs(logprobs: Tensor, old_logprobs: Tensor, staleness: Tensor
     Args:
         logprobs: ``float32[N,C,A]`` under the present policy; no gradient flows into them.
         old_logprobs: ``float32[N,C,A]`` under the policy that acted.
-        staleness: ``int64[N]``; where it is 0 the result is ``old_logprobs`` to the bit.
+        staleness: ``int64[N]``; where it is 0 the result is ``old_logprobs``, bit-exact.
     """
     age = staleness.view(-1, 1, 1)
     between = torch.lerp(old_logprobs, logprobs.detach(), age / (age + 1))

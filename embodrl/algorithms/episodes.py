@@ -50,7 +50,7 @@ def unique_inverse(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Episodes:
-    """Find the episodes of a rollout; one that goes on at its end counts as far as it got.
+    """Find the episodes of a rollout; one that continues at its end counts as far as it got.
 
     Args:
         valid: ``bool[T,B,C]``.
@@ -79,7 +79,7 @@ def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: in
 
     With them ``sum(w * x) / N`` over the N elements (ratios) of a rollout is, by episode, the mean over the episodes of
     the means within each (DeepSeekMath, arXiv 2402.03300, eq. 3: ``1/G sum 1/|o|``); else the mean over the episodes of
-    sums divided by a fixed length, so that long episodes are not played down (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
+    sums divided by a fixed length, so that long episodes are not weighted down (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
 
     Args:
         episodes: of the rollout.

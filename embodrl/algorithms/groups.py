@@ -1,4 +1,4 @@
-"""Advantages without a critic: the return of an episode beside those of its group.
+"""Advantages without a critic: the return of an episode relative to those of its group.
 
 Legend: T policy steps (chunks), B environments, C actions in a chunk, K values a chunk (1 or C), E episodes,
 S reward steps (T at chunk level, T*C at action level).

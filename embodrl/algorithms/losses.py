@@ -175,7 +175,7 @@ def actor_loss(
 
     Returns:
         the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``ratio_mean`` (both with the
-        behaviour weights), ``clip_fraction`` (outside the range); where asked for ``entropy``, ``drift``, ``ref_kl``.
+        behaviour weights), ``clip_fraction`` (outside the range); if requested ``entropy``, ``drift``, ``ref_kl``.
 
     Raises:
         EmbodrlError: advantages or behaviour weights are finer than the ratio; or a KL without a reference.

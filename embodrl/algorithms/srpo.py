@@ -7,7 +7,7 @@ distance of its trajectory embedding to those of the successes. What differs her
 - Every environment takes part. There, only as many as there are groups did.
 - Successes of earlier rollouts stand in where a rollout has none of a task (``memory``). There, such a task had no
   gradient. Only until the first success at all are its rewards all 0, which is counted.
-- A short episode repeats frames in order. There, it began anew.
+- A short episode repeats frames in order. There, it restarted.
 - The distance of DBSCAN is the root mean square over standardised dimensions. There it is their Euclidean norm, which
   grows with the width of the encoder: at 1408 dimensions nothing is within 0.5 of anything.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
+import resource
 import signal
 import sys
 import traceback
@@ -18,12 +18,16 @@ import typer
 
 from embodrl.cli.app import complete_settings
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, UsageError
+from embodrl.reporting.terminal import safe_streams
+from embodrl.storage.atomic import FILE_SIZE_HINT
 
 if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
     from embodrl.config.rules.verbs import Verb
     from embodrl.config.schema import Config
 
+# Of exceptions that the loader, numpy, torch and the interpreter raise where memory or threads can't be had.
+_OUT_OF_MEMORY = ("MemoryError", "annot allocate memory", "an't allocate memory", "failed to map", "start new thread")
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_SIGINT, EXIT_SIGTERM = 0, 1, 2, 130, 143
 
 Overrides = Annotated[
@@ -141,32 +145,32 @@ def leaving(debug: bool = False) -> Iterator[Outcome]:
         debug: show tracebacks.
 
     Raises:
-        typer.Exit: always; 0 ok, 2 configuration or usage, 1 any other error, 130 SIGINT, 143 SIGTERM.
+        typer.Exit: 0 ok, 2 configuration or usage, 1 any other error, 130 SIGINT, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
     outcome = Outcome()
-    try:
-        yield outcome
-    except ConfigError as error:
-        print(error.report(), file=sys.stderr)
-        outcome.code = EXIT_CONFIG
-    except EmbodrlError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        outcome.code = EXIT_CONFIG if isinstance(error, UsageError) else EXIT_ERROR
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        outcome.code = EXIT_SIGINT
-    except BrokenPipeError:
-        # the reader of our output has gone, e.g. `embodrl config show | head`; nothing is left to print
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        outcome.code = EXIT_OK
-    except OSError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"error: {describe_os_error(error)}", file=sys.stderr)
-        outcome.code = EXIT_ERROR
+    with safe_streams():
+        try:
+            yield outcome
+        except ConfigError as error:
+            print(error.report(), file=sys.stderr)
+            outcome.code = EXIT_CONFIG
+        except EmbodrlError as error:
+            if debug:
+                traceback.print_exc()
+            print(f"error: {describe_memory_limit(error) or error}", file=sys.stderr)
+            outcome.code = EXIT_CONFIG if isinstance(error, UsageError) else EXIT_ERROR
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            outcome.code = EXIT_SIGINT
+        except (OSError, MemoryError, ImportError, RuntimeError) as error:
+            described = describe_os_error(error) if isinstance(error, OSError) else describe_memory_limit(error)
+            if described is None:
+                raise
+            if debug:
+                traceback.print_exc()
+            print(f"error: {described}", file=sys.stderr)
+            outcome.code = EXIT_ERROR
     raise typer.Exit(outcome.code)
 
 
@@ -185,11 +189,27 @@ def describe_os_error(error: OSError) -> EmbodrlError:
         errno.EROFS: "the file system is read-only: choose a directory on another one",
         errno.EACCES: "permission denied: choose a writable directory",
         errno.EMFILE: "too many files are open: raise `ulimit -n`",
-        errno.ENOMEM: "out of memory: close other programs, or use fewer environments",
+        errno.EFBIG: FILE_SIZE_HINT,
     }
+    if error.errno in (errno.ENOMEM, errno.EAGAIN) and (limited := describe_memory_limit(error)) is not None:
+        return limited
+    hints[errno.ENOMEM] = "out of memory: close other programs, or use fewer environments"
     where = f"{error.filename}: " if error.filename else ""
     hint = hints.get(error.errno or 0, "check the paths in the command; rerun with --debug for the traceback")
     return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", hint)
+
+
+def describe_memory_limit(error: Exception) -> EmbodrlError | None:
+    """Return the error for what failed because of ``ulimit -v``; None if there is no such limit, or another cause."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    text = f"{type(error).__name__}: {error}"
+    if limit == resource.RLIM_INFINITY or not any(sign in text for sign in _OUT_OF_MEMORY):
+        return None
+    return EmbodrlError(
+        f"out of memory: the shell limits virtual memory to {limit / 2**30:.2f} GiB ({text:.400})",
+        "raise the limit: ulimit -v unlimited",
+        code="memory-limit",
+    )
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

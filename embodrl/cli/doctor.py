@@ -38,6 +38,6 @@ def doctor(
         from embodrl.workers.env import try_simulator
 
         config = load_config(overrides).config
-        return run_doctor(json_output=json_output, further=lambda: try_simulator(config))
+        return run_doctor(json_output, further=lambda: try_simulator(config), extensions=config.extensions)
 
     execute(action, debug)

@@ -315,7 +315,7 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
     problems: list[ConfigProblem] = []
     defaults = tree.children.pop("defaults", None)
     if defaults is not None:
-        hint = "write the choices as a mapping: 'presets: {env: maniskill, model: openvla}'"
+        hint = "write the choices as a mapping: 'presets: {env: NAME, model: NAME}'"
         problems.append(
             ConfigProblem(
                 "defaults",
@@ -329,7 +329,7 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
     if section is None:
         return {}, problems
     if not isinstance(section.value, dict):
-        hint = "write 'presets: {env: maniskill, model: openvla}'"
+        hint = "write 'presets: {env: NAME, model: NAME}'"
         problems.append(
             ConfigProblem(
                 "presets",

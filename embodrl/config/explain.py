@@ -118,7 +118,7 @@ def side(text: str) -> dict[str, object]:
     if text and "=" not in text and not path.exists():
         raise UsageError(
             f"{text} is neither a run, nor a YAML file, nor settings",
-            'settings are written key=value, several of them in quotes: "env=toy runner.seed=3"',
+            'settings are written key=value, several of them in quotes: "env=NAME runner.seed=3"',
             code="config-diff-side",
         )
     if text and "=" not in text and (path / "config.yaml").is_file():

@@ -29,7 +29,7 @@ CODE_SETTINGS = {
     "algorithm.loss_type": "a function, if it is module:function",
     "algorithm.srpo.encoder": "a function, if it is module:function",
     "cluster.ray_address": "the Ray cluster that is joined, whose head node controls what its nodes run",
-    "env.id": "a module that Gymnasium imports, if it is module:Name",
+    "env.id": "a module that is imported, if it is module:Name",
     "env.python": "the program that runs the simulators, unless it is auto",
     "extensions": "modules that are imported",
     "pipeline.fn": "a function",

@@ -5,8 +5,6 @@ Shapes: N values, D dimensions. Quantiles interpolate linearly between order sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,14 +55,14 @@ class PixelStats:
         mean = self.counts @ levels / total
         variance = (self.counts * (levels[None] - mean[:, None]) ** 2).sum(axis=1) / total
         seen = [np.flatnonzero(row) for row in self.counts]
-        values: dict[str, Sequence[float] | NDArray[np.float64]] = {
-            "min": [levels[row[0]] for row in seen],
-            "max": [levels[row[-1]] for row in seen],
-            "mean": mean,
-            "std": np.sqrt(variance),
+        values: dict[str, list[float]] = {
+            "min": [float(levels[row[0]]) for row in seen],
+            "max": [float(levels[row[-1]]) for row in seen],
+            "mean": mean.tolist(),
+            "std": np.sqrt(variance).tolist(),
         }
         values |= {name: [_quantile(row, q) for row in self.counts] for name, q in QUANTILES.items()}
-        return {name: [[[float(x)]] for x in value] for name, value in values.items()} | {"count": [self.frames]}
+        return {name: [[[x]] for x in value] for name, value in values.items()} | {"count": [self.frames]}
 
 
 def _quantile(counts: NDArray[np.int64], q: float) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +126,23 @@ def _instruction(path: Path, task: str, attributes: Mapping[str, object]) -> str
     ).strip('"')
 
 
+class _File(Protocol):
+    filename: str
+
+
+class _Dataset(Protocol):
+    """What is used of ``h5py.Dataset``."""
+
+    file: _File
+    external: object
+    is_virtual: bool
+    shape: tuple[int, ...]
+    nbytes: int
+    dtype: np.dtype[np.generic]
+
+    def __getitem__(self, index: tuple[()]) -> object: ...
+
+
 class _Demo:
     """A demonstration in a file.
 
@@ -136,7 +153,7 @@ class _Demo:
         file: the open file.
     """
 
-    def __init__(self, h5py: ModuleType, path: Path, name: str, file: Mapping[str, object]) -> None:
+    def __init__(self, h5py: ModuleType, path: Path, name: str, file: Mapping[str, _Dataset]) -> None:
         self._h5py, self._path, self._name, self._file = h5py, path, name, file
         self._length: int | None = None
 

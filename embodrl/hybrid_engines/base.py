@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,11 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.offload import OffloadReport
 
+Counters = dict[str, int]
+"""The part of an engine's state that is no tensor: ``version`` and ``nonfinite_in_row``."""
+FileFacts = dict[str, dict[str, int | str]]
+"""By path inside a checkpoint: ``num_bytes`` and ``sha256``."""
+
 
 class NonFiniteError(EmbodrlError):
     """Losses or gradients were NaN or infinite several times in a row."""
@@ -26,7 +30,7 @@ class NonFiniteError(EmbodrlError):
 
 @dataclass(frozen=True)
 class EngineState:
-    """All that an engine needs to go on where it stopped.
+    """All that an engine needs to continue where it stopped.
 
     Attributes:
         tensors: ``policy``, ``optimizer`` and, where there is one, ``reference``, each by name.
@@ -34,7 +38,7 @@ class EngineState:
     """
 
     tensors: dict[str, dict[str, Tensor]]
-    state: dict[str, Any]
+    state: Counters
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class TrainEngine(ABC):
     def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
         """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the present weights.
 
-        Chunks played with these weights keep those of the rollout, to the bit. A loss without values gets None.
+        Chunks acted with these weights keep those of the rollout, bit-exact. A loss without values gets None.
 
         Raises:
             EmbodrlError: a chunk has a version above the engine's.
@@ -140,11 +144,11 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         """Return the part of the state that can be written as JSON."""
 
     @abstractmethod
-    def save_shards(self, directory: Path) -> dict[str, dict[str, Any]]:
+    def save_shards(self, directory: Path) -> FileFacts:
         """Write the tensors of the state, each process what it holds; see ``sharded_checkpoint.save_state``.
 
         Returns:
@@ -155,7 +159,7 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+    def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
         """Go back to what ``save_shards`` wrote, perhaps with another backend or number of processes.
 
         Raises:

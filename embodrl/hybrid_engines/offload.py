@@ -1,4 +1,4 @@
-"""Tensors of an engine that leave the device between phases, and come back to the bit."""
+"""Tensors of an engine that leave the device between phases, and come back bit-exact."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Offload:
     kind, which saves nothing and shows that nothing else changes.
 
     Args:
-        tensors: of the engine, asked for each time: gradients and optimizer state come and go.
+        tensors: of the engine, queried each time: gradients and optimizer state come and go.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -131,7 +131,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return what is taken of a GPU by everybody, in bytes; 0 on a CPU."""
+    """Return the bytes of a GPU in use by all processes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -220,7 +220,7 @@ def preflight_rendering(python: str | None = None) -> None:
             raise MissingDependencyError(f"{finding.name}: {finding.detail}", finding.hint)
 
 
-def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
+def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[str] = ()) -> list[Finding]:
     """Run every check; a frame is drawn only where the driver could do it."""
     torch, libraries, driver = installed_version("torch"), check_libraries(), vulkan.probe_in_subprocess()
     findings = [
@@ -235,7 +235,7 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]]) -> list[Finding]:
         check_maniskill(driver.usable and libraries.status == "ok"),
         libraries,
         check_vulkan(driver),
-        *check_others(),
+        *check_others(extensions),
     ]
     if libero.wanted():
         findings.append(libero.check_libero())
@@ -268,6 +268,7 @@ def run_doctor(
     output_dir: Path = Path("outputs"),
     console: Console | None = None,
     further: Callable[[], Finding] | None = None,
+    extensions: Sequence[str] = (),
 ) -> int:
     """Examine the machine and show what was found.
 
@@ -276,13 +277,14 @@ def run_doctor(
         output_dir: where runs will be written.
         console: where to write; standard output by default.
         further: one check more, such as of the simulator of a configuration.
+        extensions: modules that register environments, whose examples and probes are checked as well.
 
     Returns:
         0 if training can run, 1 otherwise.
     """
     console = console or Console()
     gpus = list_gpus() if importlib.util.find_spec("pynvml") else []
-    findings = examine(output_dir, gpus) + ([further()] if further else [])
+    findings = examine(output_dir, gpus, extensions) + ([further()] if further else [])
     presets = preset_lacks(summarize(findings, gpus))
     if json_output:
         console.out(as_json(findings, presets), highlight=False)

@@ -17,9 +17,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from embodrl.config.schema import EnvConfig
 from embodrl.envs.mujoco.scene import GL_HINT, GL_LIBRARIES, loads
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
-from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
+from embodrl.errors import EmbodrlError, EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
+from embodrl.names import exits_named, import_function
 from embodrl.preflight.findings import Finding
 from embodrl.specs import ENVS
 
@@ -91,13 +93,53 @@ def missing_modules(names: Sequence[str], python: str | None = None) -> list[str
     return done.stdout.split()
 
 
-def check_simulator(env_type: str) -> Finding:
-    """One environment and one frame; that the packages are absent is no error, as nobody has to have them."""
+def check_simulator(env_type: str, extensions: Sequence[str] = ()) -> Finding:
+    """The packages, the probe and one frame of a simulator; it is optional, so nothing missing is an error.
+
+    Args:
+        env_type: a name of the environment registry.
+        extensions: modules that register environments.
+    """
     spec, missing = ENVS.entry(env_type), missing_packages(env_type)
     if missing:
         detail = f"not installed: {', '.join(missing)}; for env={env_type} only"
-        return Finding(env_type, "ok", detail, f"pip install 'embodrl[{spec.extra}]'")
-    return optional(draw_frame(env_type, env_type, EXAMPLES[env_type]))
+        return Finding(env_type, "ok", detail, _install_hint(env_type, missing))
+    found = probe(env_type)
+    if found:
+        message, hint = ("; ".join(part) for part in zip(*found, strict=True))
+        return Finding(env_type, "warning", message, hint)
+    example = EXAMPLES.get(env_type, spec.example)
+    if example is None:
+        return Finding(env_type, "ok", "its own probe finds nothing missing")
+    return optional(draw_frame(env_type, env_type, example, extensions=extensions))
+
+
+def probe(env_type: str, settings: EnvConfig | None = None, python: str | None = None) -> list[tuple[str, str]]:
+    """Return what the probe of a spec finds missing, with hints; nothing where it has none.
+
+    Raises:
+        EmbodrlError: the probe failed.
+    """
+    called = ENVS.entry(env_type).probe
+    if called is None:
+        return []
+    try:
+        found = import_function(called) if isinstance(called, str) else called
+        with exits_named(f"the probe of '{env_type}'"):
+            return [(str(message), str(hint)) for message, hint in found(settings, python)]
+    except EmbodrlError:
+        raise
+    except Exception as error:  # a custom probe may raise anything
+        raise EmbodrlError(
+            f"the probe of '{env_type}' raised {type(error).__name__}: {error}",
+            "it is called with the section env (or None) and an interpreter (or None), and returns pairs of text",
+            code="spec-probe-raised",
+        ) from error
+
+
+def _install_hint(env_type: str, missing: Sequence[str]) -> str:
+    extra = ENVS.entry(env_type).extra  # a custom environment has none
+    return f"pip install 'embodrl[{extra}]'" if extra else f"install {', '.join(missing)}"
 
 
 def optional(found: Finding) -> Finding:
@@ -179,9 +221,10 @@ def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
     return Finding(name, "ok", f"MUJOCO_GL={answer['gl']}, on the {'CPU' if answer['software'] else 'GPU'}")
 
 
-def check_others() -> list[Finding]:
-    """Run the checks of all simulators but ManiSkill."""
-    findings = [check_simulator(name) for name in EXAMPLES]
+def check_others(extensions: Sequence[str] = ()) -> list[Finding]:
+    """Run the checks of all simulators but ManiSkill and LIBERO: those with an example or a probe in their spec."""
+    custom = [spec.name for spec in ENVS.all() if spec.name not in ENVS.builtin and (spec.probe or spec.example)]
+    findings = [check_simulator(name, extensions) for name in (*EXAMPLES, *custom)]
     if importlib.util.find_spec("mujoco") is not None:
         findings.append(check_mujoco_rendering())
     return findings
@@ -199,26 +242,30 @@ def troubles(findings: list[Finding]) -> dict[str, str]:
     return result
 
 
-def preflight(env_type: str, python: str | None = None) -> None:
+def preflight(env_type: str, python: str | None = None, settings: EnvConfig | None = None) -> None:
     """Refuse a simulator before anything is started. Takes some milliseconds, more for another interpreter.
 
     Args:
         env_type: a name of the environment registry.
         python: interpreter of the simulator processes; None for this one.
+        settings: the section ``env``, for the probe of the spec.
 
     Raises:
-        MissingDependencyError: a package, or for Meta-World a way to draw, is missing.
+        MissingDependencyError: a package, a way to draw, or what the probe of the spec looks for is missing.
     """
     missing = missing_packages(env_type, python)
     if missing:
-        extra = ENVS.entry(env_type).extra  # one of the user's own has none
-        install = f"pip install 'embodrl[{extra}]'" if extra else f"install {', '.join(missing)}"
+        install = _install_hint(env_type, missing)
         raise MissingDependencyError(
             f"env.env_type {env_type} needs {', '.join(missing)}, which {python or 'this environment'} has not",
             f"{install}, or set env.python to an interpreter that has it",
         )
-    if env_type == "metaworld" and missing_gl():
+    spec = ENVS.entry(env_type) if env_type in ENVS else None
+    if spec is not None and spec.draws_with == "mujoco" and missing_gl():
         raise MissingDependencyError(f"MuJoCo can't draw: {missing_gl()}", GL_HINT)
+    found = probe(env_type, settings, python) if spec is not None else []
+    if found:
+        raise MissingDependencyError(*("; ".join(part) for part in zip(*found, strict=True)))
 
 
 def preflight_videos(python: str | None = None) -> None:

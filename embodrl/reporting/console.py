@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -21,6 +18,7 @@ from rich.text import Text
 
 from embodrl.reporting.intervals import eval_interval
 from embodrl.reporting.sinks import MetricValue
+from embodrl.reporting.terminal import safe_console
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +48,6 @@ def sparkline(values: list[float], width: int = 40) -> str:
     return "".join(SPARKS[min(7, max(0, round(value * 7)))] for value in values[-width:])
 
 
-class Screen(RichConsole):
-    """A terminal or pipe whose reader may go away: that costs the screen, not the run."""
-
-    def on_broken_pipe(self) -> None:
-        """Write nothing from now on."""
-        self.quiet = True
-        logger.warning("stdout was closed; logging continues in the log file and metrics.jsonl")
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
 class Console:
     """Shows a run.
 
@@ -78,7 +65,7 @@ class Console:
         name: str = "",
         stream: RichConsole | None = None,
     ) -> None:
-        self._out = stream or Screen()
+        self._out = stream or safe_console()
         self.mode = mode if mode != "auto" else ("rich" if self._out.is_terminal else "plain")
         self.total_iterations = total_iterations
         self.name = name
@@ -105,7 +92,7 @@ class Console:
             self._live.start()
 
     def restore(self, rows: list[dict[str, MetricValue]]) -> None:
-        """Take the rows of a resumed run, without showing each."""
+        """Load the rows of a resumed run, without showing each."""
         for row in rows:
             self._absorb(row)
         self._earlier_s = self._number("time/elapsed_s")
@@ -136,7 +123,7 @@ class Console:
             self._print(f"iter {done:.0f}/{self.total_iterations} done, now {self._phase_text()}")
 
     def message(self, text: str) -> None:
-        """Show something worth keeping, e.g. a warning or the path of a checkpoint."""
+        """Show a line that stays, such as the path of a checkpoint."""
         logger.info("%s", text)
         self._messages.append(text)
         self._print(text)
@@ -148,7 +135,7 @@ class Console:
             self._out.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def close(self) -> None:
-        """Leave the panel as it is and give the terminal back; may be called twice."""
+        """Close the panel, with its last state left on the terminal; may be called twice."""
         if self._live is not None:
             self._refresh()
             self._live.stop()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from embodrl.reporting.charts import histogram
 from embodrl.reporting.intervals import CONFIDENCE_TEXT
@@ -15,7 +15,47 @@ ROW_PX, BAR_PX = 44, 330
 MAX_FAILURES = 200
 
 
-def eval_page(content: Mapping[str, Any], title: str, directory: Path, grid: Path | None, videos: list[Path]) -> str:
+class TaskFigures(TypedDict):
+    """The result of a task."""
+
+    success_rate: float
+    interval: tuple[float, float]
+    successes: int
+    episodes: int
+    instruction: str
+
+
+class EpisodeFigures(TypedDict):
+    """The result of an episode."""
+
+    number: int
+    seed: int
+    task: str
+    instruction: str
+    success: bool
+    episode_return: float
+    length: int
+
+
+class EvalContent(TypedDict):
+    """What eval.json has; rate and means are None without an episode."""
+
+    success_rate: float | None
+    interval: tuple[float, float]
+    confidence: float
+    successes: int
+    episodes: int
+    lost_episodes: int
+    per_task: dict[str, float]
+    mean_return: float | None
+    mean_length: float | None
+    seed: int
+    tasks: dict[str, TaskFigures]
+    settings: dict[str, object]
+    per_episode: list[EpisodeFigures]
+
+
+def eval_page(content: EvalContent, title: str, directory: Path, grid: Path | None, videos: list[Path]) -> str:
     """Return the page.
 
     Args:
@@ -25,7 +65,7 @@ def eval_page(content: Mapping[str, Any], title: str, directory: Path, grid: Pat
         grid: the video of all filmed episodes.
         videos: one per filmed episode.
     """
-    settings: Mapping[str, Any] = content["settings"]
+    settings = content["settings"]
     rows = [(name, row) for name, row in content["tasks"].items()]
     parts = [
         f"<h1>{html.escape(title)}</h1>",
@@ -43,21 +83,21 @@ def eval_page(content: Mapping[str, Any], title: str, directory: Path, grid: Pat
     return page(title, parts)
 
 
-def _figures(content: Mapping[str, Any]) -> str:
+def _figures(content: EvalContent) -> str:
     low, high = content["interval"]
     found = [(f"{content['episodes']:,}", "episodes"), (f"{content['lost_episodes']:,}", "lost to simulator faults")]
     if content["episodes"]:
         found = [
-            (f"{100 * content['success_rate']:.1f} %", "success rate"),
+            (f"{100 * (content['success_rate'] or 0.0):.1f} %", "success rate"),
             (f"{100 * low:.1f} to {100 * high:.1f} %", f"{CONFIDENCE_TEXT} interval"),
             *found,
-            (f"{content['mean_return']:.3g}", "mean return"),
-            (f"{content['mean_length']:.1f}", "mean length, steps"),
+            (f"{content['mean_return'] or 0.0:.3g}", "mean return"),
+            (f"{content['mean_length'] or 0.0:.1f}", "mean length, steps"),
         ]
     return figures(found)
 
 
-def bars(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def bars(rows: Sequence[tuple[str, TaskFigures]]) -> str:
     """Return an inline SVG: for each task its name, a bar from 0 to 100 %, and a whisker over its interval."""
     height = ROW_PX * len(rows) + 20
     parts: list[str] = []
@@ -86,12 +126,12 @@ def bars(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     )
 
 
-def _percent(row: Mapping[str, Any]) -> str:
+def _percent(row: TaskFigures) -> str:
     low, high = row["interval"]
     return f"{100 * row['success_rate']:.1f} % ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _table(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def _table(rows: Sequence[tuple[str, TaskFigures]]) -> str:
     head = ("task", "instruction", "successes", "episodes", "success", f"{CONFIDENCE_TEXT} interval")
     lines: list[tuple[object, ...]] = []
     for name, row in rows:
@@ -109,7 +149,7 @@ def _grid(grid: Path, embedder: Embedder) -> str:
     )
 
 
-def _failures(episodes: Sequence[Mapping[str, Any]], embedder: Embedder, videos: list[Path]) -> str:
+def _failures(episodes: Sequence[EpisodeFigures], embedder: Embedder, videos: list[Path]) -> str:
     """List the failed episodes with their seeds, the filmed ones with their videos; then the other videos."""
     by_number = {int(path.stem.split("_")[1]): path for path in videos}
     failed = [episode for episode in episodes if not episode["success"]]
@@ -141,19 +181,27 @@ def _failures(episodes: Sequence[Mapping[str, Any]], embedder: Embedder, videos:
     return "\n".join(parts)
 
 
-def _histograms(episodes: Sequence[Mapping[str, Any]]) -> str:
+def _length(episode: EpisodeFigures) -> float:
+    return float(episode["length"])
+
+
+def _return(episode: EpisodeFigures) -> float:
+    return episode["episode_return"]
+
+
+def _histograms(episodes: Sequence[EpisodeFigures]) -> str:
     charts = [
         histogram(
             title,
             [
-                (name, colour, [float(e[key]) for e in episodes if bool(e["success"]) == success])
+                (name, colour, [value_of(e) for e in episodes if e["success"] == success])
                 for name, colour, success in (("successes", "good", True), ("failures", "bad", False))
             ],
             label,
         )
-        for title, key, label in (
-            ("Episode lengths", "length", "environment steps"),
-            ("Episode returns", "episode_return", "sum of rewards"),
+        for title, value_of, label in (
+            ("Episode lengths", _length, "environment steps"),
+            ("Episode returns", _return, "sum of rewards"),
         )
     ]
     return f'<h2>Distribution</h2>\n<div class="charts">{"".join(charts)}</div>' if any(charts) else ""

@@ -1,67 +1,79 @@
-"""The log of a run: everything that embodrl has to say in a file, warnings on the screen as well."""
+"""The log of a run: every record in a file, warnings on the screen as well."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
 from types import TracebackType
 
-from embodrl.errors import OutputError
-
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _LogFile(logging.FileHandler):
-    """A file whose loss (a full disk, say) is told once and costs nothing else."""
+    """A file whose loss, such as by a full disk, is reported once and costs nothing else."""
+
+    lost = False
 
     def handleError(self, record: logging.LogRecord) -> None:
+        self.lost = True
         logging.getLogger().removeHandler(self)
-        logging.getLogger(__name__).warning("%s can't be written any more: %s", self.baseFilename, sys.exc_info()[1])
+        logging.getLogger(__name__).warning("logging to %s ends: %s", self.baseFilename, sys.exc_info()[1])
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written before is flushed once more
+            super().close()
 
 
 class _Screen(logging.Handler):
     """The present ``sys.stderr``: a live panel puts its own in place, so that lines appear above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # the terminal or pipe is closed; there is nowhere to say so
+            print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
 class RunLog:
     """While it is entered, log records from INFO on go to a file, and from WARNING on to stderr as well.
 
+    A file that can't be written costs a warning: it must not hide what the run has to report.
+
     Args:
         path: appended to.
-
-    Raises:
-        OutputError: the file can't be written.
     """
 
     def __init__(self, path: Path) -> None:
+        self._handlers: list[logging.Handler] = [_Screen(logging.WARNING)]
+        self._file: _LogFile | None = None
+        self._problem: OSError | None = None
+        self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _LogFile(path, encoding="utf-8")
         except OSError as error:
-            raise OutputError(
-                f"{path} can't be written: {error}", "set runner.output_dir to a directory of yours"
-            ) from error
+            self._problem = error
+            return
         self._file.setFormatter(logging.Formatter(FORMAT))
-        self._screen = _Screen(logging.WARNING)
+        self._handlers.insert(0, self._file)
 
     def __enter__(self) -> RunLog:
-        for handler in (self._file, self._screen):
+        for handler in self._handlers:
             logging.getLogger().addHandler(handler)
         logging.getLogger("embodrl").setLevel(logging.INFO)
         logging.captureWarnings(True)
+        if self._problem is not None:
+            logging.getLogger(__name__).warning("no log file: %s can't be written: %s", self._path, self._problem)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # the command line shows it on the screen
+        if error is not None and self._file is not None and not self._file.lost:
+            # The command line shows it on the screen.
             record = logging.LogRecord(__name__, logging.ERROR, "", 0, repr(error), None, (type(error), error, trace))
             self._file.handle(record)
-        for handler in (self._file, self._screen):
+        for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
         logging.captureWarnings(False)

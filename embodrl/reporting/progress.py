@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from embodrl.reporting.terminal import safe_console
 
 PLAIN_INTERVAL_S = 10.0
 
@@ -24,7 +25,8 @@ class Progress:
 
     def __init__(self, title: str, total: int, unit: str, mode: str = "auto") -> None:
         self.title, self.total, self.unit = title, total, unit
-        self.mode = ("rich" if sys.stdout.isatty() else "plain") if mode == "auto" else mode
+        self._out = safe_console()
+        self.mode = ("rich" if self._out.is_terminal else "plain") if mode == "auto" else mode
         self._start_s = self._last_s = time.monotonic()
         self._bar: RichProgress | None = None
         self._first = 0
@@ -45,6 +47,7 @@ class Progress:
                 TextColumn(f"{self.unit}  {{task.fields[note]}}"),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
+                console=self._out,
             )
             self._bar.start()
             self._task = self._bar.add_task(self.title, total=self.total, note="")
@@ -60,15 +63,16 @@ class Progress:
                 return
             rate = (done - self._first) / max(now_s - self._start_s, 1e-9)
             eta = f"{(self.total - done) / rate:.0f} s" if rate > 0 else "unknown"
-            print(f"{self.title}: {done}/{self.total} {self.unit}, {rate:.1f}/s, ETA {eta}  {note}", flush=True)
+            self._print(f"{self.title}: {done}/{self.total} {self.unit}, {rate:.1f}/s, ETA {eta}  {note}")
             self._last_s = now_s if done < self.total else float("inf")
 
     def message(self, text: str) -> None:
         """Show a line of its own."""
-        if self._bar is not None:
-            self._bar.console.print(text)
-        elif self.mode != "off":
-            print(text, flush=True)
+        if self.mode != "off":
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._out.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -5,21 +5,29 @@ Everything that depends on the clock has a name under ``time/``; all else is the
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import os
+import socket
+import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.reporting.metrics_file import METRICS_FILE, parse_row, restore_metrics
 
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
 logger = logging.getLogger(__name__)
 
+_EVENT_FILES = itertools.count()
 MetricValue = float | int | str | None
 
 
@@ -36,7 +44,10 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Scalars in TensorBoard's event files.
+    """Scalars in a TensorBoard event file.
+
+    Written here, not by torch's SummaryWriter: its thread prints tracebacks when the disk is full, and then stops the
+    process that waits for its queue.
 
     Args:
         directory: of the event files.
@@ -44,29 +55,47 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: Path, resume_iteration: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        # By name: the classes of these modules are made when they are imported.
+        proto = import_module("tensorboard.compat.proto.event_pb2")
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        purge = None if resume_iteration is None else resume_iteration + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge)
+        self._event = proto.Event
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        directory.mkdir(parents=True, exist_ok=True)
+        writer = f"{socket.gethostname()}.{os.getpid()}.{next(_EVENT_FILES)}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{writer}"  # readers sort by name
+        self._file = (directory / name).open("wb")
+        self._writer = RecordWriter(self._file)
+        self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        if resume_iteration is not None:
+            start = proto.SessionLog(status=proto.SessionLog.START)
+            self._write(self._event(wall_time=time.time(), step=resume_iteration + 1, session_log=start))
+        self._file.flush()
+
+    def _write(self, event: Message) -> None:
+        self._writer.write(event.SerializeToString())
 
     def log(self, metrics: Mapping[str, MetricValue], iteration: int) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, int | float) and name != "iteration":
-                self._writer.add_scalar(name, value, iteration)
-        self._writer.flush()
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and name != "iteration"
+        ]
+        self._write(self._event(wall_time=time.time(), step=iteration, summary=self._summary(value=values)))
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class WandbTracker:
-    """Weights & Biases; the run's id is kept in ``wandb_id.txt``, so that a resumed run goes on in the same place.
+    """Weights & Biases; the run's id is kept in ``wandb_id.txt``, so that a resumed run continues there.
 
     Raises:
         MissingDependencyError: the package is not installed.
     """
 
-    def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, object]) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -121,7 +150,7 @@ class MetricsLogger:
         run_dir: Path,
         config: LoggerConfig,
         resume_iteration: int | None = None,
-        run_config: Mapping[str, Any] | None = None,
+        run_config: Mapping[str, object] | None = None,
         trackers: Mapping[str, Tracker] | None = None,
         file_name: str = METRICS_FILE,
         saved: bytes | None = None,
@@ -135,12 +164,12 @@ class MetricsLogger:
                 self._refuse_old_metrics()
             else:
                 self.content += restore_metrics(self.path, resume_iteration, saved)
-                last = parse_row(self.content[self.content.rfind(b"\n", 0, -1) + 1 :])
+                last = parse_row(bytes(self.content[self.content.rfind(b"\n", 0, -1) + 1 :]))
                 self._elapsed_s = float((last or {}).get("time/elapsed_s") or 0.0)
             self._file = open(self.path, "ab", opener=_open_no_link)  # noqa: SIM115  (closed by ``close``)
         except OSError as error:
             raise OutputError(
-                f"{self.path} can't be written: {error}", "set runner.output_dir to a directory of yours"
+                f"{self.path} can't be written: {error}", "set runner.output_dir to a writable directory"
             ) from error
         if trackers is None:
             trackers = self._build_trackers(config, resume_iteration, run_config or {})
@@ -154,7 +183,7 @@ class MetricsLogger:
             )
 
     def _build_trackers(
-        self, config: LoggerConfig, resume_iteration: int | None, run_config: Mapping[str, Any]
+        self, config: LoggerConfig, resume_iteration: int | None, run_config: Mapping[str, object]
     ) -> dict[str, Tracker]:
         run_dir = self.path.parent
         builders: dict[str, Callable[[], Tracker]] = {}
@@ -194,7 +223,7 @@ class MetricsLogger:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise OutputError(
-                f"{self.path} can't be written: {error}", "free some room, then `embodrl resume` the run"
+                f"{self.path} can't be written: {error}", "free disk space, then `embodrl resume` the run"
             ) from error
         self.content += line
         for name in list(self._trackers):
@@ -205,7 +234,7 @@ class MetricsLogger:
         try:
             call(self._trackers[name])
         except Exception as error:  # noqa: BLE001  a tracker raises what it likes, and must not cost a run
-            logger.warning("%s is off for the rest of this run: %s; metrics.jsonl goes on", name, error)
+            logger.warning("%s is off for the rest of this run: %s; metrics.jsonl is complete", name, error)
             del self._trackers[name]
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.reporting.eval_grid import Tile, write_grid
-from embodrl.reporting.eval_report import eval_page
+from embodrl.reporting.eval_report import EpisodeFigures, EvalContent, TaskFigures, eval_page
 from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_interval
 from embodrl.runs.provenance import describe_process
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
@@ -69,33 +68,29 @@ class EvalOutput:
         """Record which weights are evaluated."""
         self.weights_sha256 = weights_hash(policy)
 
-    def content(self, result: EvalResult) -> dict[str, Any]:
+    def content(self, result: EvalResult) -> EvalContent:
         """Return what eval.json has."""
         by_task: dict[str, list[EpisodeRecord]] = {}
         for record in result.records:
             by_task.setdefault(record.task, []).append(record)
-        solved = sum(result.successes)
-        figures: dict[str, Any] = {
-            "success_rate": result.success_rate,
+        solved, some = sum(result.successes), result.episodes > 0  # JSON has no NaN: None without an episode
+        return {
+            "success_rate": result.success_rate if some else None,
             "interval": wilson_interval(solved, result.episodes),
             "confidence": CONFIDENCE,
             "successes": solved,
             "episodes": result.episodes,
             "lost_episodes": result.lost_episodes,
             "per_task": result.per_task,
-            "mean_return": result.mean_return,
-            "mean_length": result.mean_length,
-        }
-        if not result.episodes:
-            figures |= dict.fromkeys(("success_rate", "mean_return", "mean_length"))  # JSON has no NaN
-        return figures | {
+            "mean_return": result.mean_return if some else None,
+            "mean_length": result.mean_length if some else None,
             "seed": self.config.env.eval.seed,
             "tasks": {task: _task(records) for task, records in by_task.items()},
             "settings": self._settings(result),
-            "per_episode": [vars(record) for record in result.records],
+            "per_episode": [EpisodeFigures(**vars(record)) for record in result.records],
         }
 
-    def _settings(self, result: EvalResult) -> dict[str, Any]:
+    def _settings(self, result: EvalResult) -> dict[str, object]:
         env, model, process = self.config.env, self.config.model, describe_process()
         seeds = f"{env.eval.seed} to {env.eval.seed + env.eval.num_episodes - 1}"
         return {
@@ -130,9 +125,16 @@ class EvalOutput:
         title = f"{self.config.env.env_type}, {self.config.model.model_type}: evaluation"
         page = eval_page(content, title, self.directory, grid, videos)
         write_text_file(self.directory / HTML_FILE, page)
-        lines = [_line("success rate", content)] if result.episodes else ["no episode was completed"]
+        lines = (
+            [_line("success rate", content["interval"], result.episodes, result.success_rate)]
+            if result.episodes
+            else ["no episode was completed"]
+        )
         if 1 < len(content["tasks"]) <= MAX_LINES:
-            lines += [f"  {_line(task, row)}" for task, row in content["tasks"].items()]
+            lines += [
+                f"  {_line(task, row['interval'], row['episodes'], row['success_rate'])}"
+                for task, row in content["tasks"].items()
+            ]
         if self.video_dir is not None:
             wanted = sum(record.number < self.config.env.video.num_episodes for record in result.records)
             lines += [f"videos: only {len(videos)} of {wanted} could be written"] * (len(videos) < wanted)
@@ -156,7 +158,7 @@ class EvalOutput:
         return self.directory / GRID_FILE
 
 
-def _task(records: list[EpisodeRecord]) -> dict[str, Any]:
+def _task(records: list[EpisodeRecord]) -> TaskFigures:
     solved = sum(record.success for record in records)
     return {
         "success_rate": solved / len(records),
@@ -167,12 +169,10 @@ def _task(records: list[EpisodeRecord]) -> dict[str, Any]:
     }
 
 
-def _line(name: str, row: dict[str, Any]) -> str:
-    low, high = row["interval"]
-    return (
-        f"{name} {100 * row['success_rate']:.1f} % of {row['episodes']} episodes"
-        f" ({CONFIDENCE_TEXT} interval {100 * low:.1f} to {100 * high:.1f} %)"
-    )
+def _line(name: str, interval: tuple[float, float], episodes: int, rate: float) -> str:
+    low, high = interval
+    shown = f"{CONFIDENCE_TEXT} interval {100 * low:.1f} to {100 * high:.1f} %"
+    return f"{name} {100 * rate:.1f} % of {episodes} episodes ({shown})"
 
 
 def weights_hash(policy: nn.Module) -> str:

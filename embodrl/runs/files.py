@@ -7,7 +7,7 @@ import shlex
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,18 @@ def run_directory(config: Config) -> Path:
 
 
 @contextmanager
-def removed_if_empty(directory: Path) -> Iterator[None]:
-    """Remove an output directory that holds no file when an error or a signal ends the work in the block."""
+def removed_if_empty(directory: Path, ignored: Collection[str] = ()) -> Iterator[None]:
+    """Remove an output directory that holds no file when an error or a signal ends the work in the block.
+
+    Args:
+        directory: it may be missing.
+        ignored: relative paths of files that are no results.
+    """
     try:
         yield
     except BaseException:  # a signal too must not leave an empty directory; raised again
-        if directory.is_dir() and not any(path.is_file() for path in directory.rglob("*")):
+        files = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+        if directory.is_dir() and all(name in ignored for name in files):
             shutil.rmtree(directory, ignore_errors=True)
         raise
 

@@ -16,7 +16,7 @@ from embodrl.config.schema import Config, SftConfig
 from embodrl.data.batch import Batch
 from embodrl.data.imitation import FrameBatches, check_demos, load_configured_demos
 from embodrl.data.rng import capture_rng, restore_rng
-from embodrl.errors import CheckpointError, OutputError, UsageError
+from embodrl.errors import CheckpointError, EmbodrlError, OutputError, UsageError
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
@@ -29,12 +29,14 @@ from embodrl.runs.files import (
     LOG_FILE,
     POLICY_DIR,
     export_policy,
+    removed_if_empty,
     without_lost_warm_start,
 )
-from embodrl.runs.lock import run_lock
+from embodrl.runs.lock import LOCK_FILE, run_lock
 from embodrl.runs.settings import STATE_KEY, load_saved, write_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
+from embodrl.storage.integrity import check_checksums
 from embodrl.workers.actor import make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
@@ -106,7 +108,7 @@ def sft(loaded: LoadedConfig) -> int:
         preflight(directory, LEAST_FREE_BYTES)
     except OutputError as error:
         raise OutputError(error.message, "set sft.output_dir to a writable directory with free space") from error
-    with run_lock(directory), RunLog(directory / LOG_FILE):
+    with removed_if_empty(directory, (LOCK_FILE, LOG_FILE)), run_lock(directory), RunLog(directory / LOG_FILE):
         return _run(loaded, directory, None)
 
 
@@ -137,11 +139,21 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
                 code="sft-no-checkpoint",
             )
         done = checkpoint.state.integer("step")
-        if done >= config.sft.max_steps and (directory / POLICY_DIR).is_dir():
+        if done >= config.sft.max_steps and _is_exported(directory):
             progress = f"{done}/{config.sft.max_steps}"
             logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", progress)
             return 0
         return _run(loaded, directory, checkpoint)
+
+
+def _is_exported(directory: Path) -> bool:
+    """Return whether the policy is there and intact; a warning names what is damaged."""
+    try:
+        check_checksums(directory / POLICY_DIR)
+    except EmbodrlError as error:
+        logger.warning("%s; it is exported again", error.message)
+        return False
+    return (directory / POLICY_DIR).is_dir()
 
 
 def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -> int:

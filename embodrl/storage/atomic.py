@@ -20,6 +20,7 @@ from pathlib import Path
 from embodrl.errors import OutputError
 
 _BLOCK = 16 * 2**20
+FILE_SIZE_HINT = "the file is larger than the shell allows: raise the limit (ulimit -f unlimited)"
 ELSEWHERE = "choose a writable directory on another disk"
 
 
@@ -208,6 +209,7 @@ def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSE
         errno.EACCES: "permission denied: ",
         errno.EPERM: "permission denied: ",
         errno.EIO: "the disk reports faults: ",
+        errno.EFBIG: f"{FILE_SIZE_HINT}, or ",
     }
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     free = format_size(shutil.disk_usage(existing).free)

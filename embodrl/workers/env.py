@@ -47,7 +47,7 @@ def _refuse_missing(config: Config) -> None:
     else:
         from embodrl.preflight.simulators import preflight
 
-        preflight(config.env.env_type, interpreter_of(config))
+        preflight(config.env.env_type, interpreter_of(config), config.env)
 
 
 def check_videos(config: Config, here: bool = False) -> None:

@@ -94,7 +94,8 @@ class LineWorld(SimulatorVectorEnv):
         return Line(self._cameras, self._friction)
 
 
-# What the rules want to know without building the environment: its tasks and the size of an action.
+# What the rules want to know without building the environment: its tasks and the size of an action. With the example
+# `embodrl doctor extensions=[line_world]` makes one environment.
 register_env(
     "line_world",
     LineWorld,
@@ -102,4 +103,5 @@ register_env(
     tasks=("push-right",),
     action_dim=ACTION_DIM,
     settings=LineWorldConfig,
+    example={"tasks": ["push-right"], "cameras": [{"name": "line", "height": 16, "width": 16}]},
 )

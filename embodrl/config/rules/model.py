@@ -34,7 +34,7 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
     path = context.config.model.model_path
     if path is None or what_is(f"{path}/config.json") == "file":
         return
-    allowed = "an existing directory, a hub id such as openvla/openvla-7b, or null"
+    allowed = "an existing directory, a hub id as OWNER/NAME, or null"
     if what_is(path) == "directory":
         message, hint = (
             f"'{path}' holds no config.json",

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import PositiveInt, Section
+from embodrl.specs import DEFAULT_MODEL
 
 
 class LoraConfig(Section):
@@ -40,7 +41,7 @@ class ModelConfig(Section):
     its spec; its builder receives an instance.
     """
 
-    model_type: str = Field(default="openvla", description="a name of `embodrl list models`")
+    model_type: str = Field(default=DEFAULT_MODEL, description="a name of `embodrl list models`")
     model_path: str | None = Field(
         default=None,
         description="local directory or hub id of a checkpoint in the family's public layout; null: the tiny size",

@@ -175,7 +175,7 @@ class VllmDecoder:
             RolloutEngineError: vLLM could not take them, and can't be used any more; or it failed before.
         """
         # Not the model's own load_weights: on a CPU linear layers hold packed weights, which it can't overwrite.
-        with self._told("take over the weights"), _threads(self.num_threads):
+        with self._named("load the weights"), _threads(self.num_threads):
             self._runner.reload_weights(weights_iterator=iter(weights))
 
     @torch.no_grad()
@@ -212,7 +212,7 @@ class VllmDecoder:
             )
             for row in range(rows)
         ]
-        with self._told(f"decode {rows} rows"), _threads(self.num_threads):
+        with self._named(f"decode {rows} rows"), _threads(self.num_threads):
             outputs = self.llm.generate(requests, params, use_tqdm=False)
         ids = torch.tensor([list(output.outputs[0].token_ids) for output in outputs], device=self.device)
         assert torch.equal(ids, step.tokens + step.first_id)
@@ -220,16 +220,16 @@ class VllmDecoder:
 
     def sleep(self) -> None:
         """Move the weights to main memory and drop the KV cache; raises as ``run``."""
-        with self._told("go to sleep"):
+        with self._named("go to sleep"):
             self.llm.sleep(level=1)
 
     def wake_up(self) -> None:
         """Undo ``sleep``; raises as ``run``."""
-        with self._told("wake up"):
+        with self._named("wake up"):
             self.llm.wake_up()
 
     @contextmanager
-    def _told(self, task: str) -> Iterator[None]:
+    def _named(self, task: str) -> Iterator[None]:
         """Name vLLM in what it raises, and refuse everything afterwards: requests and weights may be half done."""
         if self._fault is not None:
             raise _failure(f"vLLM can't {task}: it failed before", self._fault) from self._fault

@@ -42,7 +42,7 @@ class VllmRolloutEngine(RolloutEngine):
     """Acts with OpenVLA; vLLM decodes the action tokens on a copy of the language model.
 
     Images, projector, token embeddings and value head are the policy's own modules, so that weights which train with
-    the policy are never out of date there; vLLM gets the language model's anew with every ``update_weights``, low-rank
+    the policy are current there; vLLM gets those of the language model with every ``update_weights``, low-rank
     adapters merged. Tokens are drawn as by the native engine, from the same random numbers: at equal weights and
     precision both choose the same tokens, unless two are equally likely to within rounding. See RolloutEngine.
 

@@ -36,7 +36,7 @@ class StateShapes:
     def of(
         cls, policy: nn.Module, trained: Mapping[str, nn.Parameter], reference: Mapping[str, Tensor] | None = None
     ) -> Self:
-        """Return the shapes of a policy's state; those of cut tensors are of the whole."""
+        """Return the shapes of a policy's state; those of sharded tensors are of the whole."""
         weights = dict(policy.state_dict())
         kept = [*weights.values(), *(reference or {}).values(), *trained.values(), *trained.values()]
         return cls(

@@ -1,4 +1,4 @@
-"""Training in several processes that hold a part of the weights each (FSDP2), with tensor parallelism if asked for."""
+"""Training in several processes that hold a part of the weights each (FSDP2), optionally with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FsdpTrainEngine(SharedTrainEngine):
     """AdamW on the parts of the weights that this process holds.
 
     Args:
-        policy: whole, the same in all processes, on the device; cut up in place, and only to be used by the engine
+        policy: whole, the same in all processes, on the device; sharded in place, and only to be used by the engine
             from then on.
         config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
         total_iterations: length of the run, for the learning-rate schedule.
@@ -70,7 +70,7 @@ class FsdpTrainEngine(SharedTrainEngine):
 
         logprobs, entropy, values = self.module(compute)
         if not torch.is_grad_enabled():
-            # Without a backward pass nothing else gives up what was gathered, and it would be used again.
+            # Without a backward pass nothing else frees what was gathered, and it would be used again.
             for part in fsdp_modules(self.module):
                 part.reshard()
         return EvalOutput(logprobs, entropy, values)

@@ -18,7 +18,7 @@ from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine, Row
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 
-# A chunk that waits for inference holds up simulators; a micro-batch that waits holds up nobody.
+# A chunk that waits for inference holds up simulators; a micro-batch that waits delays nothing.
 NICENESS_BESIDE_ROLLOUTS = 10
 
 
@@ -33,8 +33,8 @@ class NativeTrainEngine(PolicyTrainEngine):
         num_threads: micro-batches computed at the same time on a CPU.
         keep_reference: keep a frozen copy of the policy as it is now. Only what trains is copied, the rest is shared,
             so that it costs as much memory again as the trained weights.
-        may_be_stale: rollouts may come from older policies; every update then tells how old they are. Since they are
-            played at the same time, on a CPU inference and simulators then go before training.
+        may_be_stale: rollouts may come from older policies; every update then reports how old they are. Since they are
+            collected at the same time, on a CPU inference and simulators then go before training.
         shares_weights: the rollout uses the same tensors; False for a process that only trains.
     """
 
@@ -98,4 +98,7 @@ class NativeTrainEngine(PolicyTrainEngine):
 
     def _clip_gradients(self) -> float:
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return float(nn.utils.clip_grad_norm_(trained, self.config.optim.clip_grad))
+        norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        if torch.isfinite(norm):  # else the gradients stay as they are, and what is not finite can be named
+            nn.utils.clip_grads_with_norm_(trained, self.config.optim.clip_grad, norm)
+        return float(norm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +24,9 @@ def is_largest(name: str) -> bool:
     return name.endswith("_max")
 
 
-def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, Any]:
+def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, object]:
     """Return the settings that a loss may ask for."""
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "logprob_type": algorithm.logprob_type,
         "length_normalized_ratio": algorithm.length_normalized_ratio,
         "surrogate": algorithm.surrogate,
@@ -123,7 +122,7 @@ def make_loss(
 
     def compute(micro: TrajectoryBatch, counts: LossCounts) -> LossOutput:
         output = evaluate(micro.forward_inputs, sampling, compute_values=needs_values)
-        critic: dict[str, Any] = {}
+        critic: dict[str, object] = {}
         if needs_values:
             if output.values is None:
                 raise EmbodrlError(
@@ -133,7 +132,7 @@ def make_loss(
             critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
         logprobs = output.logprobs.float()
         proximal = proximal_terms(micro, logprobs.detach(), algorithm, counts)
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "logprobs": logprobs,
             "old_logprobs": micro.logprobs,
             "ref_logprobs": micro.ref_logprobs,

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.hybrid_engines.base import EngineState, NonFiniteError, StepResult, TrainEngine
+from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, StateShapes, check_fit
 from embodrl.hybrid_engines.training.objective import (
@@ -35,8 +35,8 @@ from embodrl.hybrid_engines.training.objective import (
 )
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
-from embodrl.hybrid_engines.training.sharded_checkpoint import FileFacts, load_state, save_state
-from embodrl.hybrid_engines.training.sharding import whole
+from embodrl.hybrid_engines.training.sharded_checkpoint import load_state, save_state
+from embodrl.hybrid_engines.training.sharding import held, whole
 from embodrl.models.base import VLAPolicy
 from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
@@ -53,12 +53,12 @@ class PolicyTrainEngine(TrainEngine):
     """AdamW on the weights of a policy.
 
     Args:
-        policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and cut up already if it is
+        policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and already sharded if it is
             to be.
         config: batch sizes, precision, optimizer.
         total_iterations: length of the run, for the learning-rate schedule.
         device: where the policy trains.
-        may_be_stale: rollouts may come from older policies; every update then tells how old they are.
+        may_be_stale: rollouts may come from older policies; every update then reports how old they are.
 
     Attributes:
         memory: what ``offload`` takes off the device.
@@ -178,6 +178,7 @@ class PolicyTrainEngine(TrainEngine):
                 known = totals.get(name, -math.inf)
                 totals[name] = max(known, float(value)) if is_largest(name) else totals[name] + float(value)
         self.version += 1
+        self._check_weights()
         result = {f"train/{name}": total if is_largest(name) else total / num_updates for name, total in totals.items()}
         if self.may_be_stale or algorithm.decoupled.enabled or bool(staleness.any()):
             result |= staleness_metrics(staleness, batch.valid)
@@ -213,6 +214,7 @@ class PolicyTrainEngine(TrainEngine):
         loss, scalars = self.forward_backward(batch, loss_fn)
         step = self.optimizer_step(loss)
         self.version += 1
+        self._check_weights()
         metrics = {"loss": float(loss)} | {name: float(value) for name, value in scalars.items()}
         return metrics | {"grad_norm": step.grad_norm, "lr": learning_rate}
 
@@ -256,19 +258,22 @@ class PolicyTrainEngine(TrainEngine):
         Raises:
             NonFiniteError: the last steps were all not finite.
         """
-        grad_norm = self._clip_gradients()
+        grad_norm, where = self._clip_gradients(), ""
         applied = math.isfinite(grad_norm) and math.isfinite(float(loss))
         if applied:
             self.optimizer.step()
             self.nonfinite_in_row = 0
         else:
             self.nonfinite_in_row += 1
-            logger.warning("loss %s, gradient norm %s: no update", float(loss), grad_norm)
+            leaves = {name: self.leaves.get(parameter) for name, parameter in self.trained().items()}
+            where = _not_finite((name, leaf.grad) for name, leaf in leaves.items() if leaf is not None)
+            where = f"the gradients of {where}" if where else "the loss alone"
+            logger.warning("loss %s, gradient norm %s: no update; not finite: %s", float(loss), grad_norm, where)
         self._clear_gradients()
         if self.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
-                f"the loss or its gradient was not finite {self.nonfinite_in_row} times in a row; the weights are "
-                "as they were before",
+                f"the loss or its gradient was not finite {self.nonfinite_in_row} times in a row, the last time"
+                f" {where}; the weights are as they were before",
                 "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and look for NaN in the "
                 "observations and rewards",
             )
@@ -276,6 +281,16 @@ class PolicyTrainEngine(TrainEngine):
 
     def _clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _check_weights(self) -> None:
+        """Refuse to continue with trained weights that are not finite, before a rollout or a checkpoint gets them."""
+        where = _not_finite((name, held(parameter)) for name, parameter in self.trained().items())
+        if where:
+            raise NonFiniteError(
+                f"update {self.version} made weights NaN or infinite: {where}",
+                "resume from the last checkpoint with a lower actor.optim.lr, or with actor.precision=fp32",
+                code="weights-not-finite",
+            )
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -317,7 +332,7 @@ class PolicyTrainEngine(TrainEngine):
             known = torch.cat([known, batch["values"]], -1)
         outputs = self._outputs(self.evaluate, batch, stale, known.clone(), algorithm, needs_values)
         num_tokens = math.prod(batch.logprobs.shape[2:])
-        # In a warm-up of the critic the policy stays as it is: its log-probs then stay those of the rollout to the bit.
+        # In a warm-up of the critic the policy stays as it is: its log-probs then stay bit-exact those of the rollout.
         logprobs = torch.where(changed[..., None], outputs[..., :num_tokens], known[..., :num_tokens])
         return logprobs.view_as(batch.logprobs), outputs[..., num_tokens:] if needs_values else None
 
@@ -389,7 +404,7 @@ class PolicyTrainEngine(TrainEngine):
         reference = self.reference_weights()
         return found | ({"reference": reference} if reference else {})
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         """Return the part of the state that can be written as JSON."""
         return {"version": self.version, "nonfinite_in_row": self.nonfinite_in_row}
 
@@ -411,7 +426,7 @@ class PolicyTrainEngine(TrainEngine):
         return {name: held[name] for name in names if name in held}
 
     def gather(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors of the state: a collective call where they are cut up."""
+        """Return whole tensors of the state: a collective call where they are sharded."""
         return {name: whole(part) for name, part in self.parts(section, names).items()}
 
     def state_dict(self) -> EngineState:
@@ -435,7 +450,7 @@ class PolicyTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
-        """Take over whole tensors of a checked state; what the engine has no use for is passed over."""
+        """Load whole tensors of a checked state; what the engine has no use for is skipped."""
         if section == "optimizer":
             trained = self.trained()
             for name, tensor in tensors.items():
@@ -465,7 +480,7 @@ class PolicyTrainEngine(TrainEngine):
         return self.parts(section, saved)
 
     def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
-        """Take over what was written into the tensors of ``room``; here they are the state itself."""
+        """Use what was written into the tensors of ``room``; here they are the state itself."""
 
     def _part(self, whole: Tensor, like: Tensor) -> Tensor:
         """Return the part of a whole tensor that this process holds of ``like``."""
@@ -474,7 +489,7 @@ class PolicyTrainEngine(TrainEngine):
     def _assign(self, target: Tensor, whole: Tensor) -> None:
         target.copy_(whole)
 
-    def set_counters(self, state: Mapping[str, Any]) -> None:
+    def set_counters(self, state: Mapping[str, int]) -> None:
         """Go on counting from a saved state."""
         self.version = int(state["version"])
         self.nonfinite_in_row = int(state["nonfinite_in_row"])
@@ -482,8 +497,15 @@ class PolicyTrainEngine(TrainEngine):
     def save_shards(self, directory: Path) -> FileFacts:
         return save_state(self, directory)
 
-    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+    def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
         load_state(self, directory, counters)
 
     def state_num_bytes(self) -> int:
         return self.state_shapes().num_bytes
+
+
+def _not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
+    """Return the names of tensors with NaN or infinite elements, at most three; "" if there are none."""
+    names = [f"'{name}'" for name, tensor in tensors if tensor is not None and not bool(tensor.isfinite().all())]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

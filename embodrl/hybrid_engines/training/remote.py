@@ -15,13 +15,12 @@ from embodrl.data.batch import Batch
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import WorkerError
-from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.process_groups import Call, cause_of
 from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
 from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP
 from embodrl.hybrid_engines.training.sharded_checkpoint import (
-    FileFacts,
     buckets,
     num_bytes_of,
     read_index,
@@ -85,7 +84,7 @@ class RemoteTrainEngine(TrainEngine):
         self._sends_weights, self._memory = sends_weights, memory
         self._behind = False  # the driver's policy is older than the trained one
         self.version = 0
-        self._counters: dict[str, Any] = {"version": 0, "nonfinite_in_row": 0}
+        self._counters: Counters = {"version": 0, "nonfinite_in_row": 0}
         groups = policy.trainable_groups()
         trained = {id(p): name for name, group in groups.items() for p in group}
         parameters = dict(policy.named_parameters())
@@ -161,7 +160,7 @@ class RemoteTrainEngine(TrainEngine):
         self._call("set_counters", self._counters)
         self.version = int(saved.state["version"])
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> Counters:
         return dict(self._counters)
 
     def save_shards(self, directory: Path) -> FileFacts:
@@ -172,7 +171,7 @@ class RemoteTrainEngine(TrainEngine):
             facts |= found
         return facts
 
-    def load_shards(self, directory: Path, counters: Mapping[str, Any]) -> None:
+    def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
         """See ``TrainEngine``. Only weights are read here."""
         check_fit(read_index(directory), self._shapes)
         self.onload()
@@ -200,7 +199,7 @@ class RemoteTrainEngine(TrainEngine):
         for names in buckets(sizes, BUCKET_BYTES):
             yield from self._call("gather", section, names)[0].items()
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _call(self, method: str, *args: object) -> Any:
         """Return what the processes return; if one of them fails, all end: the others would wait for it.
 
         Raises:

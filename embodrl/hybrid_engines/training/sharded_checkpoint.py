@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -26,15 +27,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.base import FileFacts
 from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
 from embodrl.hybrid_engines.training.sharding import held
 
 SECTIONS = ("policy", "optimizer", "reference")
+_RESTORE = "resume from an older checkpoint, or restore the file"
 BUCKET_BYTES = 1 << 30
 """Of whole tensors that are written or read at a time."""
-
-FileFacts = dict[str, dict[str, Any]]
-"""By path inside the checkpoint: ``num_bytes`` and ``sha256``."""
 
 
 class ShardedState(Protocol):
@@ -48,7 +48,7 @@ class ShardedState(Protocol):
     def begin_load(self) -> None: ...
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None: ...
-    def set_counters(self, state: Mapping[str, Any]) -> None: ...
+    def set_counters(self, state: Mapping[str, int]) -> None: ...
 
 
 def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
@@ -65,7 +65,7 @@ def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
 
 
 def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the bytes of tensors, by name; of what is cut up those of the whole."""
+    """Return the bytes of tensors, by name; of sharded ones, those of the whole."""
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 
@@ -107,7 +107,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def load_state(engine: ShardedState, directory: Path, counters: Mapping[str, Any]) -> None:
+def load_state(engine: ShardedState, directory: Path, counters: Mapping[str, int]) -> None:
     """Read what this process holds of a state that ``save_state`` wrote, perhaps with other numbers of processes.
 
     A collective call of all that share it. Weights are read in place.
@@ -163,7 +163,7 @@ def _read(targets: Mapping[str, Tensor], reader: _Reader, alone: bool) -> None:
         ) from error
 
 
-def _collective(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _collective(function: Callable[..., object], *args: object, **kwargs: object) -> None:
     """Call a function of DCP, which tells all processes of the failure of one.
 
     Raises:
@@ -191,7 +191,11 @@ class _Reader(HuggingFaceStorageReader):
 
     def read_metadata(self) -> Metadata:
         if self._metadata is None:
-            self._metadata = super().read_metadata()
+            try:
+                # The library bounds the headers; what it finds in them is only used if it fits the policy.
+                self._metadata = super().read_metadata()
+            except (SafetensorError, ValueError, LookupError, TypeError, RecursionError, OSError) as error:
+                raise CheckpointError(f"{self.path} can't be read: {error}", _RESTORE) from error
         return self._metadata
 
 

@@ -1,4 +1,4 @@
-"""A policy cut up over processes: FSDP2 by block, and what a process holds of a tensor.
+"""A policy sharded over processes: FSDP2 by block, and what a process holds of a tensor.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023; ``torch.distributed.fsdp``.
 """
@@ -105,7 +105,7 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
-    """Return all modules whose weights are cut up as a group."""
+    """Return all modules whose weights are sharded as a group."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
@@ -115,7 +115,7 @@ def held(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor in one piece, without gradient; a collective call where it is cut up."""
+    """Return the tensor in one piece, without gradient; a collective call where it is sharded."""
     found = tensor.detach()
     if not isinstance(found, DTensor):
         return found
@@ -133,7 +133,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(local: Tensor, spec: Tensor) -> Tensor:
-    """Return what a process holds of a tensor as a part of it, cut up as ``spec`` is."""
+    """Return what a process holds of a tensor as a part of it, sharded as ``spec`` is."""
     if not isinstance(spec, DTensor):
         return local
     return DTensor.from_local(
@@ -142,7 +142,7 @@ def like(local: Tensor, spec: Tensor) -> Tensor:
 
 
 def part_of(full: Tensor, spec: Tensor) -> Tensor:
-    """Return what this process holds of ``full``, if that is cut up as ``spec`` is. No communication."""
+    """Return what this process holds of ``full``, if that is sharded as ``spec`` is. No communication."""
     if not isinstance(spec, DTensor):
         return full
     mesh = spec.device_mesh
@@ -150,9 +150,9 @@ def part_of(full: Tensor, spec: Tensor) -> Tensor:
     for dimension in reversed(range(mesh.ndim)):
         placement = spec.placements[dimension]
         if _is_cut(placement):
-            size, rank = mesh.size(dimension), mesh.get_local_rank(dimension)
-            chunks = full.chunk(size, dim=cast(Any, placement).dim)
-            full = chunks[rank] if rank < len(chunks) else full.narrow(cast(Any, placement).dim, 0, 0)
+            size, rank, dim = mesh.size(dimension), mesh.get_local_rank(dimension), cast(Any, placement).dim
+            chunks = full.chunk(size, dim=dim)
+            full = chunks[rank] if rank < len(chunks) else full.narrow(dim, 0, 0)
     return full
 
 

@@ -32,7 +32,7 @@ class SharedTrainEngine(PolicyTrainEngine):
     """AdamW on what this process holds of the weights, by gradients of its share of the rows.
 
     Args:
-        policy: cut up already, on the device.
+        policy: already sharded, on the device.
         config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
         total_iterations: length of the run, for the learning-rate schedule.
         mesh: with the dimension DP: the processes of different shares.
@@ -121,7 +121,7 @@ class SharedTrainEngine(PolicyTrainEngine):
         dist.all_reduce(square)
         norm = math.sqrt(float(square)) if torch.isfinite(square) else float(square)
         factor = self.config.optim.clip_grad / (norm + CLIP_EPS)
-        if factor < 1.0:
+        if math.isfinite(norm) and factor < 1.0:  # else what is not finite can still be named
             for leaf in self.leaves.values():
                 if leaf.grad is not None:
                     leaf.grad.mul_(factor)

@@ -32,7 +32,7 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Any) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)  # pyright: ignore[reportAttributeAccessIssue]
         return total, None

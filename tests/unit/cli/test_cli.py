@@ -154,3 +154,25 @@ def test_an_output_directory_without_a_file_is_removed_when_the_work_fails(tmp_p
         with pytest.raises(KeyboardInterrupt), removed_if_empty(tmp_path / name):
             raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize("limit_kib", [300_000, 600_000])
+def test_a_limit_of_the_shell_on_memory_is_named(limit_kib: int, tmp_path: Path) -> None:
+    code = "from embodrl.cli.main import main; main()"
+    arguments = ["train", "env=toy", "model.warm_start=null", f"runner.output_dir={tmp_path / 'run'}"]
+    command = ["bash", "-c", f'ulimit -v {limit_kib}; exec "$0" "$@"', sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "code: memory-limit" in done.stderr and "ulimit -v unlimited" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_limit_of_the_shell_on_files_is_named(tmp_path: Path) -> None:
+    """As `ulimit -f`: Python ignores SIGXFSZ, and writing fails with EFBIG."""
+    code = "from pathlib import Path; from embodrl.storage.json_file import write_json_file; import sys\n"
+    code += "from embodrl.cli.common import execute\n"
+    code += "execute(lambda: write_json_file(Path(sys.argv[1]), ['x' * 100] * 5000))"
+    command = ["bash", "-c", 'ulimit -f 100; exec "$0" "$@"', sys.executable, "-c", code, str(tmp_path / "x.json")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "ulimit -f unlimited" in done.stderr and "code: output" in done.stderr
+    assert not list(tmp_path.iterdir())

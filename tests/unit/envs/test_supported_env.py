@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from expect import raises_code
 
 from embodrl.envs.registry import SupportedEnv
-from embodrl.errors import EmbodrlError, UnknownNameError
+from embodrl.errors import UnknownNameError
 from embodrl.specs import ENVS
 
 NEW_IN_3_11 = {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "assert_never", "assert_type"}
@@ -19,7 +20,7 @@ def test_members_are_the_registered_environments():
     assert {"maniskill", "metaworld", "gymnasium", "libero", "toy"} <= set(SupportedEnv.members())
     with pytest.raises(UnknownNameError, match="did you mean 'metaworld'"):
         SupportedEnv("metawrld")
-    with pytest.raises(EmbodrlError, match="registered already"):
+    with raises_code("name-taken"):
         SupportedEnv.register("libero", "somewhere:Else")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
 
@@ -262,7 +263,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
     with caplog.at_level(logging.WARNING):
         metrics = train(engine)
     assert metrics["train/num_nonfinite"] == 1 and metrics["train/num_updates"] == 0
-    assert "no update" in caplog.text
+    assert "no update; not finite: the gradients of 'body.weight', 'body.bias', 'norm.weight' and" in caplog.text
     assert largest_change(before, weights_of(engine)) == 0
     for index, moments in engine.optimizer.state_dict()["state"].items():
         assert all(torch.equal(state[index][key], moments[key]) for key in moments)
@@ -275,8 +276,15 @@ def test_five_steps_in_a_row_that_are_not_finite_stop_the_run() -> None:
     assert train(engine)["train/num_nonfinite"] == 5
     with pytest.raises(NonFiniteError, match="5 times in a row") as caught:
         train(engine)
-    assert "actor.optim.lr" in caught.value.hint
+    assert "the gradients of 'body.weight'" in caught.value.message and "actor.optim.lr" in caught.value.hint
     assert all(tensor.isfinite().all() for _, tensor in engine.weights())
+
+
+def test_weights_that_an_update_made_infinite_are_named() -> None:
+    engine = make_engine(optim={"lr": 1e39})  # finite gradients; the step overflows float32
+    with raises_code("weights-not-finite") as caught:
+        train(engine)
+    assert "update 1 made weights NaN or infinite: 'body.weight'" in caught.value.message
 
 
 def test_target_kl_ends_the_update_before_the_step_that_would_go_further() -> None:

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
+from expect import raises_code
 
-from embodrl.errors import CheckpointError, EmbodrlError, UnknownNameError
+from embodrl.errors import CheckpointError, UnknownNameError
 from embodrl.models.common.init import sincos_2d
 from embodrl.models.common.vit import VisionTransformer, VitSpec
 from embodrl.models.openvla.config import OpenVLAConfig
@@ -141,7 +142,7 @@ def test_supported_models():
     assert SupportedModel.OPENVLA == "openvla" and SupportedModel.OPENVLA in SupportedModel.members()
     with pytest.raises(UnknownNameError, match=r"'openvlaa'; known: openvla(.|\n)*did you mean 'openvla'"):
         SupportedModel("openvlaa")
-    with pytest.raises(EmbodrlError, match="registered already"):
+    with raises_code("name-taken"):
         SupportedModel.register("openvla", "somewhere:else")
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from expect import raises_code
 from rich.console import Console
 
 from embodrl.config import load_config
@@ -202,3 +205,37 @@ def test_every_preset_is_judged() -> None:
     judged = preset_lacks(machine(simulator="no driver", memory_gib=1000))
     assert judged["env=maniskill"] == "no driver"
     assert {"model=openvla", "model=openvla_7b"} <= set(judged)
+
+
+def test_doctor_checks_environments_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = simulators.ENVS
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples" / "new_env"))
+    monkeypatch.delitem(sys.modules, "line_world", raising=False)
+    monkeypatch.delattr("embodrl.envs.registry.SupportedEnv.LINE_WORLD", raising=False)
+    registry._entries.pop("line_world", None)
+    import line_world  # pyright: ignore[reportMissingImports]  # noqa: F401
+
+    found = simulators.check_simulator("line_world", ("line_world",))
+    assert (found.name, found.status) == ("line_world", "ok") and "one environment and one frame" in found.detail
+    spec = registry.entry("line_world")
+    seen: list[object] = []
+
+    def probe(settings: object, python: str | None) -> list[tuple[str, str]]:
+        seen.append((settings, python))
+        return [("the rail is not plugged in", "plug it in"), ("no power", "switch it on")]
+
+    registry._entries["line_world"] = dataclasses.replace(spec, probe=probe)
+    for name in simulators.EXAMPLES:
+        registry._entries[name] = dataclasses.replace(registry.entry(name), needs=("no_such_package_at_all",))
+    custom = [found for found in simulators.check_others() if found.name == "line_world"]
+    assert [(f.status, f.detail, f.hint) for f in custom] == [
+        ("warning", "the rail is not plugged in; no power", "plug it in; switch it on")
+    ]
+    with pytest.raises(MissingDependencyError, match="the rail is not plugged in; no power"):
+        simulators.preflight("line_world")
+    assert seen == [(None, None)] * 2
+    for broken in ((lambda: []), (lambda settings, python: [1])):
+        registry._entries["line_world"] = dataclasses.replace(spec, probe=broken)
+        with raises_code("spec-probe-raised"):
+            simulators.probe("line_world")

@@ -20,7 +20,7 @@ from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.reporting import sinks
 from embodrl.reporting.console import Console, sparkline
 from embodrl.reporting.metrics_file import read_metrics
-from embodrl.reporting.sinks import MetricsLogger, MetricValue
+from embodrl.reporting.sinks import MetricsLogger, MetricValue, TensorBoardTracker
 
 QUIET = LoggerConfig(tensorboard=False)
 
@@ -241,3 +241,50 @@ def test_a_full_disk_is_told_with_the_file_and_the_way_on(tmp_path: Path, monkey
             metrics.log({"iteration": 1})
         finally:
             metrics.close()
+
+
+def test_a_full_disk_drops_tensorboard_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("this system has no /dev/full")
+    tracker = TensorBoardTracker(tmp_path / "tensorboard", None)
+    tracker._file.close()
+    tracker._file = Path("/dev/full").open("wb")  # noqa: SIM115 - the tracker closes it
+    tracker._writer._writer = tracker._file
+    with (
+        caplog.at_level(logging.WARNING),
+        MetricsLogger(tmp_path, QUIET, trackers={"TensorBoard": tracker}) as metrics,
+    ):
+        for iteration in range(1, 4):
+            metrics.log(row(iteration))
+    assert sum("TensorBoard is off" in record.getMessage() for record in caplog.records) == 1
+    assert len(caplog.records) == 1 and len(read_metrics(tmp_path / "metrics.jsonl")) == 3
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_run_directory_that_is_moved_takes_its_sinks_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with caplog.at_level(logging.WARNING), MetricsLogger(tmp_path / "run", LoggerConfig()) as metrics:
+        metrics.log(row(1))
+        (tmp_path / "run").rename(tmp_path / "moved")
+        metrics.log(row(2))
+    assert not caplog.records and "Traceback" not in capfd.readouterr().err
+    assert len(read_metrics(tmp_path / "moved" / "metrics.jsonl")) == 2
+    events = accumulator.EventAccumulator(str(tmp_path / "moved" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("rollout/success_rate")] == [1, 2]
+
+
+def test_a_resumed_run_hides_later_points_of_the_process_before(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, last, resumed in ((1, 5, None), (3, 4, 2)):
+        with MetricsLogger(tmp_path, LoggerConfig(), resume_iteration=resumed) as metrics:
+            for iteration in range(first, last + 1):
+                metrics.log(row(iteration))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("rollout/success_rate")] == [1, 2, 3, 4]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.errors import OutputError
@@ -58,7 +59,7 @@ def test_train_and_resume_want_the_directory_for_themselves(tmp_path: Path, monk
 def test_a_new_run_wants_no_checkpoints_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_execute", lambda *_, **__: pytest.fail("started"))
     CheckpointManager(tmp_path, 1).save(0, {}, {})
-    with pytest.raises(OutputError, match="holds an earlier run"):
+    with raises_code("run-exists"):
         runner.train(load_config(["env=toy", f"runner.output_dir={tmp_path}"]))
 
 

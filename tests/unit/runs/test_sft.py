@@ -6,6 +6,7 @@ import torch
 from expect import raises_code
 from toy_policy import ToyPolicy
 
+from embodrl.config import load_config
 from embodrl.config.schema import (
     ActorConfig,
     CameraConfig,
@@ -19,7 +20,7 @@ from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
 from embodrl.data.imitation import FrameBatches, check_demos, shift_images
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.runs.sft import learning_rate
+from embodrl.runs.sft import learning_rate, sft
 
 
 def demos(num_frames: int) -> Demos:
@@ -172,3 +173,16 @@ def test_a_step_is_adamw_on_the_weighted_loss_and_leaves_the_value_head_alone():
     for name, tensor in twin.state_dict().items():
         torch.testing.assert_close(policy.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
     assert engine.version == 3
+
+
+def test_fine_tuning_that_fails_at_its_start_leaves_no_directory(tmp_path):
+    output = tmp_path / "out"
+    settings = [f"sft.data_dir={tmp_path / 'missing'}", f"sft.output_dir={output}", "runner.logger.console=off"]
+    with raises_code("dataset-missing"):
+        sft(load_config(["env=toy", "model.warm_start=null", *settings]))
+    assert not output.exists()
+    output.mkdir()
+    (output / "mine.txt").write_text("kept")
+    with raises_code("dataset-missing"):
+        sft(load_config(["env=toy", "model.warm_start=null", *settings]))
+    assert (output / "mine.txt").read_text() == "kept"

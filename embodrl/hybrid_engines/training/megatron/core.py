@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from embodrl.errors import EmbodrlError, MissingDependencyError
 EXTRA = "megatron"
 
 
-def megatron(name: str) -> Any:
+def megatron(name: str) -> ModuleType:
     """Return a module of megatron-core.
 
     Args:
@@ -35,7 +36,7 @@ def start(tensor_parallel: int) -> None:
     """Make megatron-core's process groups: consecutive ranks share the tensors of a model, the others data.
 
     Args:
-        tensor_parallel: processes that a layer is cut up over; divides the world size.
+        tensor_parallel: processes that a layer is sharded over; divides the world size.
 
     Raises:
         EmbodrlError: there are such groups already, of another size.
@@ -76,7 +77,13 @@ def data_group() -> dist.ProcessGroup:
     return megatron("parallel_state").get_data_parallel_group()
 
 
-def parallel_config(dtype: torch.dtype) -> Any:
+class ParallelConfig(Protocol):
+    """megatron-core's ModelParallelConfig."""
+
+    params_dtype: torch.dtype
+
+
+def parallel_config(dtype: torch.dtype) -> ParallelConfig:
     """Return the ModelParallelConfig of layers that are made on the CPU, and filled by who made them."""
     return megatron("model_parallel_config").ModelParallelConfig(
         tensor_model_parallel_size=tensor_group().size(),

@@ -28,7 +28,7 @@ class MegatronTrainEngine(SharedTrainEngine):
     fits every training backend.
 
     Args:
-        policy: whole, the same in all processes, on the device; cut up, and not to be used any more.
+        policy: whole, the same in all processes, on the device; sharded in place, and must not be used afterwards.
         model: section ``model``.
         config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
         total_iterations: length of the run, for the learning-rate schedule.
@@ -39,7 +39,7 @@ class MegatronTrainEngine(SharedTrainEngine):
             Without, every process has all of it: the same arithmetic by torch's AdamW.
 
     Raises:
-        EmbodrlError: the dimensions can't be cut up.
+        EmbodrlError: the dimensions can't be divided evenly.
         MissingDependencyError: megatron-core is not installed.
     """
 
@@ -198,10 +198,6 @@ class MegatronTrainEngine(SharedTrainEngine):
             sum(t.numel() * t.element_size() for t in [*kept, *moments]),
         )
 
-    def shards_like(self) -> dict[str, Tensor]:
-        """Return tensors of the shapes of all public ones, as this process holds them."""
-        return dict(self._parts("policy"))
-
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             owner = name.partition(".")[2] if section == "optimizer" else name
@@ -227,10 +223,10 @@ class MegatronTrainEngine(SharedTrainEngine):
 
     @torch.no_grad()
     def put_part(self, section: str, name: str, part: Tensor) -> None:
-        """Take over this process's part of a public tensor; ``finish_load`` comes after the last.
+        """Load this process's part of a public tensor; ``finish_load`` comes after the last.
 
         Args:
-            section: policy, optimizer or reference; what the engine has no use for is passed over.
+            section: policy, optimizer or reference; what the engine has no use for is skipped.
             name: public; of a moment with the moment's in front.
             part: see ``layout.Piece.cut``; how many steps were taken is whole.
         """

@@ -29,7 +29,7 @@ class Piece:
         name: public name.
         select: from the tensor that holds it to a view with its elements in order.
         width: columns of the part.
-        dim: along which the whole is cut up; None where it is whole in every process.
+        dim: along which the whole is sharded; None where it is whole in every process.
     """
 
     name: str
@@ -159,12 +159,12 @@ def publish(
 
 @torch.no_grad()
 def parallelize(public: LlamaForCausalLM) -> ParallelLlama:
-    """Return this process's part of a Llama, which is emptied layer by layer: it is not to be used any more.
+    """Return this process's part of a Llama, which is emptied layer by layer: it must not be used afterwards.
 
-    What trains, and the device, are taken over. At most one layer is held twice.
+    What trains, and the device, stay the same. At most one layer is held twice.
 
     Raises:
-        EmbodrlError: the dimensions can't be cut up.
+        EmbodrlError: the dimensions can't be divided evenly.
     """
     device = public.lm_head.weight.device
     model = ParallelLlama(public)

@@ -1,12 +1,10 @@
-"""Llama on megatron-core's parallel layers: heads, MLP units and vocabulary are cut up over the tensor group.
+"""Llama on megatron-core's parallel layers: heads, MLP units and vocabulary are sharded over the tensor group.
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
 Legend: B batch, S tokens, D hidden size, H query heads, G key and value heads, E head dimension, R processes.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.training.megatron.core import megatron, parallel_config, tensor_group
+from embodrl.hybrid_engines.training.megatron.core import ParallelConfig, megatron, parallel_config, tensor_group
 from embodrl.models.common.attention import attention
 
 
@@ -62,7 +60,7 @@ class ParallelAttention(nn.Module):
     The rows of ``linear_qkv`` are, for every head of keys and values, its H/G query heads, then itself.
     """
 
-    def __init__(self, llama: LlamaConfig, parallel: Any) -> None:
+    def __init__(self, llama: LlamaConfig, parallel: ParallelConfig) -> None:
         super().__init__()
         layers = megatron("tensor_parallel.layers")
         size = tensor_group().size()
@@ -71,7 +69,7 @@ class ParallelAttention(nn.Module):
         self.heads_of_group = heads // groups
         self.head_dim = llama.hidden_size // heads
         self.causal = bool(getattr(llama, "is_causal", True))
-        common: dict[str, Any] = {"config": parallel, "init_method": nn.init.zeros_, "bias": False}
+        common: dict[str, object] = {"config": parallel, "init_method": nn.init.zeros_, "bias": False}
         rows = (heads + 2 * groups) * self.head_dim
         self.linear_qkv = layers.ColumnParallelLinear(llama.hidden_size, rows, gather_output=False, **common)
         self.linear_proj = layers.RowParallelLinear(
@@ -92,10 +90,10 @@ class ParallelAttention(nn.Module):
 class ParallelMLP(nn.Module):
     """SwiGLU; the rows of ``linear_fc1`` are the process's gates, then its units."""
 
-    def __init__(self, llama: LlamaConfig, parallel: Any) -> None:
+    def __init__(self, llama: LlamaConfig, parallel: ParallelConfig) -> None:
         super().__init__()
         layers = megatron("tensor_parallel.layers")
-        common: dict[str, Any] = {"config": parallel, "init_method": nn.init.zeros_, "bias": False}
+        common: dict[str, object] = {"config": parallel, "init_method": nn.init.zeros_, "bias": False}
         width, units = llama.hidden_size, llama.intermediate_size
         self.linear_fc1 = layers.ColumnParallelLinear(width, 2 * units, gather_output=False, **common)
         self.linear_fc2 = layers.RowParallelLinear(units, width, input_is_parallel=True, skip_bias_add=False, **common)
@@ -109,7 +107,7 @@ class ParallelMLP(nn.Module):
 class ParallelBlock(nn.Module):
     """A layer of Llama; norms are whole in every process."""
 
-    def __init__(self, llama: LlamaConfig, parallel: Any) -> None:
+    def __init__(self, llama: LlamaConfig, parallel: ParallelConfig) -> None:
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps)
         self.self_attention = ParallelAttention(llama, parallel)
@@ -133,7 +131,7 @@ class ParallelDecoder(nn.Module):
         recompute: compute the activations of every layer again in the backward pass.
     """
 
-    def __init__(self, llama: LlamaConfig, parallel: Any, rotary: nn.Module, recompute: bool) -> None:
+    def __init__(self, llama: LlamaConfig, parallel: ParallelConfig, rotary: nn.Module, recompute: bool) -> None:
         super().__init__()
         layers = megatron("tensor_parallel.layers")
         self.embed_tokens = layers.VocabParallelEmbedding(
@@ -180,7 +178,7 @@ class ParallelLlama(nn.Module):
         public: gives dimensions and type; its weights are not copied (see ``layout.parallelize``).
 
     Raises:
-        EmbodrlError: the dimensions can't be cut up.
+        EmbodrlError: the dimensions can't be divided evenly.
     """
 
     def __init__(self, public: LlamaForCausalLM) -> None:

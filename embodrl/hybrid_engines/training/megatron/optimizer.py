@@ -38,7 +38,7 @@ class DistributedAdamW:
         )
         # Stretches are views of weights; with gradients enabled they would be no leaves, and torch warns of their grad.
         with torch.no_grad():
-            self.inner: Any = megatron("optimizer.distrib_optimizer").DistributedOptimizer(
+            self.inner = megatron("optimizer.distrib_optimizer").DistributedOptimizer(
                 adamw,
                 config,
                 grad_scaler=None,
@@ -57,9 +57,9 @@ class DistributedAdamW:
         assert isinstance(parameter, nn.Parameter)
         self.touched.add(parameter)
 
-    def _find_stretches(self) -> dict[nn.Parameter, Any]:
+    def _find_stretches(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return what the optimizer changes of each parameter: one-dimensional, and missing where it has no part."""
-        found: dict[nn.Parameter, Any] = {}
+        found: dict[nn.Parameter, nn.Parameter] = {}
         for models, mains in (
             (self.inner.model_fp32_groups, self.inner.shard_fp32_groups),
             (self.inner.model_float16_groups, self.inner.shard_fp32_from_float16_groups),
@@ -69,12 +69,12 @@ class DistributedAdamW:
         return found
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, object]]:
         """The settings by group."""
         return self.inner.optimizer.param_groups
 
     @property
-    def state(self) -> dict[Any, dict[str, Tensor]]:
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
         """The moments by stretch."""
         return self.inner.optimizer.state
 

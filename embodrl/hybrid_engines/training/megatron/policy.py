@@ -22,11 +22,11 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
     """What this process holds of an OpenVLA. It evaluates actions; it can't act.
 
     Args:
-        policy: whole, the same in all processes; its parts are taken over, and it is not to be used any more.
+        policy: whole, the same in all processes; its parts are reused, and it must not be used afterwards.
         config: section ``model``.
 
     Raises:
-        EmbodrlError: the dimensions can't be cut up.
+        EmbodrlError: the dimensions can't be divided evenly.
     """
 
     def __init__(self, policy: OpenVLAPolicy, config: ModelConfig) -> None:
@@ -68,4 +68,4 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
         Raises:
             EmbodrlError: always.
         """
-        raise EmbodrlError("a policy that is cut up can't act", "act with the policy of the process that rolls out")
+        raise EmbodrlError("a sharded policy can't act", "act with the policy of the process that rolls out")

@@ -1,0 +1,105 @@
+"""Standard output and standard error that may go away: their loss never ends a run.
+
+A pipe whose reader has gone fails with EPIPE. A terminal that was closed fails with EIO where SIGHUP is ignored
+(``nohup``, ``disown``), and a full disk behind a redirection with ENOSPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger(__name__)
+
+
+class SafeStream(io.TextIOBase):
+    """Writes to another stream until that fails; then one warning is logged, and nothing is written any more.
+
+    Args:
+        stream: None where the process has none.
+        name: of the stream, for the warning.
+    """
+
+    def __init__(self, stream: TextIO | None, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Encoding of the other stream."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str, /) -> int:
+        """Write text; return its length whatever happens."""
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                self.write(text.encode(self.encoding, "replace").decode(self.encoding))
+            except (OSError, ValueError) as error:  # ValueError: the stream is closed
+                self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the other stream."""
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._lose(error)
+
+    def isatty(self) -> bool:
+        """Return whether the other stream is a terminal."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._stream is not None and self._stream.isatty()
+        return False
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor of the other stream."""
+        if self._stream is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._stream.fileno()
+
+    def _lose(self, error: Exception) -> None:
+        stream, self._stream = self._stream, None
+        # What the stream still holds is flushed when the interpreter exits, which must not fail either.
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
+            assert stream is not None
+            os.dup2(nowhere.fileno(), stream.fileno())
+        if logger.hasHandlers():  # a run with a log; `embodrl list | head` has none
+            logger.warning("%s is lost (%s); the run continues, with its log file", self._name, error)
+
+
+def safe_console() -> Console:
+    """Return a console on the present standard output, made safe."""
+    from rich.console import Console
+
+    safe = sys.stdout if isinstance(sys.stdout, SafeStream) else SafeStream(sys.stdout, "standard output")
+    return Console(file=cast("TextIO", safe))
+
+
+@contextlib.contextmanager
+def safe_streams() -> Iterator[None]:
+    """Make standard output and standard error of this process safe in the block."""
+    before = sys.stdout, sys.stderr
+    if not any(isinstance(stream, SafeStream) for stream in before):
+        sys.stdout = SafeStream(before[0], "standard output")  # pyright: ignore[reportAttributeAccessIssue]
+        sys.stderr = SafeStream(before[1], "standard error")  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        sys.stdout, sys.stderr = before
