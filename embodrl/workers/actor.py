@@ -103,16 +103,11 @@ def saves_shards(config: Config, deployment: Deployment) -> bool:
     return wanted == "sharded" or (wanted == "auto" and len(deployment.of("actor")) > 1)
 
 
-def schedule_iterations(config: Config) -> int:
-    """Return the length of the learning-rate schedule."""
-    return config.actor.optim.schedule_iterations or config.runner.max_iterations
-
-
 def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights: bool) -> NativeTrainEngine:
     return NativeTrainEngine(
         policy,
         config.actor,
-        schedule_iterations(config),
+        config.runner.max_iterations,
         policy.device,
         cores,
         keep_reference=config.algorithm.kl.coef > 0,
@@ -122,7 +117,7 @@ def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights
 
 
 def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> PolicyTrainEngine:
-    total, keep_reference = schedule_iterations(config), config.algorithm.kl.coef > 0
+    total, keep_reference = config.runner.max_iterations, config.algorithm.kl.coef > 0
     may_be_stale = config.runner.max_staleness > 0
     if config.actor.training_backend == "fsdp":
         return FsdpTrainEngine(policy, config.actor, total, mesh, keep_reference, may_be_stale)

@@ -8,8 +8,8 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.config.load import load_run
+from embodrl.config.schema import Config
 from embodrl.hybrid_engines.training.schedule import learning_rates
-from embodrl.workers.actor import schedule_iterations
 
 
 @pytest.fixture
@@ -18,6 +18,11 @@ def run(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(loaded.to_yaml())
     return path
+
+
+def schedule_iterations(config: Config) -> int:
+    """As PolicyTrainEngine.update."""
+    return config.actor.optim.schedule_iterations or config.runner.max_iterations
 
 
 def rate(path: Path, iteration: int, *overrides: str) -> float:
