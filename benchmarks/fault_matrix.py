@@ -307,6 +307,7 @@ def _first_sign(lines: list[str]) -> str:
 
 def main() -> None:
     """Run all cells, or those of the kinds and faults that are named, and print the table."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs would ignore it, too
     arguments = sys.argv[1:]
     target = Path(arguments.pop(0)) if arguments and arguments[0].endswith(".json") else None
     kinds = arguments[0].split(",") if arguments else list(KINDS)

@@ -7,10 +7,9 @@ import importlib
 import inspect
 import os
 import pkgutil
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -112,7 +111,7 @@ def import_workflow(path: str) -> Any:
 
 
 @contextmanager
-def exits_named(what: str) -> Iterator[None]:
+def exits_named(what: str) -> Generator[None, None, None]:
     """Turn an exit of custom code into an error that names it.
 
     ``sys.exit`` raises SystemExit, which would end the run with its status and no message; ``os._exit`` would end it
@@ -131,7 +130,9 @@ def exits_named(what: str) -> Iterator[None]:
         return EmbodrlError(f"{what} called {call}", hint, code="function-exit")
 
     def guarded(status: int) -> NoReturn:
-        own = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0] == "embodrl"
+        frame = inspect.currentframe()
+        leaving = frame.f_back if frame is not None else None
+        own = leaving is not None and str(leaving.f_globals.get("__name__", "")).partition(".")[0] == "embodrl"
         if own or (os.getpid(), threading.get_ident()) != caller:
             leave(status)
         raise refused(f"os._exit({status})")
