@@ -434,7 +434,7 @@ def _named_exit(error: SystemExit) -> PipelineError:
     return PipelineError(
         f"{where} ended the process: SystemExit({error.code!r})",
         "raise an exception, or return a value; a run is stopped by a signal",
-        code="function-exit",
+        code="pipeline-exit",
     )
 
 
