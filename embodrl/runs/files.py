@@ -16,14 +16,14 @@ from embodrl import __version__
 from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
-from embodrl.errors import OutputError
+from embodrl.errors import EmbodrlError, OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
-from embodrl.storage.atomic import atomic_directory
+from embodrl.storage.atomic import atomic_directory, read_regular_file
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.storage.integrity import write_checksums
+from embodrl.storage.integrity import check_checksums, write_checksums
 from embodrl.storage.json_file import write_json_file
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ POLICY_DIR = "policy"
 BEST_POLICY_DIR = "policy_best"
 REPORT_FILE = "report.html"
 METRICS_BLOB = "metrics"
+MAX_REPORT_BYTES = 2**30
 # Asked for before the policy is built and its size known.
 LEAST_FREE_BYTES = 64 * 2**20
 
@@ -69,8 +70,19 @@ def removed_if_empty(directory: Path, ignored: Collection[str] = ()) -> Iterator
 
 
 def has_results(run_dir: Path) -> bool:
-    """Tell whether a run has written what it ends with."""
-    return (run_dir / POLICY_DIR).is_dir() and (run_dir / REPORT_FILE).is_file()
+    """Return whether a run has written what it ends with, and that is intact; a warning names what is not."""
+    try:
+        report = read_regular_file(run_dir / REPORT_FILE, MAX_REPORT_BYTES)
+        check_checksums(run_dir / POLICY_DIR)
+    except OSError:
+        return False
+    except EmbodrlError as error:
+        logger.warning("%s; it is exported again", error.message)
+        return False
+    if not report.rstrip().endswith(b"</html>"):
+        logger.warning("%s is cut off; it is written again", run_dir / REPORT_FILE)
+        return False
+    return (run_dir / POLICY_DIR).is_dir()
 
 
 def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy, state_num_bytes: int) -> int:
@@ -106,7 +118,7 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
             write_json_file(staging / CARD_FILE, card)
             write_checksums(staging, added=[CARD_FILE])
     except OutputError as error:
-        raise OutputError(error.message, "free disk space, then `embodrl resume` the run") from error
+        raise OutputError(error.message, "free disk space, then `embodrl resume` the run", code=error.code) from error
 
 
 def saved_metrics(checkpoint: Checkpoint) -> bytes | None:

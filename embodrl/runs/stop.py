@@ -22,13 +22,15 @@ _AT_ONCE_S = 2.0
 _RAISE_AFTER, _END_AFTER = 0.7, 0.9  # of the timeout
 _LOOK_S = 0.2
 _END = b"\0"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The last three announce a preemption or a limit of CPU time on clusters, or come from Ctrl-\\.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT)
 _SIGNALS_AS_BYTES = [bytes([number]) for number in _SIGNALS]
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class StopSignal:
-    """Remembers SIGINT, SIGTERM and SIGHUP (the terminal was closed), so that the loop can save and leave.
+    """Remembers SIGINT, SIGTERM, SIGHUP (the terminal was closed), and those that announce a preemption, so that the
+    loop can save and leave.
 
     While it is entered it replaces the handlers of these signals; afterwards the previous ones are back. Outside the
     main thread, where Python allows no handlers, it does nothing.

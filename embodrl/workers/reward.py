@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,6 +71,8 @@ class RewardWorker:
         self.tasks = tasks
         self.settings = config.reward
         self.function = None if config.reward.fn is None else import_function(config.reward.fn)
+        if self.function is not None:
+            os._exit = _leave_unless_in_reward
         srpo = config.algorithm.srpo
         self.srpo = SrpoRewards(srpo) if srpo.enabled else None
         self.encoder = make_encoder(srpo)
@@ -235,14 +238,20 @@ async def _call_all(
 
 async def _invoke(function: Callable[[Episode], object], episode: Episode) -> object:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        running = function(episode)
-        assert inspect.isawaitable(running)
-        return await running
+        try:
+            running = function(episode)
+            assert inspect.isawaitable(running)
+            return await running
+        except SystemExit as error:
+            raise _ended(error.code).with_traceback(error.__traceback__) from None
     future: Future[object] = Future()
 
     def work() -> None:
+        _running.process = os.getpid()
         try:
             result = function(episode)
+        except SystemExit as error:
+            _settle(future.set_exception, _ended(error.code).with_traceback(error.__traceback__))
         except BaseException as error:  # noqa: BLE001  (it is raised again where it is awaited)
             _settle(future.set_exception, error)
         else:
@@ -251,6 +260,21 @@ async def _invoke(function: Callable[[Episode], object], episode: Episode) -> ob
     # No thread pool: at the end of the program Python would wait for a call that never returns.
     threading.Thread(target=work, name="reward", daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+_running = threading.local()
+_leave = os._exit
+
+
+def _ended(code: object) -> RuntimeError:
+    return RuntimeError(f"it ended the process with exit code {code}; return a reward, or raise an exception")
+
+
+def _leave_unless_in_reward(code: int) -> NoReturn:
+    """``os._exit`` for the time of a run with a reward function: called by that function, it is an error of it."""
+    if getattr(_running, "process", None) == os.getpid():  # a child that the function has forked may leave
+        raise _ended(code)
+    _leave(code)
 
 
 def _settle(setter: Callable[[T], None], value: T) -> None:

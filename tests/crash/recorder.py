@@ -114,7 +114,7 @@ class _Parser:
         marker = self.root.encode().hex()
         needle = "".join(f"\\x{marker[i : i + 2]}" for i in range(0, len(marker) - 2, 2))
         always = (*NAMING, *FORKING, "chdir", "fchdir")  # their paths may be relative
-        for line in lines:
+        for line in _whole(lines):
             if (needle in line or line.split("(", 1)[0].split()[-1] in always) and (match := _LINE.match(line)):
                 process, name, arguments, result, opened = match.groups()
                 yield from self._call(process, name, arguments, int(result), opened)
@@ -235,6 +235,19 @@ class _Parser:
         if f"{whole}/" == self.root:
             return "."
         return whole.removeprefix(self.root) if whole.startswith(self.root) else None
+
+
+def _whole(lines: Iterator[str]) -> Iterator[str]:
+    """Join calls that others have interrupted, at the place where they ended."""
+    begun: dict[str, str] = {}
+    for line in lines:
+        process, _, rest = line.partition(" ")
+        if line.endswith(" <unfinished ...>\n"):
+            begun[process] = line.removesuffix(" <unfinished ...>\n")
+        elif rest.lstrip().startswith("<... "):
+            yield begun.pop(process, process) + rest.partition(" resumed>")[2]
+        else:
+            yield line
 
 
 def _bytes(text: str) -> bytes:

@@ -71,3 +71,34 @@ def test_the_last_good_checkpoint_is_named_where_the_last_save_failed(tmp_path: 
     message = run_files.what_is_left(tmp_path, 5)
     assert "could not save iteration 5, the last" in message and f"continue from {path}" in message
     assert run_files.how_to_go_on(tmp_path) == f"`embodrl resume {tmp_path}` continues from {path}"
+
+
+def test_a_deleted_lock_lets_no_second_process_in(tmp_path: Path) -> None:
+    with run_lock(tmp_path) as lock:
+        (tmp_path / LOCK_FILE).unlink()
+        with raises_code("run-in-use"), run_lock(tmp_path):
+            pass
+        lock.check()  # takes it again
+        assert (tmp_path / LOCK_FILE).read_text() == f"{os.getpid()}\n"
+
+
+def test_a_directory_that_is_replaced_is_not_written_to(tmp_path: Path) -> None:
+    with run_lock(tmp_path / "run") as lock:
+        lock.check()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (tmp_path / "run").mkdir()
+        with raises_code("run-directory-removed"):
+            lock.check()
+
+
+def test_links_are_refused_but_for_those_of_the_run_and_of_wandb(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path, 1).save(1, {}, {})
+    manager = CheckpointManager(tmp_path, 1)
+    manager.keep_best(1)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "latest-run").symlink_to("run-1")
+    with run_lock(tmp_path):
+        pass
+    (tmp_path / "videos").symlink_to("/tmp")
+    with raises_code("run-directory-link"), run_lock(tmp_path):
+        pass

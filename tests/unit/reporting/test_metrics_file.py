@@ -1,0 +1,58 @@
+"""metrics.jsonl is brought back to what a checkpoint knows; damage is named by line, and costs no other row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from embodrl.reporting.metrics_file import read_metrics, restore_metrics
+
+LINES = [json.dumps({"iteration": i, "loss": i / 4}).encode() + b"\n" for i in range(7)]
+DAMAGED = [
+    b"",
+    b'{"iteration": null}\n',
+    b"\0" * 20 + b"\n",
+    b"[" * 100_000 + b"\n",
+    b'{"iteration": "3"}\n',
+    b'{"iteration": true}\n',
+    b"3\n",
+    LINES[2].replace(b"0.5", b"0.7"),
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_row_is_restored_from_the_checkpoint(
+    damaged: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, saved = tmp_path / "metrics.jsonl", b"".join(LINES[:5])
+    path.write_bytes(b"".join([*LINES[:2], damaged, *LINES[3:]]))
+    assert restore_metrics(path, 4, saved) == saved == path.read_bytes()
+    assert "restored from the checkpoint" in caplog.text and str(path) in caplog.text
+
+
+def test_an_intact_file_is_cut_behind_the_checkpoint_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, saved = tmp_path / "metrics.jsonl", b"".join(LINES[:5])
+    path.write_bytes(b"".join(LINES) + b'{"itera')
+    assert restore_metrics(path, 4, saved) == saved == path.read_bytes()
+    path.unlink()
+    assert restore_metrics(path, -1, b"") == b"" and caplog.text == ""
+    assert restore_metrics(path, 4, saved) == saved == path.read_bytes()
+    assert "lines 1, 2, 3, 4, 5 are" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", DAMAGED[1:-1])
+def test_without_the_checkpoints_copy_one_damaged_line_costs_one_row(
+    damaged: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join([*LINES[:2], damaged, *LINES[3:]]))
+    assert [row["iteration"] for row in read_metrics(path)] == [0, 1, 3, 4, 5, 6]
+    assert "line 3 is" in caplog.text
+    caplog.clear()
+    restore_metrics(path, 4, None)
+    assert path.read_bytes() == b"".join([*LINES[:2], *LINES[3:5]])
+    assert "line 3 is damaged and removed" in caplog.text
