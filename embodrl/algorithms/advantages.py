@@ -192,7 +192,7 @@ def normalize(advantages: Tensor, valid: Tensor, eps: float = 1e-6) -> Tensor:
     return result
 
 
-def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, eps: float = 1e-6) -> Tensor:
+def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: float = 0.0, eps: float = 1e-6) -> Tensor:
     """Return the advantages ``float32[T,B,K]`` at zero mean and unit (population) variance within each group.
 
     Every episode of a group counts the same, however long it is. For the advantages of ``grpo`` this is the division by
@@ -201,6 +201,8 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, eps: float 
     Args:
         batch: tells episodes and groups.
         estimate: of its chunks.
+        min_std: floor of the deviation: with shaped rewards the returns of a group that failed as a whole differ by
+            next to nothing, which would be blown up to the size of a success.
         eps: added to the standard deviation, so that equal advantages give 0.
     """
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
@@ -220,7 +222,7 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, eps: float 
     weight = share / sums(share, group, num_groups).clamp_min(1e-12)[group]
     centred = x - sums(weight * x, group, num_groups)[group]
     deviation = sums(weight * centred.square(), group, num_groups).sqrt()[group]
-    result[estimate.valid] = (centred / (deviation + eps)).to(result.dtype)
+    result[estimate.valid] = (centred / (deviation.clamp_min(min_std) + eps)).to(result.dtype)
     return result
 
 
@@ -291,7 +293,7 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
     if not config.normalize_advantages:
         return estimate
     if config.normalization_scope == "group":
-        return replace(estimate, advantages=normalize_by_group(batch, estimate))
+        return replace(estimate, advantages=normalize_by_group(batch, estimate, config.min_group_std))
     return replace(estimate, advantages=normalize(estimate.advantages, estimate.valid))
 
 

@@ -141,7 +141,26 @@ def load_run(
     """
     composition = compose_resolved(path, overrides or [], text)
     _refuse_foreign_code(composition, trust)
+    if resuming:
+        _keep_schedule(composition, compose_resolved(path, [], text).tree)
     return finish(composition, verb, resuming, further_rules)
+
+
+def _keep_schedule(composition: Composition, before: Node) -> None:
+    """Keep the length of the learning-rate schedule where a run is resumed with another number of iterations.
+
+    Stretched over the new number, the learning rate would jump back up, to Adam's moments of the end of a run.
+    """
+    key = "actor.optim.schedule_iterations"
+    planned, now = (lookup(tree, "runner.max_iterations") for tree in (before, composition.tree))
+    optim, length = lookup(composition.tree, "actor.optim"), lookup(composition.tree, key)
+    if planned is None or now is None or optim is None or planned.value == now.value:
+        return
+    if length is None or (length.value is None and length.origin.kind == "run"):
+        optim.children["schedule_iterations"] = from_plain(planned.value, planned.origin)
+        message = f"stays at {planned.value}, as the run was started: after that the learning rate is constant"
+        hint = f"to stretch the schedule, which raises the learning rate again, set {key}={now.value}"
+        composition.notes.append(ConfigProblem(key, message, str(planned.origin), hint=hint, code="schedule-kept"))
 
 
 def _refuse_foreign_code(composition: Composition, trust: bool) -> None:

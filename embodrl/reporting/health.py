@@ -12,6 +12,7 @@ MAX_CLIP_FRACTION, CLIPPED_ITERATIONS = 0.3, 3
 MIN_ENTROPY_FRACTION, COLLAPSED_ITERATIONS, SOLVED_RATE = 0.1, 2, 0.9
 UNSUCCESSFUL_ITERATIONS = 5
 BAD_CRITIC_ITERATIONS = 5
+IDLE_ITERATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class HealthMonitor:
     * ``no-success``: no training episode succeeded in ``UNSUCCESSFUL_ITERATIONS`` = 5 consecutive iterations.
     * ``critic-worse-than-mean``: ``train/explained_variance`` below 0 in ``BAD_CRITIC_ITERATIONS`` = 5 consecutive
       iterations.
+    * ``no-update``: no optimizer step in ``IDLE_ITERATIONS`` = 3 consecutive iterations, e.g. as every group of DAPO
+      succeeded or failed as a whole.
 
     Args:
         rows: metrics of earlier iterations (a resumed run), whose warnings are not repeated.
@@ -76,6 +79,7 @@ class HealthMonitor:
                 self._entropy(row),
                 self._success(row),
                 self._critic(row),
+                self._idle(row),
             )
             if message and code not in self._given
         ]
@@ -139,6 +143,14 @@ class HealthMonitor:
         message = f"the critic's explained variance is below 0 ({variance:.2g}): it predicts worse than the mean return"
         hint = "raise actor.optim.value_lr or actor.optim.critic_warmup_iterations, or choose a loss without a critic"
         return code, message, hint
+
+    def _idle(self, row: Mapping[str, object]) -> tuple[str, str, str]:
+        code, updates = "no-update", _number(row, "train/num_updates")
+        if not self._lasts(code, None if updates is None else updates == 0, IDLE_ITERATIONS):
+            return code, "", ""
+        message = f"nothing was trained in {IDLE_ITERATIONS} iterations in a row: no optimizer step"
+        hint = "algorithm.filter drops groups without both successes and failures: begin with a policy that succeeds"
+        return code, message, f"{hint} sometimes, or raise algorithm.group_size or algorithm.filter.max_resamples"
 
 
 _SMALLER_UPDATES = "lower actor.optim.lr or algorithm.update_epoch, or raise actor.global_batch_size"

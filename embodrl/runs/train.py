@@ -71,7 +71,7 @@ from embodrl.workers.policy import check_memory, configure_torch, num_threads, r
 logger = logging.getLogger(__name__)
 
 WEIGHTS_DIR = "weights"
-# What others read from every row: null before the first rollout and update.
+# What others read from every row: null before the first rollout, and where nothing was trained.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
 )
@@ -254,7 +254,7 @@ class Runner:
         self.saved = False
         faults = self.rollouts.faults
         seconds = time.perf_counter() - start
-        self.pending = {
+        self.pending = ROW_0 | {
             "iteration": self.iteration,
             "env_steps": self.env_steps,
             **metrics,
@@ -429,12 +429,12 @@ class _Before:
     rewards: dict[str, Tensor]
 
 
-def _named_exit(error: SystemExit) -> PipelineError:
+def _named_exit(error: SystemExit) -> EmbodrlError:
     where = user_location(error) or "a function of the pipeline"
-    return PipelineError(
+    return EmbodrlError(
         f"{where} ended the process: SystemExit({error.code!r})",
         "raise an exception, or return a value; a run is stopped by a signal",
-        code="function-exit",
+        code="pipeline-exit",
     )
 
 

@@ -358,6 +358,8 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     level = algorithm.logprob_type == "token_level"
     yield "algorithm.length_normalized_ratio", level, "logprob_type is 'token_level', a ratio per token"
     yield "algorithm.normalization_scope", not algorithm.normalize_advantages, "normalize_advantages is false"
+    by_group = algorithm.normalize_advantages and algorithm.normalization_scope == "group"
+    yield "algorithm.min_group_std", not by_group, "advantages are not normalized by group"
     for section, model, switch, used in (
         ("kl", KlConfig, "coef is 0", algorithm.kl.coef > 0),
         ("filter", FilterConfig, "enabled is false", algorithm.filter.enabled),

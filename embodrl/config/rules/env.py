@@ -149,6 +149,19 @@ def success_is_worth_ending(context: Context) -> Iterator[Finding]:
         )
 
 
+@note("env.reward_mode", "env.train")
+def waiting_may_pay(context: Context) -> Iterator[Finding]:
+    """A dense reward is paid at every step, and success ends the episode."""
+    train = context.config.env.train
+    dense = context.config.env.reward_mode == "dense" and context.by_user("env.reward_mode")
+    if dense and not train.ignore_terminations:
+        yield Finding(
+            "env.reward_mode",
+            "'dense' pays at every step and a success ends the episode: waiting just short of it can earn more",
+            "set env.reward_mode=dense_delta, which pays progress, or a large env.success_bonus",
+        )
+
+
 @rule("env.reward_mode", "env.success_bonus")
 def sparse_reward_exists(context: Context) -> Iterator[Finding]:
     """Sparse rewards are the success bonus."""

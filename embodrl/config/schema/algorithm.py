@@ -126,6 +126,10 @@ class AlgorithmConfig(Section):
     normalization_scope: Literal["batch", "group"] = Field(
         default="batch", description="over all steps of the rollout, or over the episodes of each group"
     )
+    min_group_std: NonNegativeFloat = Field(
+        default=0.0,
+        description="least standard deviation that normalization_scope=group divides by, in units of the reward",
+    )
     bootstrap_type: Literal["truncation", "none"] = Field(
         default="truncation",
         description="add gamma * V(last observation) where the step limit, not the task, ended an episode",

@@ -27,10 +27,15 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW weight decay")
     clip_grad: PositiveFloat = Field(default=1.0, description="largest gradient norm")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
-        default="linear", description="after the warm-up, over runner.max_iterations"
+        default="linear", description="after the warm-up, over schedule_iterations"
     )
     lr_warmup_iterations: NonNegativeInt = Field(
         default=4, description="linear warm-up of the policy, from the first iteration it trains"
+    )
+    schedule_iterations: PositiveInt | None = Field(
+        default=None,
+        description="length of the schedule; null: runner.max_iterations of the start, also if the run is resumed for"
+        " longer, which stays at the last learning rate then",
     )
     min_lr_ratio: Fraction = Field(default=0.1, description="last learning rate as a part of the peak")
     critic_warmup_iterations: NonNegativeInt = Field(

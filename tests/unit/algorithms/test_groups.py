@@ -294,3 +294,13 @@ def test_what_an_estimator_of_the_user_s_returns_is_checked(
     config = AlgorithmConfig(adv_type="embodrl.algorithms.groups:mine")
     with pytest.raises(EmbodrlError, match=says):
         compute_advantages(batch_of(random_rollout(0)), config)
+
+
+def test_a_floor_keeps_a_group_that_failed_as_a_whole_small() -> None:
+    rollout = random_rollout(0)
+    rollout.rewards.mul_(1e-4)
+    config = {"adv_type": "grpo", "gamma": 1.0, "normalization_scope": "group"}
+    plain = compute_advantages(batch_of(rollout), AlgorithmConfig(**config))
+    floored = compute_advantages(batch_of(rollout), AlgorithmConfig(**config, min_group_std=1.0))
+    largest = float(plain.advantages.abs().max())
+    assert largest > 0.5 and float(floored.advantages.abs().max()) < 0.01 * largest

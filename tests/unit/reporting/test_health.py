@@ -26,6 +26,7 @@ def rows(name: str, *values: float | None) -> list[dict[str, Any]]:
         ("entropy-collapse", "train/entropy", [2.0, 0.1, 0.1], [2.0, 0.1, 1.0, 0.1]),
         ("no-success", "rollout/success_rate", [0.0] * 5, [0.0] * 4 + [0.1] + [0.0] * 4),
         ("critic-worse-than-mean", "train/explained_variance", [-0.1] * 5, [-0.1] * 4 + [0.1, -0.1]),
+        ("no-update", "train/num_updates", [0.0] * 3, [0.0, 0.0, 4.0, 0.0, 0.0]),
     ],
 )
 def test_each_warning_is_given_once_and_not_below_its_threshold(

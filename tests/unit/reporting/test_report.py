@@ -105,12 +105,12 @@ def test_a_report_needs_metrics_only(tmp_path: Path) -> None:
     assert write_report(tmp_path).is_file()
 
 
-def test_a_report_without_metrics_is_an_error(tmp_path: Path) -> None:
+def test_a_report_without_metrics_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OutputError, match="no metrics"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('broken\n{"iteration": 2}\n')
-    with pytest.raises(OutputError, match=r"metrics\.jsonl:1"):
-        write_report(tmp_path)
+    write_report(tmp_path)
+    assert "line 1 is left out" in caplog.text
 
 
 def test_ticks_are_round_and_those_of_iterations_whole() -> None:

@@ -47,6 +47,7 @@ TRAINING = {
     "gae_lambda": Change(0.5),
     "normalize_advantages": Change(False),
     "normalization_scope": Change("group"),
+    "min_group_std": Change(10.0, {"normalization_scope": "group"}),
     "bootstrap_type": Change("none"),
     "surrogate": Change("log_ratio"),
     "clip_ratio_low": Change(0.1),

@@ -29,6 +29,7 @@ OPTIM = {
     "clip_grad": Change(1e-3),
     "lr_scheduler": Change("cosine"),
     "lr_warmup_iterations": Change(2),
+    "schedule_iterations": Change(30),
     "min_lr_ratio": Change(0.9),
     "critic_warmup_iterations": Change(1),
 }
