@@ -1,0 +1,145 @@
+"""Every `embodrl` command in README.md and docs/ is accepted: its arguments parse, its settings are valid.
+
+Nothing is started. What a machine lacks (GPUs, Ray, an interpreter of a simulator) does not make a command wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import documented
+import pytest
+import tutorial
+import typer
+from documented import Command
+from typer.core import TyperGroup
+
+from embodrl.cli.main import app
+from embodrl.config import LoadedConfig
+from embodrl.config.rules import NOTES, RULES
+from embodrl.config.rules.verbs import Verb
+from embodrl.errors import ConfigError
+from embodrl.runs.load import load_config
+from embodrl.specs import ENVS, MODELS
+
+COMMANDS = [command for page in documented.PAGES for command in documented.commands(page)]
+VERBS: dict[tuple[str, ...], Verb | None] = {
+    ("train",): "train",
+    ("eval",): "eval",
+    ("sft",): "sft",
+    ("collect",): "collect",
+    ("plan", "train"): "plan",
+    ("config", "validate"): None,
+    ("config", "show"): None,
+    ("pipeline", "show"): None,
+    ("resume",): None,
+}
+"""Those with settings, and what is checked; the arguments of the others are parsed."""
+STANDS_FOR = {"MODE": "actor=native", "runner.seed=S": "runner.seed=1", "mine.yaml": "my_task/config.yaml"}
+"""Words of the pages that the reader replaces."""
+WRONG = {
+    ("README.md", "algorithm.gamma=2"): "config-range",
+    ("tutorial.md", "env.motor_gian=3"): "config-unknown-key",
+}
+"""Commands that show an error report: one of their words, and what is reported."""
+EXEMPT = {"my_module:MyWorkflow": "the reader's own module", "my_package:MyArm-v0": "the reader's own package"}
+EIGHT_GPUS = [
+    *("cluster.hardware.name=documented", "cluster.hardware.num_gpus=8", "cluster.hardware.gpu_memory_gib=80"),
+    *("cluster.hardware.num_numa_nodes=2", "cluster.hardware.num_cores=96", "cluster.hardware.memory_gib=1024"),
+]
+PLANNED = ("actor:0-7,rollout:8-15", "actor:0-3,rollout:4-7")
+"""Placements on machines with eight GPUs, which are described to the check."""
+WITH_RUN = {"tutorial.md"}
+"""Pages whose runs have the tutorial's environment; elsewhere a run has the default one."""
+
+
+def test_the_pages_have_commands_of_all_verbs() -> None:
+    assert len(COMMANDS) > 80
+    assert {command.arguments[0] for command in COMMANDS} >= {
+        "train",
+        "eval",
+        "sft",
+        "collect",
+        "resume",
+        "export",
+        "plan",
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if any(word in argument for argument in command.arguments for word in EXEMPT):
+        pytest.skip("names a module of the reader's")
+    place(tmp_path, command, monkeypatch)
+    arguments = [STANDS_FOR.get(word, word) for word in command.arguments]
+    path, rest = parse(arguments)
+    if path not in VERBS:
+        assert "overrides" not in rest or path[0] in ("doctor", "bench", "export", "list")
+        return
+    given = [rest[name] for name in ("config",) if rest.get(name) is not None]
+    overrides = [str(word) for word in rest["overrides"] or ()]
+    code = next((WRONG[key] for key in WRONG if key[0] == command.page and key[1] in command.arguments), None)
+    if overrides and "=" not in overrides[0]:
+        overrides = overrides[1:]  # a run, whose configuration the others change
+        given = [Path("my_task/config.yaml")] if command.page in WITH_RUN else []
+    verb = VERBS[path]
+    if verb == "train" and any(places in word for places in PLANNED for word in overrides):
+        overrides, verb = [*overrides, *EIGHT_GPUS], "plan"
+    problems = problems_of(overrides, given[0] if given else None, verb)
+    if code is None:
+        assert problems == {}
+    else:
+        assert code in problems
+
+
+def parse(arguments: list[str]) -> tuple[tuple[str, ...], dict[str, object]]:
+    """Return the verb of a command, and its parameters, as the command line would read them; none is run."""
+    command = typer.main.get_command(app)
+    context = command.make_context("embodrl", list(arguments))
+    path: tuple[str, ...] = ()
+    while isinstance(command, TyperGroup):
+        # a group leaves the name of the verb aside, and what follows it in ``args``
+        name, *rest = arguments[len(path) :]
+        found = command.get_command(context, name)
+        assert found is not None, f"there is no `embodrl {' '.join((*path, name))}`"
+        command, path = found, (*path, name)
+        context = command.make_context(name, rest, parent=context)
+    return path, context.params
+
+
+def problems_of(overrides: list[str], config_file: object, verb: Verb | None) -> dict[str, str]:
+    """Return what is wrong with a configuration, by code, apart from what is wrong with this machine."""
+    try:
+        loaded = load_config(overrides, Path(str(config_file)) if config_file else None, verb)
+    except ConfigError as error:
+        return {each.code: f"{each.key}: {each.message}" for each in error.problems if each.code not in of_machines()}
+    assert isinstance(loaded, LoadedConfig)
+    return {}
+
+
+def of_machines() -> set[str]:
+    """Return the codes of rules about the machine, and of those about the programs on it."""
+    sets = [rules for registry in (ENVS, MODELS) for name in registry.names() for rules in registry.entry(name).rules]
+    every = [*RULES, *NOTES, *(rule for one in sets for rule in one.rules)]
+    return {rule.code for rule in every if rule.here}
+
+
+def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make what the pages' commands refer to: checkpoints, the tutorial's and the examples' files."""
+    monkeypatch.chdir(directory)
+    for argument in command.arguments:
+        key, _, value = argument.partition("=")
+        if key in ("model.warm_start", "model.model_path") and value.startswith(("outputs/", "DIR")):
+            Path(value).mkdir(parents=True)
+            Path(value, "config.json").write_text("{}", encoding="utf-8")
+    Path("my_task").mkdir()
+    tutorial.write_files(directory / "my_task")
+    for name in ("new_model.py", "small_vla.py"):
+        shutil.copy(documented.ROOT / "examples" / "new_model" / name, "my_task")
+    Path("examples").symlink_to(documented.ROOT / "examples")
+    Path("DIR").mkdir(exist_ok=True)
+    shutil.copy("my_task/config.yaml", "DIR/config.yaml")
+    monkeypatch.syspath_prepend(str(directory / "my_task"))
+    if folder := command.environment.get("PYTHONPATH"):
+        monkeypatch.syspath_prepend(folder)
