@@ -381,10 +381,16 @@ def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) 
 def _training_remedies(config: Config, memory: MemoryOf, component: str, figures: ModelFigures | None) -> Iterator[str]:
     actor = config.actor
     if component != "activations":
-        if actor.param_dtype == "fp32":
-            yield "actor.param_dtype=bf16 halves weights, gradients and optimizer"
-        if config.model.trainable != "lora":
+        adapters = config.model.trainable == "lora"
+        if not adapters:
             yield "model.trainable=lora leaves little to gradients and optimizer"
+        if actor.param_dtype == "fp32":
+            yield (
+                "actor.param_dtype=bf16 halves the weights; adapters stay in float32"
+                if adapters
+                else "actor.param_dtype=bf16 with model.trainable=lora halves the weights; alone it halves gradients"
+                " and optimizer, too, but rounds most small updates away"
+            )
     elif figures is not None:
         rest = HEADROOM * memory.available - (memory.total - memory.needed[component])
         rows = int(rest / max(1, memory.needed[component] / actor.micro_batch_size))

@@ -86,7 +86,9 @@ class ActorConfig(Section):
         default="auto", description="autocast of the forward pass; auto is bf16 where the device has it in hardware"
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B"
+        default="fp32",
+        description="dtype of weights and optimizer state; bf16 halves the memory and is for model.trainable=lora,"
+        " whose adapters stay in float32: weights that train in bf16 lose most of their small updates to rounding",
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
     enable_offload: bool = Field(
