@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,14 @@ class Towers(NamedTuple):
 
 
 class ExpertNetwork(nn.Module, ABC):
-    """A VLM with an action expert, and linear layers around the expert as direct children."""
+    """A VLM with an action expert, and linear layers around the expert as direct children.
 
+    Attributes:
+        trunk: name of the child that holds VLM and expert.
+        action_out_proj: from the expert's output to the velocity.
+    """
+
+    trunk: ClassVar[str]
     action_out_proj: nn.Linear
 
     @property
@@ -59,9 +65,9 @@ class ExpertNetwork(nn.Module, ABC):
         """Of the weights."""
         return self.action_out_proj.weight.dtype
 
-    def projections(self) -> list[nn.Linear]:
-        """Return the linear layers around the expert."""
-        return [layer for layer in self.children() if isinstance(layer, nn.Linear)]
+    def projections(self) -> list[nn.Module]:
+        """Return the linear layers around the expert, which LoRA may have wrapped."""
+        return [layer for name, layer in self.named_children() if name != self.trunk]
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights for training from scratch, by the rules of ``common/init.py``.
@@ -74,8 +80,9 @@ class ExpertNetwork(nn.Module, ABC):
         towers.language.init_weights(generator)
         towers.expert.init_weights(generator)
         for layer in self.projections():
-            init_matrix(layer.weight, generator, VELOCITY_GAIN if layer is self.action_out_proj else 1.0)
-            nn.init.zeros_(layer.bias)
+            if isinstance(layer, nn.Linear):
+                init_matrix(layer.weight, generator, VELOCITY_GAIN if layer is self.action_out_proj else 1.0)
+                nn.init.zeros_(layer.bias)
 
 
 class Processor(Protocol):

@@ -109,6 +109,8 @@ def time_embedding(tau: Tensor, width: int) -> Tensor:
 class PiModel(ExpertNetwork):
     """pi0 or pi0.5."""
 
+    trunk = "paligemma_with_expert"
+
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
         self.config = config

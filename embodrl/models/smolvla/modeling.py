@@ -229,6 +229,8 @@ class SmolContext:
 class SmolVlaModel(ExpertNetwork):
     """SmolVLA."""
 
+    trunk = "vlm_with_expert"
+
     def __init__(self, config: SmolVlaConfig) -> None:
         super().__init__()
         self.config = config
