@@ -46,7 +46,7 @@ ROUNDS = 3
 BLOCK_S = 0.5
 TIMEOUT_S = 900.0
 MAX_BLOCK_STEPS = 200
-EVERY_STEP, ONCE_PER_CHUNK, FULL_DETAIL = "drawn every step", "drawn once per chunk", "drawn every step, full detail"
+EVERY_STEP, ONCE_A_CHUNK, FULL_DETAIL = "drawn every step", "drawn once a chunk", "drawn every step, full detail"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1", "SAPIEN_DISABLE_RAY_TRACING": "1"}
 
 
@@ -228,7 +228,7 @@ def measure(config: Config, case: Case, num_envs: int) -> list[dict[str, Any]]:
         for pool in pools:
             pool.wait_started()
             pool.reset(np.arange(num_envs), np.zeros(num_envs, np.int32))
-        sides = {case.stock: stock, EVERY_STEP: our_side(pools[0], 1), ONCE_PER_CHUNK: our_side(pools[0], CHUNK)}
+        sides = {case.stock: stock, EVERY_STEP: our_side(pools[0], 1), ONCE_A_CHUNK: our_side(pools[0], CHUNK)}
         if len(pools) > 1:
             sides[FULL_DETAIL] = our_side(pools[1], 1)
         for side in sides.values():

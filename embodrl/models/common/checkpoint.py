@@ -117,11 +117,15 @@ def check_links(directory: Path) -> None:
             else:
                 names_here = names
             for path in (Path(parent, name) for name in (*names_here, *files)):
-                if path.is_symlink() and not _is_inside(path, directory):
-                    raise PolicyFileError(
-                        f"{path} links to {os.path.realpath(path)}, outside of the checkpoint",
-                        "copy the file into the directory",
-                    )
+                check_link(path, directory)
+
+
+def check_link(path: Path, directory: Path) -> None:
+    """Refuse a file of a checkpoint that is a link to elsewhere, as ``check_links`` does."""
+    if path.is_symlink() and not _is_inside(path, directory):
+        raise PolicyFileError(
+            f"{path} links to {os.path.realpath(path)}, outside of the checkpoint", "copy the file into the directory"
+        )
 
 
 def _is_inside(path: Path, directory: Path) -> bool:

@@ -117,6 +117,7 @@ def flow_family(
     uses_state: bool | str = True,
     max_cameras: int = 3,
     actions: str = ACTIONS,
+    missing_config: str = "",
 ) -> ModelSpec:
     """Return the spec of a flow-matching family, which ``embodrl/models/PACKAGE`` builds; see ``ModelSpec``."""
     return ModelSpec(
@@ -133,6 +134,7 @@ def flow_family(
         parity=f"embodrl.models.{package}.parity:run",
         sizes=sizes,
         actions=actions,
+        missing_config=missing_config,
         checkpoint=checkpoint,
         rl="Gaussian log-probs of denoising steps: flow_sde, flow_noise",
     )

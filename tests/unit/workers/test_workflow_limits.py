@@ -80,7 +80,7 @@ def test_fixed_initial_states_stay_as_they_are_when_played_again(pool: EnvPool) 
     assert seeds[:NUM_ENVS] == seeds[NUM_ENVS:]
 
 
-def test_a_shard_is_not_played_for_ever(pool: EnvPool) -> None:
+def test_a_shard_is_not_retried_for_ever(pool: EnvPool) -> None:
     workflow = RejectsFirst(100, failing=1)
     with pytest.raises(WorkflowError, match=r"of 48 episodes 4 failed and 44 were rejected, in 4 attempts.*a hiccup"):
         rollout(pool, workflow).gather(0)
