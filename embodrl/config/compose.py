@@ -425,7 +425,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
 
 
 def compose_resolved(path: Path, overrides: list[str], text: str | None = None) -> Composition:
-    """Read a whole configuration, ``DIR/config.yaml`` of a run; presets play no part.
+    """Read a whole configuration, ``DIR/config.yaml`` of a run; presets are not read.
 
     Args:
         path: of the file.
