@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import documented
 import pytest
@@ -72,7 +73,7 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
     if any(word in argument for argument in command.arguments for word in EXEMPT):
         pytest.skip("names a module of the reader's")
     place(tmp_path, command, monkeypatch)
-    arguments = [STANDS_FOR.get(word, word) for word in command.arguments]
+    arguments = [STANDS_FOR[word] if word in STANDS_FOR else word for word in command.arguments]
     path, rest = parse(arguments)
     if path not in VERBS:
         assert "overrides" not in rest or path[0] in ("doctor", "bench", "export", "list")
@@ -93,7 +94,7 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
         assert code in problems
 
 
-def parse(arguments: list[str]) -> tuple[tuple[str, ...], dict[str, object]]:
+def parse(arguments: list[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Return the verb of a command, and its parameters, as the command line would read them; none is run."""
     command = typer.main.get_command(app)
     context = command.make_context("embodrl", list(arguments))
