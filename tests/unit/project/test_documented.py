@@ -73,7 +73,7 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
     if any(word in argument for argument in command.arguments for word in EXEMPT):
         pytest.skip("names a module of the reader's")
     place(tmp_path, command, monkeypatch)
-    arguments = [STANDS_FOR[word] if word in STANDS_FOR else word for word in command.arguments]
+    arguments = [STANDS_FOR.get(word, word) for word in command.arguments]
     path, rest = parse(arguments)
     if path not in VERBS:
         assert "overrides" not in rest or path[0] in ("doctor", "bench", "export", "list")
