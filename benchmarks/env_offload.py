@@ -68,7 +68,7 @@ def measure(settings: list[str], extra: list[str]) -> dict[str, Any]:
                 "offload_s": gone,
                 "onload_s": back,
             }
-            assert np.array_equal(play(pool, 99, chunk), play(twin, 99, chunk)), "it did not come back to the bit"
+            assert np.array_equal(play(pool, 99, chunk), play(twin, 99, chunk)), "it did not come back bit-exact"
     return found
 
 

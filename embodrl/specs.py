@@ -189,6 +189,7 @@ class ModelSpec(Spec):
         builtin_warm_start: embodrl ships weights of the tiny size.
         parity: ``module:function`` that compares it with recordings of the reference implementation.
         num_parameters: from the section ``model`` to about how many parameters a model without a checkpoint has.
+        missing_config: hint for a directory with weights and no config.json, if public tools write such ones.
         sizes, checkpoint, rl: for ``embodrl list``.
     """
 
@@ -205,6 +206,7 @@ class ModelSpec(Spec):
     builtin_warm_start: bool = False
     parity: str = ""
     num_parameters: Callable[[ModelConfig], int] | None = None
+    missing_config: str = ""
     sizes: str = ""
     checkpoint: str = ""
     rl: str = ""

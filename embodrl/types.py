@@ -41,7 +41,7 @@ class EnvSpec:
             and experts know no others.
         max_chunk: the largest C that the buffers hold.
         tasks: the tasks that episodes are drawn from.
-        control_hz: actions a second of the robot's time.
+        control_hz: actions per second of the robot's time.
 
     Raises:
         EnvError: an action has other bounds.

@@ -54,7 +54,7 @@ torch_kind() {
     esac
 }
 
-# A key that changes whenever the environment has to be built anew or completed.
+# A key that changes whenever the environment has to be rebuilt or completed.
 # Arguments: interpreter, kind of torch. The directory counts because a virtual environment can't be moved.
 setup_key() {
     { "$1" -c 'import sys; print(sys.version, sys.base_prefix)'; printf '%s\n' "$2" "$PWD"

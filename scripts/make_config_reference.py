@@ -65,8 +65,8 @@ env:
 - **References** `${section.key}` take the value of another key. Resolvers such as `${oc.env:HOME}` are refused, so
   that a configuration means the same on every machine.
 - **No code** is run from a configuration: YAML tags, `_target_` and its kin are errors. The exceptions are deliberate:
-  `extensions` names modules of yours to import, which may register models and environments, and `algorithm.adv_type`,
-  `algorithm.loss_type`, `algorithm.srpo.encoder`, `reward.fn` and `pipeline.fn` may name functions of yours as
+  `extensions` names modules to import, which may register models and environments, and `algorithm.adv_type`,
+  `algorithm.loss_type`, `algorithm.srpo.encoder`, `reward.fn` and `pipeline.fn` may name custom functions as
   `module:function`.
 - **Mappings** are merged key by key, lists are replaced; `cluster.component_placement` is replaced as a whole.
 - A run writes its whole configuration to `DIR/config.yaml`. That file can be given with `--config` again.

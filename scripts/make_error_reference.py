@@ -226,7 +226,7 @@ def table(rows: list[Entry]) -> list[str]:
 
 SECTIONS = (
     ("Errors by class", "An error without a code of its own has that of its class.", "class"),
-    ("Errors", "Raised where something can't go on.", "error"),
+    ("Errors", "Raised where an operation cannot continue.", "error"),
     ("Problems of a configuration, an argument or a pipeline", "Found when it is read.", "problem"),
     ("Rules between settings", "A configuration that breaks one is refused; all problems come in one report.", "rule"),
     ("Notes", "What is allowed but without effect or odd; printed, and nothing is stopped.", "note"),

@@ -72,7 +72,7 @@ def measured(run: Path) -> dict[str, tuple[list[dict[str, float]], list[float], 
 
 
 def table(runs: list[Path]) -> str:
-    """Return a Markdown row a run and task: success at start and end with Wilson's 95 % interval, gain and time."""
+    """Return a Markdown row per run and task: success at start and end with Wilson's 95 % interval, gain and time."""
     lines = [
         "| run | start | end | gain | iterations | environment steps | wall time |",
         "|---|---|---|---|---|---|---|",

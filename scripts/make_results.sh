@@ -3,8 +3,8 @@
 #
 #   scripts/make_results.sh [pull|lift|reach|drawer|libero ...]
 #
-# RESULTS_DIR holds what is made; a stage whose result is there is not done again, and a run that was stopped goes on.
-# Demonstrations whose collection was stopped are made anew.
+# RESULTS_DIR holds what is made; a stage whose result is there is not done again, and a run that was stopped is resumed.
+# Demonstrations whose collection was stopped are collected again.
 # RESULTS_TARGET takes the recorded metrics. SIMULATORS_PYTHON is an interpreter with Meta-World, where embodrl's own has none.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +22,7 @@ warm_start() {
     local name=$1 episodes=$2 steps=$3 lr=$4
     shift 4
     if grep -qs '"stopped_early": true' "$work/$name/demos/meta/embodrl.json"; then
-        echo "$work/$name/demos is short, as its collection was stopped: it is removed and made anew"
+        echo "$work/$name/demos is short, as its collection was stopped: it is removed and collected again"
         rm -r "$work/$name/demos"
     fi
     [ -d "$work/$name/demos" ] || $embodrl collect "$@" collect.num_episodes="$episodes" collect.output_dir="$work/$name/demos"
@@ -42,7 +42,7 @@ learn() {
     cp "$work/$name/rl/metrics.jsonl" "$target/$name.jsonl"
 }
 
-# more NAME ITERATIONS: goes on with a run that is whole
+# more NAME ITERATIONS: continues a run that is whole
 more() {
     [ "$(wc -l <"$work/$1/rl/metrics.jsonl")" -gt "$2" ] || $embodrl resume "$work/$1/rl" runner.max_iterations="$2"
     cp "$work/$1/rl/metrics.jsonl" "$target/$1.jsonl"

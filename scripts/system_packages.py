@@ -171,11 +171,11 @@ def as_root(command: list[str], prefix: list[str]) -> list[str]:
 
 
 def may_install(prefix: list[str]) -> tuple[bool, str]:
-    """Return whether to go on, and if not, why. Root and EMBODRL_YES=1 are not asked."""
+    """Return whether to continue, and if not, why. Root and EMBODRL_YES=1 are not asked."""
     if not prefix or os.environ.get("EMBODRL_YES") == "1":
         return True, ""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or os.environ.get("CI"):
-        return False, "nobody is there to ask; set EMBODRL_YES=1 to allow it, or run these commands as root"
+        return False, "there is no terminal to ask on; set EMBODRL_YES=1 to allow it, or run these commands as root"
     sys.stderr.write("Run these commands with sudo? [y/N] ")
     sys.stderr.flush()
     allowed = sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""Whole training iterations: environment steps a second, and what the cores' time is spent on.
+"""Whole training iterations: environment steps per second, and what the cores' time is spent on.
 
 Both sides run the default training loop on the same machine, one after the other. The baseline renders every
 environment step with ManiSkill's own meshes, as a loop around ManiSkill's ``step`` does; embodrl renders what the

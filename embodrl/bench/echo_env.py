@@ -32,11 +32,9 @@ class EchoVectorEnv(VectorEnv):
         )
 
     def reset(self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Observation:
-        """See VectorEnv."""
         return self._observation
 
     def chunk_step(self, actions: NDArray[np.float32], active: NDArray[np.bool_]) -> EnvStep:
-        """See VectorEnv."""
         batch = self.spec.num_envs
         self._observation.images[:, 0, 0, 0, 0] = actions[:, 0, 0].astype(np.uint8)
         no = np.zeros((batch, 1), np.bool_)
@@ -55,14 +53,13 @@ class EchoVectorEnv(VectorEnv):
         )
 
     def get_state(self) -> bytes:
-        """See VectorEnv."""
         return b""
 
     def set_state(self, state: bytes) -> None:
-        """See VectorEnv."""
+        pass
 
     def close(self) -> None:
-        """See VectorEnv."""
+        pass
 
 
 ENVS.add("bench_echo", EchoVectorEnv, "hands out one observation, for the transport benchmark")

@@ -1,10 +1,10 @@
-"""Environment steps a second of every simulator that is installed: an EnvPool beside the simulator's own vectorisation.
+"""Environment steps per second of every installed simulator: an EnvPool and the simulator's own vectorisation.
 
-Both sides play random actions in the same task with one camera of the same size, on the same cores, in turns, block by
-block. The other side draws at every step; we are measured so, and as training does it: once a chunk of five actions.
-It has a process an environment, we have a process a core. Both draw with one thread a process, which suits both best.
+Both sides run random actions in the same task with one camera of the same size, on the same cores, in turns, block by
+block. The other side draws at every step; we are measured so, and as training does it: once per chunk of five actions.
+It has a process per environment, we have a process per core. Both draw with one thread per process, the best for both.
 
-Beside steps a second on the clock stand steps a second of processor time, which a busy machine disturbs less.
+Steps per second of processor time are given with those of wall time, as a busy machine disturbs them less.
 """
 
 from __future__ import annotations
@@ -90,38 +90,38 @@ class Side:
     """What is measured.
 
     Args:
-        play: plays that many times ``unit`` steps of the whole batch.
-        unit: see ``play``.
+        advance: runs that many times ``unit`` steps of the whole batch.
+        unit: see ``advance``.
         num_envs: B.
         processes: whose processor time counts.
     """
 
     def __init__(
-        self, play: Callable[[int], object], unit: int, num_envs: int, processes: Sequence[psutil.Process]
+        self, advance: Callable[[int], object], unit: int, num_envs: int, processes: Sequence[psutil.Process]
     ) -> None:
-        self.play, self.unit, self.num_envs, self.processes = play, unit, num_envs, processes
+        self.advance, self.unit, self.num_envs, self.processes = advance, unit, num_envs, processes
         self.block = 1
         self.wall_s = self.cpu_s = 0.0
         self.steps = 0
 
     def prepare(self) -> None:
         """Warm up and find how much work takes ``BLOCK_S``."""
-        self.play(1)
+        self.advance(1)
         start = time.perf_counter()
-        self.play(2)
+        self.advance(2)
         each_s = (time.perf_counter() - start) / 2
         self.block = int(np.clip(round(BLOCK_S / each_s), 1, max(MAX_BLOCK_STEPS // self.unit, 1)))
 
     def measure(self) -> None:
-        """Play a block."""
+        """Run a block."""
         cpu, start = cpu_seconds(self.processes), time.perf_counter()
-        self.play(self.block)
+        self.advance(self.block)
         self.wall_s += time.perf_counter() - start
         self.cpu_s += cpu_seconds(self.processes) - cpu
         self.steps += self.block * self.unit * self.num_envs
 
     def figures(self) -> dict[str, float]:
-        """Return environment steps a second: of the clock, and of processor time."""
+        """Return environment steps per second: of the clock, and of processor time."""
         return {
             "steps_per_s": round(self.steps / self.wall_s, 1),
             "steps_per_cpu_s": round(self.steps / max(self.cpu_s, 0.01), 1),
@@ -156,7 +156,7 @@ def stock_side(options: dict[str, Any], python: str) -> Iterator[Side]:
                 last = (errors.read().strip().splitlines() or ["no message"])[-1]
                 raise EmbodrlError(f"the vectorisation of {options['env']} ended before '{word}': {last}")
 
-        def play(steps: int) -> None:
+        def advance(steps: int) -> None:
             stdin.write(f"{steps}\n")
             stdin.flush()
             until("done")
@@ -166,7 +166,7 @@ def stock_side(options: dict[str, Any], python: str) -> Iterator[Side]:
             until("ready")
             parent = psutil.Process(process.pid)
             family = [parent, *parent.children(recursive=True)]
-            yield Side(play, 1, options["num_envs"], family)
+            yield Side(advance, 1, options["num_envs"], family)
         finally:
             process.kill()
             for each in family[1:]:
@@ -175,20 +175,20 @@ def stock_side(options: dict[str, Any], python: str) -> Iterator[Side]:
 
 
 def our_side(pool: EnvPool, chunk: int) -> Side:
-    """Return a side that plays chunks in a pool that has started."""
+    """Return a side that runs chunks in a pool that has started."""
     num_envs, action_dim = pool.spec.num_envs, pool.spec.action_dim
     rng = np.random.default_rng(0)
 
-    def play(chunks: int) -> None:
+    def advance(chunks: int) -> None:
         for _ in range(chunks):
             pool.step(rng.uniform(-1, 1, (num_envs, chunk, action_dim)).astype(np.float32))
 
     simulators = [psutil.Process(manager.pid) for manager in pool.managers if manager.pid is not None]
-    return Side(play, chunk, num_envs, [psutil.Process(), *simulators])
+    return Side(advance, chunk, num_envs, [psutil.Process(), *simulators])
 
 
 def begin_pool(config: Config, case: Case, num_envs: int, **overrides: Any) -> EnvPool:
-    """Return a pool with a process a core, which is starting."""
+    """Return a pool with a process per core, which is starting."""
     processes = min(num_envs, len(os.sched_getaffinity(0)))
     config = config.model_copy(update={"env": config.env.model_copy(update={"num_processes": processes})})
     limits = {"ignore_terminations": True, "max_episode_steps": case.max_episode_steps, "max_chunk": CHUNK}
@@ -198,7 +198,7 @@ def begin_pool(config: Config, case: Case, num_envs: int, **overrides: Any) -> E
 
 
 def stock_options(config: Config, case: Case, num_envs: int) -> dict[str, Any]:
-    """Return what ``stock_envs.py`` is told."""
+    """Return the options of ``stock_envs.py``."""
     env = config.env
     options: dict[str, Any] = {
         "env": env.env_type,
@@ -313,7 +313,7 @@ def main(json_path: Path | None = None, names: Sequence[str] = tuple(CASES), set
     for name, reason in result["left_out"].items():
         console.print(f"{name} is left out: {reason}")
     for name, figures in result["envs"].items():
-        table = Table(title=f"{name}, {figures['task']}: environment steps a second")
+        table = Table(title=f"{name}, {figures['task']}: environment steps per second")
         for column in ("pixels", "environments", "what", "steps/s", "ratio", "of processor time"):
             table.add_column(column, justify="left" if column == "what" else "right")
         for row in figures["rows"]:

@@ -59,12 +59,12 @@ class Stock:
         self.env.reset(seed=seed)
 
     def step_and_render(self, action: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Play ``action float32[7]``; return the picture ``uint8[H,W,3]``."""
+        """Execute ``action float32[7]``; return the picture ``uint8[H,W,3]``."""
         observation = self.env.step(action[None])[0]
         return self._picture(observation["sensor_data"])
 
     def step(self, action: NDArray[np.float32]) -> None:
-        """Play ``action float32[7]`` without a picture."""
+        """Execute ``action float32[7]`` without a picture."""
         self.env._step_action(action[None])
 
     def render(self) -> NDArray[np.uint8]:
@@ -108,12 +108,12 @@ class Ours:
         self.sim.reset(np.array([seed]), np.zeros(1, np.int64))
 
     def step_and_render(self, action: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """Play ``action float32[7]``; return the picture ``uint8[H,W,3]``."""
+        """Execute ``action float32[7]``; return the picture ``uint8[H,W,3]``."""
         self.step(action)
         return self.render()
 
     def step(self, action: NDArray[np.float32]) -> None:
-        """Play ``action float32[7]`` with its reward, without a picture."""
+        """Execute ``action float32[7]`` with its reward, without a picture."""
         self.sim.step(action[None])
 
     def render(self) -> NDArray[np.uint8]:

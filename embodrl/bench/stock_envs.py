@@ -1,6 +1,6 @@
 """A simulator's own vectorisation with random actions, for ``embodrl bench envs``; runs in its interpreter.
 
-Usage: stock_envs.py '{"env": NAME, "num_envs": B, "size": PIXELS, ...}'. Prints "ready" once all is warm; then plays as
+Usage: stock_envs.py '{"env": NAME, "num_envs": B, "size": PIXELS, ...}'. Prints "ready" once all is warm; then runs as
 many steps of the whole batch as each line on standard input says, and answers "done".
 """
 
@@ -133,15 +133,15 @@ def main(options: dict[str, Any]) -> None:
     step, action_dim = build(options)
     rng = np.random.default_rng(0)
 
-    def play(steps: int, answer: str) -> None:
+    def advance(steps: int, answer: str) -> None:
         for _ in range(steps):
             step(rng.uniform(-1, 1, (options["num_envs"], action_dim)).astype(np.float32))
         answers.write(answer + "\n")
         answers.flush()
 
-    play(WARM_UP, "ready")
+    advance(WARM_UP, "ready")
     for line in sys.stdin:
-        play(int(line), "done")
+        advance(int(line), "done")
 
 
 if __name__ == "__main__":

@@ -57,13 +57,13 @@ def bench(
     \b
     transport  observations through shared memory, against pickled arrays in a queue
     render     camera pictures on this machine, against stock ManiSkill
-    e2e        environment steps a second of a whole training iteration, and where the time goes
-    inference  actions a second of every model family, against the plain way of their reference implementations
+    e2e        environment steps per second of a whole training iteration, and where the time goes
+    inference  actions per second of every model family, against the plain way of their reference implementations
     async      rollouts beside training, against taking turns, and the ideal of both
     tasks      coroutines a second of the asynchronous task runner, against asyncio.gather
-    envs       environment steps a second of every simulator here, against its own vectorisation
+    envs       environment steps per second of every simulator here, against its own vectorisation
     weight-sync  weights from a trainer to a rollout by every kind of sync, against memcpy
-    rollout    actions a second of the rollout backends native and vLLM, beside transformers' generate
+    rollout    actions per second of the rollout backends native and vLLM, beside transformers' generate
 
     \b
     Examples:

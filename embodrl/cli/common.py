@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import signal
 import sys
@@ -213,5 +214,13 @@ def describe_memory_limit(error: Exception) -> EmbodrlError | None:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    """Leave through the ``finally`` clauses, which close the simulator processes; a verb may set a better handler."""
+    """Leave through the ``finally`` clauses, which close the simulator processes; a verb may set a better handler.
+
+    Within an import it ends the process: libraries swallow exceptions there and go on half imported (NumPy does).
+    Processes that it has started end with it.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os._exit(EXIT_SIGTERM)
+        frame = frame.f_back
     raise SystemExit(EXIT_SIGTERM)

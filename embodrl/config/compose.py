@@ -397,10 +397,11 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     untrusted = ""
     if config_file is not None:
         if isinstance(config_file, Path):
-            if (config_file / "config.yaml").is_file():
-                config_file = config_file / "config.yaml"  # of a run
+            of_run = (config_file / "config.yaml").is_file()
+            if of_run:
+                config_file = config_file / "config.yaml"
             user, wrong = read_yaml(config_file, str(config_file))
-            untrusted = "" if not user.children or is_trusted(config_file, user) else str(config_file)
+            untrusted = "" if not user.children or is_trusted(config_file, user, of_run=of_run) else str(config_file)
         else:
             user, wrong = read_mapping(config_file)
         wanted, wrong_choices = file_choices(user)
@@ -424,7 +425,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
 
 
 def compose_resolved(path: Path, overrides: list[str], text: str | None = None) -> Composition:
-    """Read a whole configuration, ``DIR/config.yaml`` of a run; presets play no part.
+    """Read a whole configuration, ``DIR/config.yaml`` of a run; presets are not read.
 
     Args:
         path: of the file.
@@ -432,7 +433,7 @@ def compose_resolved(path: Path, overrides: list[str], text: str | None = None) 
         text: the content to use in place of the file's, e.g. from a checkpoint.
     """
     tree, problems = read_yaml(path, str(path), "run") if text is None else parse_yaml(text, str(path), "run")
-    untrusted = "" if not tree.children or is_trusted(path, tree, text) else str(path)
+    untrusted = "" if not tree.children or is_trusted(path, tree, text, of_run=True) else str(path)
     arguments, wrong = parse_arguments(overrides)
     problems += wrong
     for argument in arguments:

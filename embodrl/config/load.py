@@ -125,7 +125,7 @@ def load_run(
     trust: bool = False,
     text: str | None = None,
 ) -> LoadedConfig:
-    """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets play no part.
+    """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets are not read.
 
     Args:
         path: of the file.

@@ -54,10 +54,10 @@ class VectorEnv(ABC):
 
     @abstractmethod
     def chunk_step(self, actions: NDArray[np.float32], active: NDArray[np.bool_]) -> EnvStep:
-        """Play ``actions float32[B,C,A]`` in order; render only what the policy will see next.
+        """Execute ``actions float32[B,C,A]`` in order; render only what the policy will see next.
 
         Rows where ``active bool[B]`` is False are not simulated: their ``valid`` is False throughout. With auto-reset
-        the episode after one of seed s has the seed ``stepping.next_seed(s)``: restarts play that again.
+        the episode after one of seed s has the seed ``stepping.next_seed(s)``: restarts run that again.
         """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class VectorEnv(ABC):
         """Let ``get_state`` answer as if nothing had happened since ``mark``; a reset must follow."""
 
     def start_video(self, row: int, path: str) -> None:  # noqa: B027
-        """Film the episode that is about to be played, into ``<path>_success.mp4`` or ``<path>_failure.mp4``."""
+        """Film the episode that is about to be run, into ``<path>_success.mp4`` or ``<path>_failure.mp4``."""
 
     def expert_reset(self, rows: list[int]) -> None:  # noqa: B027
         """Start scripted experts in ``rows``, whose episodes have just begun."""

@@ -1,4 +1,4 @@
-"""One episode at a time, asynchronously: the environment that a workflow plays in.
+"""One episode at a time, asynchronously: the environment that a workflow runs in.
 
 Legend: C actions in a chunk, A action dimensions. An observation here is a batch of one.
 """
@@ -37,7 +37,7 @@ class ToolResult:
     Attributes:
         observation: what is seen afterwards; at the end of an episode, its last observation.
         reward: ``float32[C]``, 0 where not valid; C is 0 for a tool that does not act.
-        valid: ``bool[C]``, the action was played (the episode had not ended before it).
+        valid: ``bool[C]``, the action was executed (the episode had not ended before it).
         terminated, truncated: ``bool[C]``, the episode ended with that action.
         success: the task has been solved at some time in the episode.
         episode_return: sum of the rewards of the episode so far.
@@ -97,7 +97,7 @@ class ToolResult:
 
 
 class Environment(ABC):
-    """One environment, in which one episode is played at a time.
+    """One environment, in which one episode is run at a time.
 
     Every method but ``list_tools`` may take long; other episodes continue.
     """

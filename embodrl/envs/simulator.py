@@ -46,7 +46,7 @@ class Simulator(ABC):
         action_low, action_high: bounds of an action, A numbers each: -1 and 1, which ``step`` maps to its own.
         state_dim: S, what ``proprioception`` returns; 0 for nothing.
         instruction: for the policy, in words.
-        control_hz: actions a second of the robot's time; videos and data sets state it.
+        control_hz: actions per second of the robot's time; videos and data sets state it.
     """
 
     action_low: tuple[float, ...]
@@ -61,7 +61,7 @@ class Simulator(ABC):
 
     @abstractmethod
     def step(self, action: NDArray[np.float32]) -> SimStep:
-        """Play ``action float32[A]`` for one control step. Nothing is drawn."""
+        """Execute ``action float32[A]`` for one control step. Nothing is drawn."""
 
     @abstractmethod
     def images(self) -> NDArray[np.uint8]:
@@ -204,8 +204,8 @@ class Replayed(Simulator):
 class SimulatorVectorEnv(SteppingEnv):
     """B simulators, one after the other. A subclass says how to make one.
 
-    Simulators are lent to the environments that play their task, and one more is built where none is free. At first
-    there is one of the first task, which says what all are like; or B of the only task, which all will play.
+    Simulators are lent to the environments that run their task, and one more is built where none is free. At first
+    there is one of the first task, which says what all are like; or B of the only task, which all will run.
 
     Args:
         num_envs: B.
@@ -214,7 +214,7 @@ class SimulatorVectorEnv(SteppingEnv):
         rules: what ends an episode and what it earns.
         include_state: add the proprioception to the observation.
         max_chunk: largest number of actions in a chunk.
-        video_fps: frames a second of videos; None is the rate of control.
+        video_fps: frames per second of videos; None is the rate of control.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class SimulatorVectorEnv(SteppingEnv):
         for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
             self._sim(row).reset(seed)
 
-    def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
+    def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
         num_envs = self.spec.num_envs
         reward = np.zeros(num_envs, np.float32)
         success, terminated, truncated, diverged = (np.zeros(num_envs, np.bool_) for _ in range(4))
@@ -330,7 +330,7 @@ class SimulatorVectorEnv(SteppingEnv):
             self.set_sim_row(row, content)
 
     def get_sim_row(self, row: int) -> object:
-        """See SteppingEnv; None of a row that has never played."""
+        """None for a row that has never run."""
         sim = self._sims[row]
         return None if sim is None else sim.get_state()
 
@@ -344,7 +344,7 @@ class SimulatorVectorEnv(SteppingEnv):
         self._with_expert[rows] = True
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """See VectorEnv; 0 in rows whose expert has not begun."""
+        """Return 0 in rows whose expert has not begun."""
         actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
         for row in np.flatnonzero(self._with_expert).tolist():
             actions[row] = self._sim(row).expert_action()

@@ -83,7 +83,7 @@ class EpisodeRules:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one action led to, in B environments; rows that were not played hold anything.
+    """What one action led to, in B environments; rows that were not stepped hold anything.
 
     Attributes:
         reward: ``float32[B]``, the simulator's own.
@@ -107,7 +107,7 @@ class SteppingEnv(VectorEnv):
     Args:
         spec: what it offers.
         rules: what ends an episode and what it earns.
-        video_fps: frames a second of videos, of which each step gives one; None is ``spec.control_hz``.
+        video_fps: frames per second of videos, of which each step gives one; None is ``spec.control_hz``.
     """
 
     def __init__(self, spec: EnvSpec, rules: EpisodeRules, video_fps: float | None = None) -> None:
@@ -135,8 +135,8 @@ class SteppingEnv(VectorEnv):
         """Start new episodes in ``rows``, each as its seed says, whatever happened before."""
 
     @abstractmethod
-    def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
-        """Play ``actions float32[B,A]`` for one step where ``running bool[B]``."""
+    def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
+        """Execute ``actions float32[B,A]`` for one step where ``running bool[B]``."""
 
     @abstractmethod
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
@@ -197,8 +197,8 @@ class SteppingEnv(VectorEnv):
     def _substep(
         self, actions: NDArray[np.float32], running: NDArray[np.bool_]
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Play one action in the running rows; return reward ``float32[B]``, terminated and truncated ``bool[B]``."""
-        result = self.play(actions, running)
+        """Execute an action in running rows; return reward ``float32[B]``, terminated and truncated ``bool[B]``."""
+        result = self.step_rows(actions, running)
         first_success = running & result.success & ~self._solved
         self._solved |= first_success
         reward = self.rules.success_bonus * first_success.astype(np.float32)

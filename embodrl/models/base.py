@@ -34,6 +34,7 @@ class LoadReport:
         aliased: checkpoint name -> model name, renamed on purpose.
         ignored: checkpoint name -> why it is not used.
         initialized: model name -> why it is not in the checkpoint (e.g. a new value head).
+        conventions: what prompts and actions follow -> which, and which file, data set or setting says so.
         has_checksums: the files were compared with the list that embodrl writes; False if there is no list.
     """
 
@@ -45,6 +46,7 @@ class LoadReport:
     aliased: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     initialized: dict[str, str] = field(default_factory=dict)
+    conventions: dict[str, str] = field(default_factory=dict)
     has_checksums: bool = False
 
     @property
@@ -64,6 +66,7 @@ class LoadReport:
             "renamed on purpose": [f"{stored} -> {name}" for stored, name in self.aliased.items()],
             "ignored on purpose": [f"{name} ({reason})" for name, reason in self.ignored.items()],
             "new": [f"{name} ({reason})" for name, reason in self.initialized.items()],
+            "conventions": [f"{name}: {found}" for name, found in self.conventions.items()],
         }
         checked = "compared with checksums.json" if self.has_checksums else "no checksums"
         lines = [f"{self.source}: {self.num_loaded} tensors loaded, {checked}"]

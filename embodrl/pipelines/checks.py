@@ -1,4 +1,4 @@
-"""What must hold before a pipeline may run. All of it is checked, and all problems are told. Imports no torch."""
+"""What must hold before a pipeline may run. All of it is checked, and all problems are reported. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ROLES: dict[str, str] = {
     "train": "updates the weights; exactly one",
     "sync": "hands the new weights to the rollout; at least one, after the node that trains",
     "compute": "anything else, and others use what it returns",
-    "sink": "anything else that nobody depends on, such as a log",
+    "sink": "anything else that no node depends on, such as a log",
 }
 ENDS = ("train", "sync", "sink")
-"""Roles of nodes that nobody need depend on."""
+"""Roles of nodes that no other node has to depend on."""
 TAKEN = ("env", "policy", "total", "eval")
 """Names whose times are metrics with another meaning."""
 
@@ -171,13 +171,13 @@ def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
 
 
 def _cycles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
-    """Yield a cycle through each node that is in one, unless a cycle told before has it."""
+    """Yield a cycle through each node that is in one, unless a cycle reported before has it."""
     deps = {spec.name: spec.deps for spec in specs}
-    told = set[str]()
+    reported = set[str]()
     for spec in specs:
-        path = [] if spec.name in told else _cycle_through(spec.name, deps)
+        path = [] if spec.name in reported else _cycle_through(spec.name, deps)
         if path:
-            told |= set(path)
+            reported |= set(path)
             yield PipelineProblem(
                 spec.name,
                 f"is in a cycle: {' -> '.join(path)}",

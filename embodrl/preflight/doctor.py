@@ -117,7 +117,7 @@ def check_disk(path: Path, min_gib: float = MIN_DISK_GIB) -> Finding:
 
 
 def check_torch() -> Finding:
-    """Which torch, told from its metadata."""
+    """Which torch build, from its metadata."""
     found = installed_version("torch")
     if found is None:
         return Finding("torch", "error", "not installed", "pip install torch (in a clone: make setup)")

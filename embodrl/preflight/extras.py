@@ -22,7 +22,7 @@ class Extra:
         name: of the extra, as in ``pip install 'embodrl[NAME]'``.
         modules: that it has to make importable.
         distribution: whose version is compared with what the extra asks for.
-        purpose: what nobody else needs it for.
+        purpose: what it is needed for, and nothing else.
     """
 
     name: str
@@ -49,7 +49,7 @@ def check_extras(extras: tuple[Extra, ...] = EXTRAS, timeout_s: float = IMPORT_T
 
 
 def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> Finding:
-    """Look at one extra; that it is absent is no trouble, as nobody has to have it."""
+    """Look at one extra; its absence is no problem, as extras are optional."""
     name, hint = f"extra {extra.name}", f"pip install 'embodrl[{extra.name}]'"
     absent = [module for module in extra.modules if not _is_there(module)]
     if len(absent) == len(extra.modules):

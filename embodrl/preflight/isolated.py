@@ -94,12 +94,12 @@ def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], N
     """Make a simulator's environment, or find that it is there already; return its interpreter.
 
     Packages come from where pip is configured to look. A file in it is written last; an environment without that file
-    is a half-made one, which nothing uses and the next call makes anew.
+    is a half-made one, which nothing uses and the next call rebuilds.
 
     Args:
         name: of the simulator.
         prefix: directory; None for ``default_prefix``.
-        force: make it anew in any case.
+        force: rebuild it in any case.
         tell: called with lines of progress.
 
     Raises:
@@ -190,7 +190,7 @@ def _run(command: list[str], prefix: Path, tell: Callable[[str], None]) -> None:
         tail = "\n    ".join(said[-_TAIL_LINES:])
         raise EmbodrlError(
             f"'{' '.join(command[:4])} ...' failed with status {process.returncode}:\n    {tail}",
-            "mend what it complains of (network, pip's configuration, disk) and run the command again",
+            "fix what it complains of (network, pip's configuration, disk) and run the command again",
         )
 
 

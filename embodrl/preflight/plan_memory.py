@@ -45,11 +45,11 @@ ESTIMATED_BY = {
     "KV cache": "counted: 2 x layers x rows decided at once x key-value heads x positions x head width x bytes",
     "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration; once"
     " over the rollouts, once in a main process that joins them, and once in each training process",
-    "simulator": "measured once with ManiSkill on a CPU: 600 MiB a process and 5 MiB an environment; other simulators"
-    " and GPU memory of rendering are not counted",
+    "simulator": "measured once with ManiSkill on a CPU: 600 MiB per process and 5 MiB per environment; other"
+    " simulators and GPU memory of rendering are not counted",
     "offloaded": "counted: what leaves the GPUs between phases, in pinned main memory that PyTorch keeps, without its"
     " rounding of every tensor up to a power of two",
-    "program": "measured once: Python with torch and transformers, 420 MiB a process of actor or rollout",
+    "program": "measured once: Python with torch and transformers, 420 MiB per process of actor or rollout",
 }
 
 
@@ -269,7 +269,7 @@ def _add_actors(
 
 
 def _training_only(deployment: Deployment) -> frozenset[str]:
-    """Return the components of an actor that nobody acts with."""
+    """Return the components of an actor that no rollout uses."""
     weights = {"weights"} if _apart(deployment) else set[str]()
     return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
 
@@ -381,10 +381,16 @@ def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) 
 def _training_remedies(config: Config, memory: MemoryOf, component: str, figures: ModelFigures | None) -> Iterator[str]:
     actor = config.actor
     if component != "activations":
-        if actor.param_dtype == "fp32":
-            yield "actor.param_dtype=bf16 halves weights, gradients and optimizer"
-        if config.model.trainable != "lora":
+        adapters = config.model.trainable == "lora"
+        if not adapters:
             yield "model.trainable=lora leaves little to gradients and optimizer"
+        if actor.param_dtype == "fp32":
+            yield (
+                "actor.param_dtype=bf16 halves the weights; adapters stay in float32"
+                if adapters
+                else "actor.param_dtype=bf16 with model.trainable=lora halves the weights; alone it halves gradients"
+                " and optimizer, too, but rounds most small updates away"
+            )
     elif figures is not None:
         rest = HEADROOM * memory.available - (memory.total - memory.needed[component])
         rows = int(rest / max(1, memory.needed[component] / actor.micro_batch_size))

@@ -143,7 +143,7 @@ class Liveness:
         self._silent_s = self._idle_s = self._stalled_s = 0.0
 
     def look(self, busy: bool) -> str:
-        """Return why the child counts as hung; "" while it does not. To be called about once a second.
+        """Return why the child counts as hung; "" while it does not. To be called about once per second.
 
         Args:
             busy: it owes an answer.

@@ -38,10 +38,10 @@ class Tile:
 
 
 def write_grid(tiles: list[Tile], path: Path) -> None:
-    """Write an MP4 that every browser plays: frames are grey while an episode runs, then green or red.
+    """Write an MP4 that every browser shows: frames are grey while an episode runs, then green or red.
 
     Args:
-        tiles: at least one; their videos may differ in length and size, not in frames a second.
+        tiles: at least one; their videos may differ in length and size, not in frames per second.
         path: of the MP4.
 
     Raises:

@@ -17,7 +17,7 @@ from embodrl.runs.files import removed_if_empty
 from embodrl.storage.json_file import check_json_file, write_json_file
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator
-from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def evaluate(
 
     Raises:
         OutputError: a result can't be written; raised before anything has started.
+        EmbodrlError: the device has less memory than the weights take; raised before anything has started, too.
         MissingDependencyError: videos are to be written, and what writes them is not installed.
     """
     config = loaded.config
@@ -94,7 +95,8 @@ def evaluate(
         check_json_file(json_path)
     output = EvalOutput(config, output_dir, weights)
     with removed_if_empty(output.directory):
-        configure_torch(config, loaded.deployment.of("rollout")[0])
+        device = configure_torch(config, loaded.deployment.of("rollout")[0])
+        check_memory(config, loaded.deployment, training=False, device=device)
         check_simulator(config)
         pool = make_pool(config, config.env.eval.total_num_envs)
         with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:

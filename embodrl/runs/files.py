@@ -135,7 +135,7 @@ def how_to_go_on(run_dir: Path) -> str:
 
 
 def what_is_left(run_dir: Path, iteration: int) -> str:
-    """Say where a run goes on whose last save, after ``iteration``, failed."""
+    """Say where a run continues whose last save, after ``iteration``, failed."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
     where = "start over (no checkpoint was saved yet)" if checkpoint is None else f"continue from {checkpoint.path}"
     return (

@@ -1,4 +1,4 @@
-"""One process a run: locks on its directory, and checks that the directory stays the same one."""
+"""One process per run: locks on its directory, and checks that the directory stays the same one."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def run_lock(directory: Path) -> Iterator[RunLock]:
         lock = RunLock(directory)
     except OSError as error:
         raise OutputError(
-            f"output directory {directory} can't be written: {error}", "set runner.output_dir to a directory of yours"
+            f"output directory {directory} can't be written: {error}",
+            "set runner.output_dir to a writable directory",
         ) from error
     try:
         yield lock

@@ -385,7 +385,7 @@ class Runner:
         self.console.message(f"saved {path}")
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on where a checkpoint was made.
+        """Continue from a checkpoint.
 
         Raises:
             CheckpointError: it was made with other settings.
@@ -544,7 +544,7 @@ def _execute(
         loaded: the run.
         run_dir: its directory.
         lock: of the directory.
-        checkpoint: where to go on.
+        checkpoint: where to continue.
         logged_until: last iteration whose metrics are kept; None for a new run.
         old_settings: those of the process before; None for a new run.
     """

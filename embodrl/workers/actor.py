@@ -185,19 +185,18 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:
-        """See ``TrainEngine``; from rank 0 alone."""
+        """From rank 0 alone."""
         found = self.engine.reference_logprobs(batch, AlgorithmConfig.model_validate_json(algorithm))
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
     def proximal(self, batch: TrajectoryBatch, algorithm: str) -> tuple[Tensor, Tensor | None] | None:
-        """See ``TrainEngine``; from rank 0 alone."""
+        """From rank 0 alone."""
         found = self.engine.proximal(batch, AlgorithmConfig.model_validate_json(algorithm))
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
     def inventory(self) -> dict[str, dict[str, int]]:
-        """See ``PolicyTrainEngine``."""
         return self.engine.inventory()
 
     @dispatch("one_to_all")
@@ -208,17 +207,14 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def begin_load(self) -> None:
-        """See ``PolicyTrainEngine``."""
         self.engine.begin_load()
 
     @dispatch("one_to_all")
     def put(self, section: str, tensors: dict[str, Tensor]) -> None:
-        """See ``PolicyTrainEngine``."""
         self.engine.put(section, tensors)
 
     @dispatch("one_to_all")
     def set_counters(self, state: dict[str, object]) -> None:
-        """See ``PolicyTrainEngine``."""
         self.engine.set_counters(state)
 
     @dispatch("one_to_all")
@@ -231,7 +227,6 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def load_shards(self, directory: str, counters: dict[str, object]) -> None:
-        """See ``TrainEngine``."""
         self.engine.load_shards(Path(directory), counters)
 
     @dispatch("one_to_all")

@@ -1,6 +1,6 @@
-"""Rollouts that go on while the policy trains.
+"""Rollouts that continue while the policy trains.
 
-Each stage of environments has a thread, which plays one shard after the other: T chunks of the stage's environments,
+Each stage of environments has a thread, which runs one shard after the other: T chunks of the stage's environments,
 from fresh episodes, or one episode each of a workflow. A StalenessGate says when a shard may begin and which shards an
 update takes.
 
@@ -41,7 +41,7 @@ PLAYERS = "players"
 class EpisodeRunner(Protocol):
     """A group of environments with a thread of its own."""
 
-    def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+    def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return the shard, with ``shard_meta``.
 
         Raises:
@@ -50,7 +50,7 @@ class EpisodeRunner(Protocol):
         ...
 
     def rebuild(self) -> None:
-        """Let the simulators forget what they have played."""
+        """Let the simulators forget what they have run."""
         ...
 
 
@@ -72,8 +72,8 @@ def make_runners(config: Config, pool: EnvPool, engine: RolloutEngine, keep_fram
 class AsyncCollector:
     """Gathers as ``SyncCollector`` does, up to ``runner.max_staleness`` updates ahead.
 
-    The weights are swapped between two chunks, so that an episode may be played by several versions; each chunk carries
-    its own. Which episodes are played is as in a synchronous run; what happens in them depends on when weights arrive.
+    The weights are swapped between two chunks, so that an episode may be run by several versions; each chunk carries
+    its own. Which episodes are run is as in a synchronous run; what happens in them depends on when weights arrive.
 
     Args:
         config: the run.
@@ -115,14 +115,14 @@ class AsyncCollector:
     # -- the side of the trainer --------------------------------------------------------------------------------------
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See Collector: the shards of an update, once they are there; the same ones again if it is asked twice."""
+        """The shards of an update, once they are there; the same ones again if it is asked twice."""
         self.undo()
         self._metas, self._waited_s, self._extra = [], 0.0, 0
         self._num_groups = 0
         return self._gather(self.gate.batch_size)
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See Collector: one more shard a stage, as many environments as there are."""
+        """One more shard per stage, as many environments as there are."""
         with self._changed:
             self._extra += len(self.players)
             self._changed.notify_all()
@@ -160,7 +160,7 @@ class AsyncCollector:
         return self.gate.choose(count)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See Collector; further shards may begin."""
+        """Further shards may begin."""
         self.target.update_weights(weights, version)
         with self._changed:
             for shard in self.gate.given_out:
@@ -171,13 +171,13 @@ class AsyncCollector:
             self._changed.notify_all()
 
     def undo(self) -> None:
-        """See Collector; the shards that were given out wait for the next update."""
+        """The shards that were given out wait for the next update."""
         with self._changed:
             self.gate.take_back()
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """See Collector: shards under way are played to their end, and none begins.
+        """Shards under way are run to their end, and none begins.
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
@@ -214,22 +214,22 @@ class AsyncCollector:
 
     def _start(self) -> None:
         if not self._threads:
-            for number, player in enumerate(self.players):
+            for number, episode_runner in enumerate(self.players):
                 self._threads.append(
-                    threading.Thread(target=self._work, args=(player,), name=f"rollout-{number}", daemon=True)
+                    threading.Thread(target=self._work, args=(episode_runner,), name=f"rollout-{number}", daemon=True)
                 )
             for thread in self._threads:
                 thread.start()
 
-    def _work(self, player: EpisodeRunner) -> None:
+    def _work(self, episode_runner: EpisodeRunner) -> None:
         try:
             # Until the end: a simulator that this thread has restarted would end with it.
-            played = 0
+            rolled_out = 0
             while (number := self._begin()) is not None:
-                batch = self._play(player, number)
-                played += 1
-                if played % _SHARDS_A_JOURNAL == 0:
-                    player.rebuild()
+                batch = self._roll_out(episode_runner, number)
+                rolled_out += 1
+                if rolled_out % _SHARDS_A_JOURNAL == 0:
+                    episode_runner.rebuild()
                 with self._changed:
                     if batch is None:
                         self.gate.abandon(number)
@@ -257,7 +257,7 @@ class AsyncCollector:
                 self._changed.wait()
         return None
 
-    def _play(self, player: EpisodeRunner, number: int) -> TrajectoryBatch | None:
+    def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
         """Return a shard; None if it was broken off."""
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, len(self.players))
@@ -267,17 +267,17 @@ class AsyncCollector:
         groups = self.schedule.group_ids(0)[rows]
         shard = Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
         try:
-            return player.play(shard, lambda: self._closing or self._failure is not None)
+            return episode_runner.roll_out(shard, lambda: self._closing or self._failure is not None)
         except InterruptedError:
             return None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def forget_history(self) -> None:
-        """See Collector; ``state`` holds no simulators, since a shard that is under way starts again."""
+        """``state`` holds no simulators, since a shard that is under way starts again."""
 
     def state(self) -> RolloutState:
-        """See Collector: the shards that wait, and the numbers of those that will start again."""
+        """The shards that wait, and the numbers of those that will start again."""
         with self._changed:
             # An error may have left an update unfinished, whose shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
@@ -301,7 +301,6 @@ class AsyncCollector:
         return RolloutState(state, tensors)
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """See Collector."""
         state = saved.state
         if "shards" not in state:
             raise CheckpointError("the checkpoint is that of a synchronous run", "resume with runner.max_staleness=0")
@@ -310,7 +309,7 @@ class AsyncCollector:
             raise CheckpointError(
                 f"the checkpoint holds rollouts of {before[PLAYERS]} player(s), and now there are {now[PLAYERS]}",
                 "resume with as many rollout processes in cluster.component_placement as before, or, where the main"
-                " process plays, with the same rollout.pipeline_stages",
+                " process runs, with the same rollout.pipeline_stages",
             )
         other = [name for name in now if before.get(name) != now[name] and name != PLAYERS]
         if other:

@@ -137,11 +137,11 @@ class Collector(Protocol):
         ...
 
     def state(self) -> RolloutState:
-        """Return what is needed to go on."""
+        """Return what is needed to continue."""
         ...
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """Go on from a state of ``state``, with weights that have seen ``version`` updates.
+        """Continue from a state of ``state``, with weights that have seen ``version`` updates.
 
         Raises:
             CheckpointError: it was made with other settings.
@@ -154,7 +154,7 @@ class Collector(Protocol):
 
 
 class SyncCollector:
-    """Plays ``rollout_epoch`` rollouts of T chunks in all environments, while nothing else happens.
+    """Runs ``rollout_epoch`` rollouts of T chunks in all environments, while nothing else happens.
 
     Every rollout begins with fresh episodes, whose seeds follow from ``runner.seed`` and the iteration; environments
     of a group (``algorithm.group_size``) get the same ones.
@@ -191,7 +191,6 @@ class SyncCollector:
         return make_lockstep_runners(self.config, self.pool, self.engine, self.keep_frames)
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See Collector."""
         self.seconds, self.stats = Seconds(), EpisodeStats()
         if self._before is None:  # a second attempt at the same update goes back to the same mark
             self.pool.call("mark", restart=True)
@@ -199,16 +198,14 @@ class SyncCollector:
         return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See Collector."""
         return self._rollouts(iteration, range(epoch, epoch + 1))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See Collector; where the engine shares the weights, only the version is new."""
+        """Where the engine shares the weights, only the version is new."""
         self._before = None
         self.engine.update_weights(weights, version)
 
     def undo(self) -> None:
-        """See Collector."""
         if self._before is not None:
             self.engine.set_random_state(self._before)
             self.pool.call("rewind", restart=True)
@@ -216,20 +213,18 @@ class SyncCollector:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """See Collector; between two rollouts the environments have nothing to do."""
+        """Between two rollouts the environments have nothing to do."""
         yield
 
     def forget_history(self) -> None:
-        """See Collector; simulators carry history that a checkpoint would have to replay."""
+        """Simulators carry history that a checkpoint would have to replay."""
         self.pool.call("rebuild", restart=True)
 
     def state(self) -> RolloutState:
-        """See Collector."""
         blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state(restart=True))}
         return RolloutState({"random": self.engine.random_state()}, blobs=blobs)
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """See Collector."""
         if "processes" in saved.state:
             count = len(saved.state["processes"])
             raise CheckpointError(
@@ -258,21 +253,21 @@ class SyncCollector:
         self.engine.version = version
 
     def close(self) -> None:
-        """See Collector; nothing is under way between two rollouts."""
+        """Nothing is under way between two rollouts."""
 
     def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
-        parts = [part for epoch in epochs for part in self._play(iteration, epoch)]
+        parts = [part for epoch in epochs for part in self._roll_out(iteration, epoch)]
         self.engine.offload()
         batch = TrajectoryBatch.concat(parts)
         batch.meta["env_steps"] = int(batch.valid.sum())
         return batch, rollout_metrics(self.metas())
 
     def snapshot(self) -> Snapshot:
-        """Return what a worker in the place of this one needs to go on with the same update; see ``restore``."""
+        """Return what a worker in the place of this one needs to continue with the same update; see ``restore``."""
         return {"metas": self.metas(), "random": self.engine.random_state(), "before": self._before}
 
     def restore(self, carried: Snapshot) -> None:
-        """Go on from what ``snapshot`` returned elsewhere, with fresh simulators.
+        """Continue from what ``snapshot`` returned elsewhere, with fresh simulators.
 
         Args:
             carried: ``before`` is None, and ``metas`` is empty, if no update is under way.
@@ -289,7 +284,7 @@ class SyncCollector:
         """Return what is known of the rollouts since ``gather``; see ``rollout_metrics``."""
         return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
-    def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
+    def _roll_out(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return one rollout of all environments, a batch a stage.
 
         Raises:

@@ -21,12 +21,12 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""An episode that a fault of the simulator has ended is played again, up to so many times in all."""
+"""An episode that a fault of the simulator has ended is run again, up to so many times in all."""
 
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One episode that was played to its end.
+    """One episode that was run to its end.
 
     Attributes:
         number: i, whose seed is ``env.eval.seed + i``.
@@ -53,13 +53,13 @@ class EvalResult:
 
     Attributes:
         success_rate: part of the episodes in which the task was solved at some time; NaN without an episode.
-        episodes: how many were played to their end; all figures are of these.
-        per_task: success rate of each task of which an episode was played to its end.
+        episodes: how many were run to their end; all figures are of these.
+        per_task: success rate of each task of which an episode was run to its end.
         mean_return: mean sum of rewards.
         mean_length: mean number of environment steps.
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
         records: the episodes, in the order of their seeds.
-        lost_episodes: how many a fault of the simulator ended, each time that they were played.
+        lost_episodes: how many a fault of the simulator ended, each time that they were run.
     """
 
     success_rate: float
@@ -74,7 +74,7 @@ class EvalResult:
 
     @property
     def successes(self) -> list[bool]:
-        """One an episode, in the order of their seeds."""
+        """One per episode, in the order of their seeds."""
         return [record.success for record in self.records]
 
     def metrics(self) -> dict[str, float]:
@@ -93,7 +93,7 @@ class EvalResult:
 
 
 @dataclass
-class Played:
+class EpisodeResults:
     """What became of some episodes.
 
     Attributes:
@@ -109,7 +109,7 @@ class Played:
 
 
 class Evaluator:
-    """Plays ``env.eval.num_episodes`` episodes; episode i always has seed ``env.eval.seed + i`` and task ``i mod n``.
+    """Runs ``env.eval.num_episodes`` episodes; episode i always has seed ``env.eval.seed + i`` and task ``i mod n``.
 
     Args:
         config: the run.
@@ -135,29 +135,29 @@ class Evaluator:
         self.should_stop = should_stop
 
     def run(self, video_dir: Path | None = None) -> EvalResult:
-        """Play all episodes; write videos of the first ones into ``video_dir``.
+        """Run all episodes; write videos of the first ones into ``video_dir``.
 
         Raises:
             InterruptedError: ``should_stop`` answered True; the state of the pool is that of new environments.
         """
         episodes = np.arange(self.config.env.eval.num_episodes)
-        return evaluation_result(self.config, self.pool.spec.tasks, self.play(episodes, video_dir))
+        return evaluation_result(self.config, self.pool.spec.tasks, self.run_episodes(episodes, video_dir))
 
-    def play(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> Played:
-        """Play the episodes ``int64[n]``; as ``run``.
+    def run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> EpisodeResults:
+        """Run the episodes ``int64[n]``; as ``run``.
 
         Raises:
             InterruptedError: as ``run``.
         """
         spec = self.pool.spec
-        self._played = played = Played(np.full((len(episodes), 3), np.nan), [""] * len(episodes))
+        self._results = results = EpisodeResults(np.full((len(episodes), 3), np.nan), [""] * len(episodes))
         self.pool.call("rebuild", restart=True)
         self.pool.call("mark", restart=True)
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
         left = np.arange(len(episodes))
         for attempt in range(MAX_ATTEMPTS):
             if attempt and len(left):
-                logger.warning("%d episodes were ended by a fault of the simulator and are played again", len(left))
+                logger.warning("%d episodes were ended by a fault of the simulator and are run again", len(left))
             for start in range(0, len(left), spec.num_envs):
                 places = left[start : start + spec.num_envs]
                 if attempt:
@@ -168,17 +168,17 @@ class Evaluator:
                     self.pool.call("rewind", restart=True)
                     raise
                 if self.progress is not None:
-                    done = int(np.count_nonzero(~np.isnan(played.outcome[:, 0])))
-                    self.progress(done, f"success {_mean(played.outcome[:, 0]):.0%}")
-            left = np.flatnonzero(np.isnan(played.outcome[:, 0]))
+                    done = int(np.count_nonzero(~np.isnan(results.outcome[:, 0])))
+                    self.progress(done, f"success {_mean(results.outcome[:, 0]):.0%}")
+            left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
         self.pool.call("rebuild", restart=True)
         self.engine.offload()
-        return played
+        return results
 
     def _play(self, places: NDArray[np.int64], wave: NDArray[np.int64], video_dir: Path | None) -> None:
-        """Play episodes ``wave int64[n]``, the results of which go to ``places``, in the first n environments."""
-        spec, played = self.pool.spec, self._played
+        """Run episodes ``wave int64[n]``, the results of which go to ``places``, in the first n environments."""
+        spec, results = self.pool.spec, self._results
         num_tasks = len(spec.tasks)
         chunk = self.config.model.num_action_chunks
         rows = np.arange(len(wave))
@@ -187,7 +187,7 @@ class Evaluator:
         padded = np.pad(wave, (0, spec.num_envs - len(wave)), mode="edge")
         observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
         for row in rows:
-            played.instructions[places[row]] = observation.instruction[row]
+            results.instructions[places[row]] = observation.instruction[row]
         if video_dir is not None:
             self._film(wave, video_dir)
         active = np.zeros(spec.num_envs, np.bool_)
@@ -204,7 +204,7 @@ class Evaluator:
             observation = step.observation
             for row in np.flatnonzero(active & step.done & step.valid.any(axis=1)):
                 found = step.success[row], step.episode_return[row], step.episode_length[row]
-                played.outcome[places[row]] = found
+                results.outcome[places[row]] = found
             active = active & ~step.done
         self._lap("env", clock)
 
@@ -218,19 +218,19 @@ class Evaluator:
 
     def _lap(self, name: str, clock: float) -> float:
         now = time.perf_counter()
-        setattr(self._played, f"{name}_s", getattr(self._played, f"{name}_s") + now - clock)
+        setattr(self._results, f"{name}_s", getattr(self._results, f"{name}_s") + now - clock)
         return now
 
 
-def evaluation_result(config: Config, tasks: Sequence[str], played: Played) -> EvalResult:
+def evaluation_result(config: Config, tasks: Sequence[str], results: EpisodeResults) -> EvalResult:
     """Return the figures of all episodes of an evaluation.
 
     Args:
         config: the run.
         tasks: names; episode i has the one with number ``i mod n``.
-        played: in the order of the episodes.
+        results: in the order of the episodes.
     """
-    outcome, task_of = played.outcome, np.arange(len(played.outcome)) % len(tasks)
+    outcome, task_of = results.outcome, np.arange(len(results.outcome)) % len(tasks)
     numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
     if num_lost := len(outcome) - len(numbers):
         logger.warning(
@@ -246,7 +246,7 @@ def evaluation_result(config: Config, tasks: Sequence[str], played: Played) -> E
             number=int(number),
             seed=config.env.eval.seed + int(number),
             task=tasks[int(task)],
-            instruction=played.instructions[number],
+            instruction=results.instructions[number],
             success=bool(row[0]),
             episode_return=float(row[1]),
             length=int(row[2]),
@@ -259,8 +259,8 @@ def evaluation_result(config: Config, tasks: Sequence[str], played: Played) -> E
         per_task={name: _mean(outcome[task_of == i, 0]) for i, name in enumerate(tasks) if i in task_of},
         mean_return=_mean(outcome[:, 1]),
         mean_length=_mean(outcome[:, 2]),
-        env_s=played.env_s,
-        policy_s=played.policy_s,
+        env_s=results.env_s,
+        policy_s=results.policy_s,
         records=records,
         lost_episodes=num_lost,
     )

@@ -1,4 +1,4 @@
-"""A group of environments that is played in lockstep, chunk by chunk.
+"""A group of environments that is run in lockstep, chunk by chunk.
 
 Legend: T policy steps (chunks), B environments of the stage, K values a chunk, H x W image.
 """
@@ -35,7 +35,7 @@ class EpisodeStats:
         lost: how many a fault ended.
         cut: how many had begun and were cut off by the end of the rollout, before an outcome.
         returns, lengths: sums of rewards and of environment steps, over ``episodes``.
-        by_task: task -> [successes, episodes], of all tasks that could have been played.
+        by_task: task -> [successes, episodes], of all tasks that could have been run.
     """
 
     successes: int = 0
@@ -122,7 +122,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a group of environments plays in one go.
+    """What a group of environments runs in one go.
 
     Attributes:
         iteration: that its episodes belong to.
@@ -186,7 +186,7 @@ class LockstepRunner:
     """Environments that are simulated while the policy serves others, and what was gathered of them so far.
 
     ``begin``, then as often as there are chunks ``act`` (sends the actions) and ``receive`` (waits for what they led
-    to), then ``stack``; or ``play``, which does all of it. One thread uses a stage at a time.
+    to), then ``stack``; or ``roll_out``, which does all of it. One thread uses a stage at a time.
 
     Args:
         config: the run.
@@ -206,7 +206,7 @@ class LockstepRunner:
         self.stats = EpisodeStats()
         self.generators: list[torch.Generator] | None = None
         self._observation: Observation | None = None
-        # Episodes that go on; all of them with auto-reset.
+        # Episodes in progress; all of them with auto-reset.
         self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._output: PolicyOutput | None = None
         self._sent: dict[str, Tensor] = {}
@@ -235,7 +235,7 @@ class LockstepRunner:
         self._lap("env", clock)
 
     def act(self) -> None:
-        """Choose actions and send them; the policy sees only the environments whose episodes go on."""
+        """Choose actions and send them; the policy sees only the environments whose episodes are in progress."""
         clock = time.perf_counter()
         assert self._observation is not None
         output = self._output = self._predict(self._observation)
@@ -290,7 +290,7 @@ class LockstepRunner:
         self._observation = step.observation
         self._lap("policy", clock)
 
-    def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+    def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return all chunks of a shard, with ``shard_meta``.
 
         Raises:

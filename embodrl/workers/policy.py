@@ -34,10 +34,18 @@ def resolve_device(config: Config) -> torch.device:
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def check_memory(config: Config, deployment: Deployment) -> None:
+def check_memory(
+    config: Config, deployment: Deployment, training: bool = True, device: torch.device | None = None
+) -> None:
     """Refuse a model whose weights, gradients and optimizer can't fit, from its shapes alone.
 
     A checkpoint on the hub is not looked at: only its files tell its size.
+
+    Args:
+        config: the run.
+        deployment: of it.
+        training: there are gradients and an optimizer.
+        device: of the policy; None takes that of the configuration.
 
     Raises:
         EmbodrlError: the device has less memory.
@@ -48,21 +56,31 @@ def check_memory(config: Config, deployment: Deployment) -> None:
         return
     # A warm start has the size of the section, and need not be there any more when a run is resumed.
     model = model.model_copy(update={"warm_start": None})
-    device = resolve_device(config)
+    device = resolve_device(config) if device is None else device
     estimate = estimate_training_memory(
         model, micro_batch_size=config.actor.micro_batch_size, param_dtype=param_dtype(config)
     )
-    needed = estimate.weights + estimate.gradients + estimate.optimizer
-    if device.type == "cuda" and config.actor.training_backend != "native":
+    needed = estimate.weights + training * (estimate.gradients + estimate.optimizer)
+    if training and device.type == "cuda" and config.actor.training_backend != "native":
         needed //= len(deployment.of("actor"))
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
     if needed > room:
+        what = "weights, gradients and optimizer" if training else "the weights"
         raise EmbodrlError(
-            f"weights, gradients and optimizer of {model.model_type} take {needed / GIB:.0f} GiB in"
+            f"{what} of {model.model_type} take {needed / GIB:.0f} GiB in"
             f" {config.actor.param_dtype}, and {'the GPU' if device.type == 'cuda' else 'this machine'} has"
             f" {room / GIB:.0f} GiB",
-            "set actor.param_dtype=bf16, model.trainable=lora or a smaller model, or use a larger device",
+            _memory_hint(config, training),
+            code="model-too-large",
         )
+
+
+def _memory_hint(config: Config, training: bool) -> str:
+    smaller = "choose a smaller model or a larger device"
+    if training and config.model.trainable != "lora":
+        rounding = "bf16 without lora rounds most small updates away"
+        return f"set model.trainable=lora with actor.param_dtype=bf16, or {smaller} ({rounding})"
+    return smaller if config.actor.param_dtype == "bf16" else f"set actor.param_dtype=bf16, or {smaller}"
 
 
 def param_dtype(config: Config) -> torch.dtype:

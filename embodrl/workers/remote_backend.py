@@ -32,7 +32,7 @@ from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector, Metrics, RolloutState, Snapshot, rollout_metrics
-from embodrl.workers.evaluator import EvalResult, Played, evaluation_result
+from embodrl.workers.evaluator import EpisodeResults, EvalResult, evaluation_result
 from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.rollout_backend import RolloutBackend
 from embodrl.workers.rollout_process import RolloutProcess, channel_names
@@ -106,7 +106,7 @@ class Gathered(Answer):
 
 
 class Evaluated(Answer):
-    """Its answer to a request for an evaluation: the fields of ``Played``."""
+    """Its answer to a request for an evaluation: the fields of ``EpisodeResults``."""
 
     outcome: NDArray[np.float64]
     instructions: list[str]
@@ -412,13 +412,13 @@ class RemoteBackend(RolloutBackend):
         where = None if video_dir is None else str(video_dir.resolve())
         with self.collector.quiet():
             parts: list[Evaluated] = self.call("evaluate", [(part, where) for part in episodes])
-        played = Played(
+        results = EpisodeResults(
             np.concatenate([part["outcome"] for part in parts]),
             [text for part in parts for text in part["instructions"]],
             max(part["env_s"] for part in parts),
             max(part["policy_s"] for part in parts),
         )
-        return evaluation_result(self.config, self.tasks, played)
+        return evaluation_result(self.config, self.tasks, results)
 
 
 def _no_update(random: list[str]) -> Snapshot:
@@ -472,14 +472,14 @@ class RemoteCollector:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """See Collector; between two rollouts nothing runs."""
+        """Between two rollouts nothing runs."""
         yield
 
     def forget_history(self) -> None:
         self.rollouts.call_all("forget_history")
 
     def state(self) -> RolloutState:
-        """See Collector; that of one process is as if the driver acted."""
+        """That of one process is as if the driver acted."""
         states = [RolloutState(**state) for state in self.rollouts.call_all("state")]
         if len(states) == 1:
             return states[0]
@@ -512,7 +512,7 @@ class RemoteCollector:
         )
 
     def close(self) -> None:
-        """See Collector; nothing is in progress between two rollouts."""
+        """Nothing is in progress between two rollouts."""
 
 
 class RemoteRunner:
@@ -526,8 +526,8 @@ class RemoteRunner:
     def __init__(self, rollouts: RemoteBackend, rank: int) -> None:
         self.rollouts, self.rank = rollouts, rank
 
-    def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
-        return self.rollouts.call("play", [(dict(vars(shard)),)], [self.rank], should_stop)[0]["batch"]
+    def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+        return self.rollouts.call("roll_out", [(dict(vars(shard)),)], [self.rank], should_stop)[0]["batch"]
 
     def rebuild(self) -> None:
         self.rollouts.call_all("rebuild", ranks=[self.rank])

@@ -111,18 +111,18 @@ class RewardWorker:
 
     def _apply_srpo(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
         assert self.srpo is not None and batch.success is not None
-        # Nobody knows how an episode would have ended that a fault has cost; it is not trained on.
-        played = (~episodes.lost).nonzero().flatten()
+        # The outcome of an episode that a fault ended is unknown; it is not trained on.
+        complete = (~episodes.lost).nonzero().flatten()
         _pay(batch, episodes, {int(number): torch.zeros(()) for number in episodes.lost.nonzero()})
-        if not len(played):
+        if not len(complete):
             return {"srpo/failure_reward": 0.0, "srpo/tasks_without_reference": 0.0}
-        success = episodes.of(batch.success)[played]
+        success = episodes.of(batch.success)[complete]
         size = self.srpo.config.num_frames
-        clips = [sample_frames(_frames(batch, episodes, number), size) for number in played.tolist()]
+        clips = [sample_frames(_frames(batch, episodes, number), size) for number in complete.tolist()]
         parts = [torch.stack(clips[i : i + CLIPS_AT_ONCE]) for i in range(0, len(clips), CLIPS_AT_ONCE)]
         embeddings = torch.cat([self.encoder(part) for part in parts])
-        rewards = self.srpo(embeddings, success, episodes.of(batch.task_id)[played])
-        _pay(batch, episodes, dict(zip(played.tolist(), rewards, strict=True)))
+        rewards = self.srpo(embeddings, success, episodes.of(batch.task_id)[complete])
+        _pay(batch, episodes, dict(zip(complete.tolist(), rewards, strict=True)))
         failures = rewards[~success]
         return {
             "srpo/failure_reward": float(failures.mean()) if len(failures) else 0.0,

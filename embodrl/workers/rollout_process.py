@@ -135,22 +135,22 @@ class RolloutProcess(Worker):
     @dispatch()
     def gather(self, call: int, iteration: int) -> dict[str, object] | None:
         """Return a batch and its metadata; None if it was interrupted. See Collector."""
-        return self._played(call, lambda: self.collector.gather(iteration)[0])
+        return self._rolled_out(call, lambda: self.collector.gather(iteration)[0])
 
     @dispatch()
     def gather_more(self, call: int, iteration: int, epoch: int) -> dict[str, object] | None:
         """As ``gather``, of a further rollout."""
-        return self._played(call, lambda: self.collector.gather_more(iteration, epoch)[0])
+        return self._rolled_out(call, lambda: self.collector.gather_more(iteration, epoch)[0])
 
     @dispatch()
-    def play(self, call: int, shard: dict[str, Any]) -> dict[str, object] | None:
+    def roll_out(self, call: int, shard: dict[str, Any]) -> dict[str, object] | None:
         """As ``gather``, of a shard of an asynchronous run."""
-        return self._played(call, lambda: self.runner.play(Shard(**shard), self._should_stop))
+        return self._rolled_out(call, lambda: self.runner.roll_out(Shard(**shard), self._should_stop))
 
-    def _played(self, call: int, play: Callable[[], TrajectoryBatch]) -> dict[str, object] | None:
+    def _rolled_out(self, call: int, roll_out: Callable[[], TrajectoryBatch]) -> dict[str, object] | None:
         self._call, self._stopped = call, False
         try:
-            batch = play()
+            batch = roll_out()
         except InterruptedError:
             return None
         carried: Snapshot
@@ -165,10 +165,10 @@ class RolloutProcess(Worker):
         """Return outcomes and instructions of episodes ``int64[n]``; None if it was interrupted. See Evaluator."""
         self._call, self._stopped = call, False
         try:
-            played = self.evaluator.play(episodes, None if video_dir is None else Path(video_dir))
+            results = self.evaluator.run_episodes(episodes, None if video_dir is None else Path(video_dir))
         except InterruptedError:
             return None
-        return {**vars(played), **self._faults()}
+        return {**vars(results), **self._faults()}
 
     def _faults(self) -> dict[str, object]:
         return {"faults": dict(vars(self.pool.faults))}
@@ -186,7 +186,6 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def rebuild(self) -> None:
-        """See EpisodeRunner."""
         self.runner.rebuild()
 
     @dispatch()
@@ -210,13 +209,12 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def undo(self) -> list[str]:
-        """See Collector; return where the random numbers are."""
+        """Return where the random numbers are."""
         self.collector.undo()
         return self.engine.random_state()
 
     @dispatch()
     def forget_history(self) -> None:
-        """See Collector."""
         self.collector.forget_history()
 
     @dispatch()
@@ -229,13 +227,12 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def state(self) -> dict[str, object]:
-        """See Collector."""
         return dict(vars(self.collector.state()))
 
     @dispatch()
     def load_state(
         self, state: dict[str, object], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]
     ) -> list[str]:
-        """See Collector; the version is that of the last weights. Return where the random numbers are."""
+        """The version is that of the last weights. Return where the random numbers are."""
         self.collector.load_state(RolloutState(state, tensors, blobs), self.engine.version)
         return self.engine.random_state()

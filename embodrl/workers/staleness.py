@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 class StalenessGate:
     """Admits shards of rollouts, and picks those to train on, so that no chunk is trained on too late.
 
-    A shard is what one stage plays in one go; an update takes ``batch_size`` of them. With v updates done, at most
+    A shard is what one stage runs in one go; an update takes ``batch_size`` of them. With v updates done, at most
     ``(max_staleness + v + 1) * batch_size`` shards are accepted or running (AReaL: Fu et al. 2025, arXiv 2505.24298,
     sec. 5.1, counted in shards). That alone does not bound the staleness, since a slow shard may be overtaken again
     and again. So an update also waits for running shards where leaving them to later updates would make one too old:
@@ -17,7 +17,7 @@ class StalenessGate:
 
     Attributes:
         max_staleness: eta, most updates between the weights that chose an action and those it trains.
-        batch_size: B, shards an update.
+        batch_size: B, shards per update.
         max_running: C, shards at the same time.
         version: v, updates done.
         rejected: shards finished and not trained on: filtered out, or too old.

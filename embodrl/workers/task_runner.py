@@ -208,7 +208,7 @@ class AsyncTaskRunner:
                 raise
 
     def pause(self) -> None:
-        """Start no more tasks; those that run go on, and their results are delivered."""
+        """Start no more tasks; those that run continue, and their results are delivered."""
         with self._lock:
             self._check()
             self._paused = True

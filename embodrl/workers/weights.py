@@ -272,13 +272,11 @@ class SendingWorker(Worker):
 
     @dispatch("rank_zero")
     def sender_address(self) -> str:
-        """See Sender.address."""
         assert self.sending is not None
         return self.sending.address()
 
     @dispatch("one_to_all")
     def open_sender(self, route: Route) -> Problem | None:
-        """See Sender.open."""
         return self._attempt(lambda sending: sending.open(route))
 
     @dispatch("one_to_all")
@@ -409,7 +407,6 @@ class WeightChannel:
         return Route(kind=self.kind, generation=self.generation, where=where, world_size=world_size, device=self.device)
 
     def open(self, route: Route, check: Check = no_check) -> None:
-        """See Sender.open."""
         self.sender.open(route, check)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:

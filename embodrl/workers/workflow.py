@@ -22,7 +22,7 @@ from embodrl.types import Observation, PolicyOutput
 
 @dataclass(frozen=True)
 class EpisodeTask:
-    """Which episode to play.
+    """Which episode to run.
 
     Attributes:
         name: of the task, one of ``env.tasks``.
@@ -73,7 +73,7 @@ class Trajectory:
     """One episode.
 
     Attributes:
-        task: what was played.
+        task: what was run.
         chunks: so far.
         end_value: ``float32[K]``, value of the last observation if the episode was cut off there, by the step limit or
             by the workflow; None for zero.
@@ -88,16 +88,16 @@ class Trajectory:
     def add(self, output: PolicyOutput, result: ToolResult) -> None:
         """Append what the policy answered (a batch of one) and what ``act`` made of its first actions."""
         logprobs = output.logprobs[0]
-        played, chunk = len(result.valid), len(logprobs)
-        if not 0 < played <= chunk:
+        executed, chunk = len(result.valid), len(logprobs)
+        if not 0 < executed <= chunk:
             raise EmbodrlError(
-                f"a result of {played} actions for a chunk of {chunk}",
+                f"a result of {executed} actions for a chunk of {chunk}",
                 "add the result of `act`, as it is, to its output",
             )
 
         def padded(column: object) -> Tensor:
             tensor = torch.as_tensor(column)
-            return torch.cat([tensor, tensor.new_zeros(chunk - played)])
+            return torch.cat([tensor, tensor.new_zeros(chunk - executed)])
 
         self.chunks.append(
             Chunk(
@@ -115,7 +115,7 @@ class Trajectory:
         )
 
     def add_reward(self, reward: float) -> None:
-        """Add a reward to the last action that was played; nothing if none was."""
+        """Add a reward to the last executed action; nothing if none was."""
         for chunk in reversed(self.chunks):
             if chunk.valid.any():
                 chunk.rewards[int(chunk.valid.nonzero()[-1])] += reward
@@ -153,24 +153,24 @@ class Trajectory:
 
 
 class RolloutWorkflow(ABC):
-    """How an episode is played: subclass it and name it in ``rollout.workflow=module:Class``; no constructor arguments.
+    """How an episode is run: subclass it and name it in ``rollout.workflow=module:Class``; no constructor arguments.
 
-    One instance plays all episodes, many at the same time: keep what belongs to one in ``run_episode``.
+    One instance runs all episodes, many at the same time: keep what belongs to one in ``run_episode``.
     """
 
     @abstractmethod
     async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
-        """Play one episode.
+        """Run one episode.
 
         Blocking calls hold up all the others: put them into ``asyncio.to_thread``.
 
         Args:
             engine: answers observations with actions.
             env: an environment of this episode's own.
-            task: what to play.
+            task: what to run.
 
         Returns:
-            what was played, or None to reject the episode: it is counted and not trained on.
+            what was run, or None to reject the episode: it is counted and not trained on.
         """
 
 
@@ -178,7 +178,6 @@ class ChunkWorkflow(RolloutWorkflow):
     """Observe, act, execute, until the episode ends: what happens without ``rollout.workflow``, asynchronously."""
 
     async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory:
-        """See RolloutWorkflow."""
         trajectory = Trajectory(task)
         observation = await env.initialize(task.name, task.seed)
         for _ in range(task.max_chunks):
@@ -217,8 +216,8 @@ def stack_trajectories(
     template = next((t for t in trajectories if t is not None and t.chunks), None)
     if template is None:
         raise EmbodrlError("there is no trajectory to stack", "return at least one")
-    played = [t if t is not None and t.chunks else None for t in trajectories]
-    columns = [_column(trajectory, template, num_steps, bootstrap, keep_frames) for trajectory in played]
+    executed = [t if t is not None and t.chunks else None for t in trajectories]
+    columns = [_column(trajectory, template, num_steps, bootstrap, keep_frames) for trajectory in executed]
     inputs = {
         name: torch.stack([column["forward_inputs"][name] for column in columns], dim=1)
         for name in columns[0]["forward_inputs"]
@@ -233,8 +232,8 @@ def _column(
     trajectory: Trajectory | None, template: Trajectory, num_steps: int, bootstrap: bool, keep_frames: bool
 ) -> dict[str, Any]:
     """Return the columns ``[T,...]`` of one episode, with ``values [T+1,K]``."""
-    played = trajectory or Trajectory(template.task, template.chunks[:1])
-    chunks = played.chunks
+    executed = trajectory or Trajectory(template.task, template.chunks[:1])
+    chunks = executed.chunks
     if len(chunks) > num_steps:
         raise EmbodrlError(
             f"a workflow returned a trajectory of {len(chunks)} chunks, and there is room for {num_steps}",
@@ -260,12 +259,12 @@ def _column(
     kept: Mapping[str, list[Tensor]] = {
         "success": [torch.tensor(chunk.success and trajectory is not None) for chunk in chunks],
         "policy_version": [torch.tensor(chunk.policy_version) for chunk in chunks],
-        **({"frames": _frames(played)} if keep_frames else {}),
+        **({"frames": _frames(executed)} if keep_frames else {}),
     }
     return {
         **zeros,
         **{name: _filled(column, num_steps) for name, column in kept.items()},
-        "task_id": torch.full((num_steps,), played.task.task_id, dtype=torch.int64),
+        "task_id": torch.full((num_steps,), executed.task.task_id, dtype=torch.int64),
         "values": values,
         "bootstrap_values": bootstrap_values,
         "value_version": value_version,

@@ -1,4 +1,4 @@
-"""Rollouts whose episodes are played by a workflow, all at the same time.
+"""Rollouts whose episodes are run by a workflow, all at the same time.
 
 Legend: T policy steps (chunks), B environments.
 """
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
-# How often a shard is played at most until an episode of it is left; a shard may be few episodes, of one group.
-MAX_PLAYS = 4
+# How often a shard is run at most until an episode of it is left; a shard may be few episodes, of one group.
+MAX_ATTEMPTS = 4
 _BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
 
 
@@ -48,9 +48,9 @@ class EpisodeTimeout(EmbodrlError):
 
 @dataclass
 class _Tally:
-    """What became of the episodes of a shard, over all its plays."""
+    """What became of the episodes of a shard, over all attempts."""
 
-    plays: int = 0
+    attempts: int = 0
     failed: int = 0
     rejected: int = 0
     seconds: Seconds = field(default_factory=Seconds)
@@ -58,7 +58,7 @@ class _Tally:
 
 
 class WorkflowRunner:
-    """Has the episodes of a group of environments played by a workflow, all at the same time.
+    """Has the episodes of a group of environments run by a workflow, all at the same time.
 
     An episode that raises or takes too long is counted and left out, like one that the workflow rejects. What an
     episode draws follows from its numbers, not from the order in which episodes ask.
@@ -89,25 +89,25 @@ class WorkflowRunner:
         self.needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
         self.bootstrap = self.needs_values and config.algorithm.bootstrap_type == "truncation"
 
-    def play(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+    def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return the episodes of a shard.
 
-        Where all of them were rejected, it plays the shard again, up to ``MAX_PLAYS`` times in all: with other random
+        Where all of them were rejected, it runs the shard again, up to ``MAX_ATTEMPTS`` times in all: with other random
         numbers, and from other initial states unless ``env.train.use_fixed_reset_state_ids``. All are counted.
 
         Raises:
             InterruptedError: ``should_stop`` answered True; it is asked now and then.
-            WorkflowError: every episode of a play failed, or none was left however often the shard was played.
+            WorkflowError: every episode of a run failed, or none was left however often the shard was run.
             EnvError: a simulator is beyond repair.
             RolloutEngineError: the engine is.
         """
         tally = _Tally()
         while True:
             failed = tally.failed
-            trajectories, means = self._play(self._redrawn(shard, tally.plays), should_stop, tally)
+            trajectories, means = self._attempt(self._redrawn(shard, tally.attempts), should_stop, tally)
             if any(trajectories):
                 break
-            if tally.plays == MAX_PLAYS or tally.failed - failed == self.num_envs:
+            if tally.attempts == MAX_ATTEMPTS or tally.failed - failed == self.num_envs:
                 raise self._nothing_left(tally) from tally.first_error
         batch = stack_trajectories(trajectories, self.num_steps, shard.group_id, self.bootstrap, self.keep_frames)
         batch.meta = shard_meta(batch, self._count(trajectories), tally.seconds) | {
@@ -120,20 +120,22 @@ class WorkflowRunner:
         """Rebuild the environments, so that nothing is left of their history."""
         self.pool.call("rebuild", restart=True)
 
-    def _redrawn(self, shard: Shard, plays: int) -> Shard:
-        """Return the shard as it is played after so many plays; groups stay groups."""
-        if not plays:
+    def _redrawn(self, shard: Shard, attempts: int) -> Shard:
+        """Return the shard as it is run after so many attempts; groups stay groups."""
+        if not attempts:
             return shard
         seeds = shard.seeds
         if not self.config.env.train.use_fixed_reset_state_ids:
-            words = [np.random.SeedSequence([int(seed), plays]).generate_state(1)[0] >> np.uint32(1) for seed in seeds]
+            words = [
+                np.random.SeedSequence([int(seed), attempts]).generate_state(1)[0] >> np.uint32(1) for seed in seeds
+            ]
             seeds = np.array(words, np.int64)
-        return replace(shard, seeds=seeds, random=(*shard.random, plays))
+        return replace(shard, seeds=seeds, random=(*shard.random, attempts))
 
-    def _play(
+    def _attempt(
         self, shard: Shard, should_stop: Callable[[], bool], tally: _Tally
     ) -> tuple[list[Trajectory | None], dict[str, float]]:
-        """Return what was played, None where an episode failed or was rejected, and means for the metrics."""
+        """Return what was run, None where an episode failed or was rejected, and means for the metrics."""
         names = self.pool.spec.tasks
         episodes = [
             EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration, self.keep_frames)
@@ -189,14 +191,14 @@ class WorkflowRunner:
         return sorted(results, key=lambda result: int(result.id))
 
     def _sort(self, results: list[TaskResult], tally: _Tally) -> list[Trajectory | None]:
-        """Return what was played, None where an episode failed or was rejected; count both."""
+        """Return what was run, None where an episode failed or was rejected; count both."""
         errors = [result.exception for result in results if result.exception is not None]
         for error in errors:
             if isinstance(error, _BEYOND_REPAIR):
                 raise error
         trajectories = [result.value if result.status == "ok" else None for result in results]
         failed = sum(result.status != "ok" for result in results)
-        tally.plays += 1
+        tally.attempts += 1
         tally.failed += failed
         tally.rejected += trajectories.count(None) - failed
         tally.first_error = tally.first_error or next(iter(errors), None)
@@ -207,8 +209,8 @@ class WorkflowRunner:
     def _nothing_left(self, tally: _Tally) -> WorkflowError:
         error = tally.first_error
         return WorkflowError(
-            f"of {tally.plays * self.num_envs} episodes {tally.failed} failed and {tally.rejected} were rejected"
-            + (f", in {tally.plays} plays of a shard" if tally.plays > 1 else "")
+            f"of {tally.attempts * self.num_envs} episodes {tally.failed} failed and {tally.rejected} were rejected"
+            + (f", in {tally.attempts} attempts" if tally.attempts > 1 else "")
             + (f"; the first failure: {type(error).__name__}: {error}" if error else ""),
             f"fix {self.config.rollout.workflow or type(self.workflow).__name__}",
         )
@@ -230,7 +232,7 @@ class WorkflowRunner:
 
 
 class WorkflowCollector(SyncCollector):
-    """Gathers as ``SyncCollector`` does, but ``rollout.workflow`` plays the episodes, one in each environment.
+    """Gathers as ``SyncCollector`` does, but ``rollout.workflow`` runs the episodes, one in each environment.
 
     Args:
         config: the run.
@@ -253,7 +255,7 @@ class WorkflowCollector(SyncCollector):
         workflow: RolloutWorkflow | None = None,
     ) -> None:
         super().__init__(config, pool, engine, should_stop, keep_frames, share)
-        self.player = WorkflowRunner(config, pool, engine, keep_frames, workflow)
+        self.episode_runner = WorkflowRunner(config, pool, engine, keep_frames, workflow)
         self._metas: list[ShardMeta] = []
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -269,20 +271,18 @@ class WorkflowCollector(SyncCollector):
         return super().gather(iteration)
 
     def metas(self) -> list[ShardMeta]:
-        """See SyncCollector."""
         return self._metas
 
     def restore(self, carried: Snapshot) -> None:
-        """See SyncCollector."""
         super().restore(carried)
         self._metas = list(carried["metas"])
 
-    def _play(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
+    def _roll_out(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return the episodes of all environments as one batch; raises as ``gather``."""
         seeds, task_ids = self.schedule.draw(iteration, epoch)
         numbers = (self.config.runner.seed, iteration, epoch)
         shard = Shard(iteration, seeds, task_ids, self.schedule.group_ids(epoch), numbers)
-        batch = self.player.play(shard, self.should_stop)
+        batch = self.episode_runner.roll_out(shard, self.should_stop)
         self._metas.append(meta_of(batch))
         batch.meta = {}
         return [batch]

@@ -80,7 +80,7 @@ def record(
     with tempfile.TemporaryDirectory() as place:
         trace = Path(place, "trace")
         strace = ["strace", "-f", "-y", "-xx", "-s", str(_LONGEST_WRITE), "--seccomp-bpf", "-o", str(trace)]
-        strace += ["-e", f"trace={','.join(CALLS)}", "-e", "status=successful", "--signal=none"]
+        strace += ["-e", f"trace={','.join(CALLS)}", "--signal=none"]
         done = subprocess.run([*strace, *command], capture_output=True, text=True, env=environ, cwd=place, check=False)
         if done.returncode not in exit_codes:
             raise RecordingError(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -117,6 +117,8 @@ class _Parser:
         for line in _whole(lines):
             if (needle in line or line.split("(", 1)[0].split()[-1] in always) and (match := _LINE.match(line)):
                 process, name, arguments, result, opened = match.groups()
+                if result.startswith("-"):  # strace's own filter loses calls that others interrupt
+                    continue
                 yield from self._call(process, name, arguments, int(result), opened)
 
     def _call(self, process: str, name: str, arguments: str, result: int, opened: str | None) -> Iterator[Op]:

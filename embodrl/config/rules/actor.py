@@ -19,8 +19,8 @@ def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
     if actor.training_backend != "native" and actor.own_process is False:
         yield Finding(
             "actor.own_process",
-            f"is false, and the processes of {actor.training_backend} hold parts of the weights, which nobody can act"
-            " with",
+            f"is false, and the processes of {actor.training_backend} hold parts of the weights, which"
+            " rollouts cannot use",
             "leave it out, or set actor=native",
             "null, true",
             others=(BACKEND,),
@@ -42,12 +42,12 @@ def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
     several = next((p for p in processes if len(p.devices) > 1), None)
     if several is not None:
         message = f"process {several.rank} of the actor gets {len(several.devices)} GPUs, and one of {backend} uses one"
-        yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
+        yield Finding(KEY, message, "leave out what follows the colon", "one process per GPU", others=(BACKEND,))
     used = [(p.node, device) for p in processes for device in p.devices]
     twice = next((gpu for gpu in used if used.count(gpu) > 1), None)
     if twice is not None:
         message = f"{used.count(twice)} processes of the actor share GPU {twice[1]}, and NCCL refuses that"
-        yield Finding(KEY, message, "leave out what follows the colon", "a process a GPU", others=(BACKEND,))
+        yield Finding(KEY, message, "leave out what follows the colon", "one process per GPU", others=(BACKEND,))
 
 
 @rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model.trainable", "env.num_processes", "rollout.backend")

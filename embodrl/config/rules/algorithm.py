@@ -245,7 +245,7 @@ def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
     if train.max_steps_per_rollout_epoch % chunk:
         return  # has a rule of its own
     if not train.auto_reset or config.algorithm.filter.enabled:
-        return  # how many chunks there are shows when they have been played; batches are made as even as can be
+        return  # how many chunks there are shows when they have been run; batches are made as even as can be
     chunks = train.max_steps_per_rollout_epoch // chunk
     total = train.total_num_envs * chunks * config.algorithm.rollout_epoch
     if total % batch:

@@ -178,7 +178,7 @@ def sparse_reward_exists(context: Context) -> Iterator[Finding]:
 
 @rule("env.eval.num_episodes", "env.tasks")
 def every_task_is_evaluated(context: Context) -> Iterator[Finding]:
-    """An evaluation has at least one episode a task."""
+    """An evaluation has at least one episode per task."""
     env = context.config.env
     if env.eval.num_episodes < len(env.tasks):
         yield Finding(

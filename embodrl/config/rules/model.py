@@ -40,6 +40,9 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
             f"'{path}' holds no config.json",
             "give the directory that holds config.json and *.safetensors",
         )
+        family = context.family
+        if family is not None and family.missing_config and what_is(f"{path}/model.safetensors") == "file":
+            hint = family.missing_config
         yield Finding("model.model_path", message, hint, allowed)
     elif what_is(path) == "file":
         message, hint = f"'{path}' is a file", "give the directory that holds config.json and *.safetensors"

@@ -19,7 +19,7 @@ def offload_needs_turns(context: Context) -> Iterator[Finding]:
     for key in (key for key, wanted in keys.items() if wanted):
         yield Finding(
             key,
-            f"is true, and with runner.max_staleness = {config.runner.max_staleness} rollouts are played while the"
+            f"is true, and with runner.max_staleness = {config.runner.max_staleness} rollouts are run while the"
             " policy trains",
             "set it to false, or runner.max_staleness to 0",
             "false",

@@ -86,12 +86,14 @@ class ActorConfig(Section):
         default="auto", description="autocast of the forward pass; auto is bf16 where the device has it in hardware"
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="dtype of weights and optimizer state; bf16 halves the memory of a 7B"
+        default="fp32",
+        description="dtype of weights and optimizer state; bf16 halves the memory and is for model.trainable=lora,"
+        " whose adapters stay in float32: weights that train in bf16 lose most of their small updates to rounding",
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
     enable_offload: bool = Field(
         default=False,
-        description="keep what only training needs in main memory while rollouts are played: optimizer state,"
+        description="keep what only training needs in main memory while rollouts are run: optimizer state,"
         " gradients, reference, and weights that no rollout uses; on a CPU it is moved as well, which saves nothing",
     )
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
@@ -125,7 +127,7 @@ class RolloutConfig(Section):
     )
     own_process: bool | None = Field(
         default=None,
-        description="play rollouts in processes of their own, with their simulators; null: where there are several of"
+        description="run rollouts in processes of their own, with their simulators; null: where there are several of"
         " them, on other machines, or with cluster.launcher ray",
     )
     weight_sync: Literal["auto", "shared", "memory", "collective", "disk"] = Field(
@@ -148,5 +150,5 @@ class RolloutConfig(Section):
     )
     episode_timeout_s: PositiveFloat | None = Field(
         default=600.0,
-        description="seconds an episode of a workflow may take, waiting included; then it counts as failed; null: any",
+        description="time limit of a workflow episode in seconds with waiting; then it counts as failed; null: none",
     )

@@ -70,8 +70,8 @@ class VideoConfig(Section):
     width: PositiveInt = Field(default=256, description="pixels")
     fps: PositiveInt | None = Field(
         default=None,
-        description="frames a second, of which each step gives one; null is the simulator's own rate of control: 20 of"
-        " ManiSkill and LIBERO, 80 of Meta-World, and what an environment of Gymnasium tells",
+        description="frames per second, of which each step gives one; null is the simulator's own rate of control: 20"
+        " of ManiSkill and LIBERO, 80 of Meta-World, and what an environment of Gymnasium tells",
     )
 
 
@@ -116,7 +116,7 @@ class EnvConfig(Section):
     pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
     enable_offload: bool = Field(
         default=False,
-        description="free the simulators while the policy trains; their states are kept, and they come back to the bit",
+        description="free the simulators while the policy trains; their states are kept, and they come back bit-exact",
     )
     offload_level: Literal["process", "simulator"] = Field(
         default="process",
@@ -128,9 +128,9 @@ class EnvConfig(Section):
         description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
         " there is one; null is this one",
     )
-    start_timeout_s: PositiveFloat = Field(default=180.0, description="seconds a process may take to come up")
+    start_timeout_s: PositiveFloat = Field(default=180.0, description="time limit for starting a process, in seconds")
     reset_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a reset may take")
-    step_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a chunk may take")
+    step_timeout_s: PositiveFloat = Field(default=60.0, description="time limit for a chunk, in seconds")
     max_restarts: NonNegativeInt = Field(
         default=10,
         description="restarts of simulators that died, hung or raised; one more stops the run, and so does"

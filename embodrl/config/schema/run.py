@@ -23,7 +23,7 @@ class RewardConfig(Section):
     fn: str | None = Field(
         default=None, description="module:function, sync or async, from an episode to its reward; null for none"
     )
-    timeout_s: PositiveFloat = Field(default=15.0, description="seconds a call may take")
+    timeout_s: PositiveFloat = Field(default=15.0, description="time limit for a call, in seconds")
     retries: NonNegativeInt = Field(default=2, description="further attempts after a call that failed or took too long")
     max_concurrency: PositiveInt = Field(default=16, description="calls at the same time")
     on_error: Literal["drop", "raise"] = Field(
@@ -64,7 +64,7 @@ class RunnerConfig(Section):
     max_iterations: PositiveInt = Field(default=40, le=10_000_000, description="rollout + update cycles")
     max_staleness: NonNegativeInt = Field(
         default=0,
-        description="updates that rollouts may run ahead: 0 takes turns, 1 plays the next rollout while training, more"
+        description="updates that rollouts may run ahead: 0 takes turns, 1 runs the next rollout while training, more"
         " let rollouts run freely; best with algorithm.decoupled",
     )
     seed: Seed = Field(default=0, description="of everything random")
@@ -104,7 +104,7 @@ class CollectConfig(Section):
     )
     fps: PositiveInt | None = Field(
         default=None,
-        description="frames a second that a LeRobot data set states; null is the simulator's own rate of control, as"
+        description="frames per second that a LeRobot data set states; null is the simulator's own rate of control, as"
         " for env.video.fps",
     )
     video_crf: int = Field(
@@ -136,7 +136,7 @@ class SftConfig(Section):
     )
     output_dir: str = Field(default="outputs/sft", description="directory of the policy")
     max_steps: PositiveInt = Field(default=1000, le=1_000_000_000, description="optimizer steps")
-    batch_size: PositiveInt = Field(default=64, le=100_000, description="frames a step")
+    batch_size: PositiveInt = Field(default=64, le=100_000, description="frames per step")
     lr: PositiveFloat = Field(default=4e-4, description="peak learning rate")
     lr_warmup_steps: NonNegativeInt = Field(default=50, description="linear warm-up")
     weight_decay: NonNegativeFloat = Field(default=0.01, description="AdamW weight decay")

@@ -16,7 +16,7 @@ OPEN, CLOSED = 1.0, -1.0
 
 
 class Expert(ABC):
-    """Plays one episode of one task; sees the simulator's state."""
+    """Runs one episode of one task; sees the simulator's state."""
 
     @abstractmethod
     def act(self, env: Any) -> NDArray[np.float32]:

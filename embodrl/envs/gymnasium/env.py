@@ -274,7 +274,7 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         max_chunk: largest number of actions in a chunk.
         render_detail: auto, full or fast; of environments on MuJoCo.
         video_size: height and width in pixels of videos.
-        video_fps: frames a second of videos; None is the rate of control.
+        video_fps: frames per second of videos; None is the rate of control.
         rules: the other fields of ``EpisodeRules``.
 
     Raises:

@@ -27,7 +27,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         settle_steps: steps without motion after a reset, before the first observation and not counted.
         render_detail: full, fast, or auto (fast where the CPU draws).
         video_size: height and width in pixels of videos.
-        video_fps: frames a second of videos; None is the rate of control.
+        video_fps: frames per second of videos; None is the rate of control.
         rules: the fields of ``EpisodeRules``; LIBERO has no dense reward, so every mode but ``sparse`` adds nothing.
     """
 

@@ -227,7 +227,7 @@ class LiberoSim(Simulator):
         self._divergence = Divergence()
 
     def reset(self, seed: int) -> None:
-        """See Simulator: fixtures are placed by the seed, objects and robot as in the initial state it stands for."""
+        """Fixtures are placed by the seed, objects and robot as in the initial state it stands for."""
         scene, model = self.scene, self.scene.model
         init_state = init_state_of(seed, scene.options.num_tasks)
         scene.activate(self)
@@ -237,7 +237,7 @@ class LiberoSim(Simulator):
         self._propagate()
         self._controller.reset()
         for _ in range(scene.options.settle_steps):
-            self._play(NOTHING)
+            self._execute(NOTHING)
         if self._divergence.struck(self.data._data):
             raise EnvError(
                 f"{scene.task}: the simulation breaks down while it settles in initial state {init_state}, seed {seed}",
@@ -245,12 +245,12 @@ class LiberoSim(Simulator):
             )
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
-        """See Simulator; a control step is 1/20 s."""
-        self._play(action.astype(np.float64))
+        """A control step is 1/20 s."""
+        self._execute(action.astype(np.float64))
         diverged = self._divergence.struck(self.data._data)
         return SimStep(0.0, bool(self.scene.env._check_success()), diverged=diverged)
 
-    def _play(self, action: NDArray[np.float64]) -> None:
+    def _execute(self, action: NDArray[np.float64]) -> None:
         scene, data, controller = self.scene, self.data._data, self._controller
         scene.activate(self)
         now = controller.set_goal(action, data)
@@ -268,7 +268,7 @@ class LiberoSim(Simulator):
         self.scene.env._post_process()
 
     def images(self) -> NDArray[np.uint8]:
-        """See Simulator; left and right exchanged, as published policies want it (turned by 180 degrees in OpenGL)."""
+        """Left and right exchanged, as published policies want it (turned by 180 degrees in OpenGL)."""
         scene, options = self.scene, self.scene.options
         self._show()
         views = [
@@ -278,7 +278,7 @@ class LiberoSim(Simulator):
         return np.stack(views)
 
     def film(self) -> NDArray[np.uint8]:
-        """See Simulator; agentview, upright."""
+        """Agentview, upright."""
         self._show()
         scene, size = self.scene, self.scene.options.video_size
         return scene.renderer.draw(scene.model, self.data._data, scene.film_camera, *size)
@@ -302,7 +302,7 @@ class LiberoSim(Simulator):
         return {"physics": physics, "fixtures": fixtures, "controller": self._controller.get_state()}
 
     def set_state(self, state: _State) -> None:
-        """See Simulator; in any environment of the same task."""
+        """In any environment of the same task."""
         mujoco, model = self.scene.mujoco, self.scene.model
         self.fixtures = None if state["fixtures"] is None else (state["fixtures"][0], state["fixtures"][1])
         self.scene._active = None

@@ -50,7 +50,7 @@ SUITES = read_suites()
 def init_state_of(seed: int, num_tasks: int) -> int:
     """Return which of the official initial states a reset seed stands for.
 
-    The seeds ``s + i`` of an evaluation, whose episode ``i`` plays task ``i mod num_tasks``, walk over all initial
+    The seeds ``s + i`` of an evaluation, whose episode ``i`` runs task ``i mod num_tasks``, walk over all initial
     states of every task before one comes twice, whatever ``s`` is: a task's seeds are ``num_tasks`` apart.
     """
     return seed // num_tasks % NUM_INIT_STATES

@@ -83,7 +83,7 @@ class EndEffectorController:
         self._gripper_scale, self._gripper_middle = _scale(gripper, 0)
 
     def step(self, action: NDArray[np.float32]) -> None:
-        """Play ``action float32[7]`` in [-1, 1] (clipped) for one control step.
+        """Execute ``action float32[7]`` in [-1, 1] (clipped) for one control step.
 
         Raises:
             EnvError: the action has NaN in it.

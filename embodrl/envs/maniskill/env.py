@@ -35,7 +35,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         render_detail: auto, full or fast; see ``ManiSkillSim``.
         mesh_decimation: see ``ManiSkillSim``.
         video_size: height and width in pixels of videos.
-        video_fps: frames a second of videos; None is the rate of control.
+        video_fps: frames per second of videos; None is the rate of control.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ManiSkillVectorEnv(SteppingEnv):
     def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
         self._fleet.reset(rows, seeds)
 
-    def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
+    def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
         return StepResult(*self._fleet.step(actions, running))
 
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
@@ -104,7 +104,7 @@ class ManiSkillVectorEnv(SteppingEnv):
         return self._fleet.render_human(row)
 
     def get_sim_state(self) -> FleetState:
-        """See SteppingEnv; on a CPU what was done since the scenes were built, on a GPU the physical state."""
+        """On a CPU what was done since the scenes were built, on a GPU the physical state."""
         return self._fleet.get_state()
 
     def set_sim_state(self, state: FleetState) -> None:
@@ -112,15 +112,15 @@ class ManiSkillVectorEnv(SteppingEnv):
         self._fleet.set_state(state)
 
     def get_sim_row(self, row: int) -> JournalArrays:
-        """See SteppingEnv; on a CPU only."""
+        """On a CPU only."""
         return self._fleet.get_scene(row)
 
     def set_sim_row(self, row: int, state: JournalArrays) -> None:
-        """See SteppingEnv; on a CPU only."""
+        """On a CPU only."""
         self._fleet.set_scene(row, state)
 
     def rebuild(self) -> None:
-        """See VectorEnv; new scenes, on a CPU."""
+        """New scenes, on a CPU."""
         self._fleet.rebuild()
 
     def mark(self) -> None:

@@ -146,7 +146,7 @@ class StackCube(PickCube):
         return super().act(env)
 
     def grasp(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
-        """See PickCube; turn the gripper where it would hold the cube by its edges, which slips on the way."""
+        """Turn the gripper where it would hold the cube by its edges, which slips on the way."""
         turn_rad = self._misalignment(env)
         if abs(turn_rad) > self.aligned_rad and self.closing == 0:
             over = _offset(cube, z=self.approach_m)

@@ -154,7 +154,7 @@ class Fleet:
     def step(
         self, actions: NDArray[np.float32], running: NDArray[np.bool_]
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Play ``actions float32[B,A]`` in the running rows; return dense reward and success, 0 elsewhere."""
+        """Execute ``actions float32[B,A]`` in the running rows; return dense reward and success, 0 elsewhere."""
         if self._batched is not None:
             return self._batched.step(actions)
         reward, success = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, np.bool_)

@@ -162,19 +162,19 @@ class ManiSkillSim:
         return common.to_tensor(array, device=self.env.device)
 
     def step(self, actions: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Play ``actions float32[N,A]`` for one control step (1/20 s).
+        """Execute ``actions float32[N,A]`` for one control step (1/20 s).
 
         Returns:
             The normalised dense reward ``float32[N]`` (ManiSkill's own, 1 at success) and success ``bool[N]``.
         """
         env = self.env
-        action = self._play(actions)
+        action = self._execute(actions)
         env._elapsed_steps += 1
         info = env.get_info()
         reward = env.compute_normalized_dense_reward(obs={}, action=action, info=info)
         return to_numpy(reward).astype(np.float32), to_numpy(info["success"]).astype(np.bool_)
 
-    def _play(self, actions: NDArray[np.float32]) -> object:
+    def _execute(self, actions: NDArray[np.float32]) -> object:
         """Advance physics by a control step; return the actions as ManiSkill's rewards want them."""
         if self._controller is None:
             return self.env._step_action(actions)

@@ -59,7 +59,7 @@ def gpu_physics_fits(context: Context) -> Iterator[Finding]:
     if env.num_processes != 1:
         yield Finding(
             "env.num_processes",
-            f"physx_cuda batches all environments in one process a GPU, not {env.num_processes}",
+            f"physx_cuda batches all environments in one process per GPU, not {env.num_processes}",
             "set env.num_processes=1",
             "1",
             others=("env.sim_backend",),

@@ -129,13 +129,13 @@ class MetaWorldSimulator(Simulator):
         self._expert = self._policies[self._task]()
 
     def expert_action(self) -> NDArray[np.float32]:
-        """See Simulator; Meta-World's own scripted policy, which sees the state."""
+        """Meta-World's own scripted policy, which sees the state."""
         if self._expert is None:
             raise EnvError("the expert has not begun", "call expert_reset first")
         return np.clip(self._expert.get_action(self._obs), -1, 1).astype(np.float32)
 
     def close(self) -> None:
-        """See Simulator; its renderer belongs to all."""
+        """Its renderer belongs to all."""
 
 
 def _is_upside_down(camera: CameraSettings) -> bool:
@@ -154,7 +154,7 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         max_chunk: largest number of actions in a chunk.
         render_detail: auto, full or fast.
         video_size: height and width in pixels of videos.
-        video_fps: frames a second of videos; None is the rate of control.
+        video_fps: frames per second of videos; None is the rate of control.
         rules: the fields of ``EpisodeRules``; the dense reward is Meta-World's, divided by 10.
     """
 

@@ -47,7 +47,7 @@ class _Process(BatchPump[_Content, object]):
         super().__init__(pool.managers[0].name)
         self.pool = pool
         self.spec = pool.spec
-        self.playing: set[int] = set()  # rows with an episode in progress
+        self.running: set[int] = set()  # rows with an episode in progress
         self.lost: set[int] = set()  # of those, rows whose process has been restarted since
         self._restarted = False
         self._latest: dict[int, Request[_Content, object]] = {}  # by row
@@ -75,20 +75,20 @@ class _Process(BatchPump[_Content, object]):
             # A restart of the process has ended the episode: its next chunk is answered with None, and counted.
             if (row := request.content.row) in self.lost:
                 self.lost.discard(row)
-                self.playing.discard(row)
+                self.running.discard(row)
                 self.pool.faults.count("lost_episodes")
                 request.settle(None)
         return [request for request in alike if not request.answer.done()]
 
     def computed(self, batch: Sequence[_Content], answers: Sequence[object]) -> None:
         if self._restarted:  # rows that were not asked have lost an episode, too
-            self.lost |= self.playing - {content.row for content in batch}
+            self.lost |= self.running - {content.row for content in batch}
         for content, answer in zip(batch, answers, strict=True):
             if content.episode is not None:
-                self.playing.add(content.row)
+                self.running.add(content.row)
                 self.lost.discard(content.row)
             if isinstance(answer, ToolResult) and answer.done:
-                self.playing.discard(content.row)
+                self.running.discard(content.row)
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class PoolEnvironment(Environment):
         return observation
 
     def list_tools(self) -> list[Tool]:
-        """See Environment; the one tool is ``act``."""
+        """The one tool is ``act``."""
         action = {
             "type": "array",
             "prefixItems": [
@@ -186,7 +186,7 @@ class PoolEnvironment(Environment):
         }
         actions = {"type": "array", "items": action, "minItems": 1, "maxItems": self.spec.max_chunk}
         schema = {"type": "object", "properties": {"actions": actions}, "required": ["actions"]}
-        return [Tool("act", "play a chunk of actions, float32[C,A] in environment units", schema)]
+        return [Tool("act", "execute a chunk of actions, float32[C,A] in environment units", schema)]
 
     async def execute(self, tool: str, arguments: Mapping[str, object]) -> ToolResult:
         if tool != "act":
@@ -234,11 +234,11 @@ class PoolEnvironment(Environment):
         await self._ask(_Content(self._row, call=("set_row_state", {"row": self._row, "state": content["row"]})))
         self._observation, self._done = Observation(**content["observation"]), content["done"]
         if not self._done:
-            self._process.playing.add(self._row)
+            self._process.running.add(self._row)
         self._process.lost.discard(self._row)
         return self._observation
 
     async def close(self) -> None:
-        self._process.playing.discard(self._row)
+        self._process.running.discard(self._row)
         self._process.lost.discard(self._row)
         self._observation, self._done = None, True

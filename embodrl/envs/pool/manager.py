@@ -422,7 +422,7 @@ class EnvManager:
     def step(
         self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None, *, copy: bool = False
     ) -> EnvStep:
-        """Play a chunk and wait for it."""
+        """Execute a chunk and wait for it."""
         self.step_async(actions, active)
         return self.wait(copy=copy)
 

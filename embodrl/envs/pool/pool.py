@@ -424,7 +424,7 @@ class EnvPool:
     def step(
         self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None, *, copy: bool = False
     ) -> EnvStep:
-        """Play a chunk and wait for it."""
+        """Execute a chunk and wait for it."""
         self.step_async(actions, active)
         return self.wait(copy=copy)
 
@@ -489,7 +489,7 @@ class EnvPool:
         if not len(rows):
             return step
         step, last = copy_step(step), None if last is None else copy_observation(last)
-        # Not the episode that an auto-reset has begun: the one that ends here is played again.
+        # Not the episode that an auto-reset has begun: the one that ends here is run again.
         seeds = np.where(step.episode_seed < 0, self._seeds(manager), step.episode_seed)
         again = manager.reset(seeds[rows], manager.task_ids[rows], rows)
         step.observation = copy_observation(self._checked(manager, again))

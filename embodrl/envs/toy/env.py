@@ -62,8 +62,8 @@ class ToyVectorEnv(SteppingEnv):
             self.position[row] = random.uniform(-0.9, 0.9, 2)
             self.goals[row] = random.uniform(-0.8, 0.8, (2, 2))
 
-    def play(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
-        """See SteppingEnv; the dense reward is the distance to the goal, negative."""
+    def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
+        """The dense reward is the distance to the goal, negative."""
         move = np.clip(actions[:, :2], -1, 1) * np.float32(_SPEED)
         self.position = np.where(running[:, None], np.clip(self.position + move, -1, 1), self.position)
         distance = self._distance()
@@ -100,7 +100,7 @@ class ToyVectorEnv(SteppingEnv):
         self.position[row], self.goals[row] = state["position"], state["goals"]
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """See VectorEnv; the straight way to the goal."""
+        """The straight way to the goal."""
         actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
         actions[:, :2] = np.clip((self._goal() - self.position) / _SPEED, -1, 1)
         return actions

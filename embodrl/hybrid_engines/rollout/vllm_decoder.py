@@ -185,7 +185,7 @@ class VllmDecoder:
         """Decode a chunk for every row.
 
         Args:
-            prompts: embeddings ``[P,D]``, one a row; P may differ.
+            prompts: embeddings ``[P,D]``, one per row; P may differ.
             num_tokens: N.
             sampling: temperature and top k.
             noise: ``float32[B,N,K]`` from Exp(1) for sampling; None chooses the most probable tokens.

@@ -29,7 +29,7 @@ class _Prompts:
 
     Attributes:
         inputs: what ``preprocess`` returns.
-        rows: embeddings ``[P,D]`` of images and prompt, one a row, without padding.
+        rows: embeddings ``[P,D]`` of images and prompt, one per row, without padding.
         noise: ``float32[B,N,256]`` to sample with; None for the most probable tokens.
     """
 
@@ -87,14 +87,14 @@ class VllmRolloutEngine(RolloutEngine):
         self._load()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine; vLLM's copy is overwritten in place."""
+        """vLLM's copy is overwritten in place."""
         with self._lock:
             self._copy_weights(weights)
             self._load()
             self.version = version
 
     def offload(self) -> None:
-        """See RolloutEngine; vLLM's weights go to main memory, and its cache is dropped."""
+        """vLLM's weights go to main memory, and its cache is dropped."""
         with self._lock:
             if self._sleeps and not self._asleep:
                 before = allocated_bytes(self.device)
@@ -103,7 +103,6 @@ class VllmRolloutEngine(RolloutEngine):
                 self.offload_report = OffloadReport(self.device, before, allocated_bytes(self.device))
 
     def onload(self) -> None:
-        """See RolloutEngine."""
         with self._lock:
             self._wake()
 

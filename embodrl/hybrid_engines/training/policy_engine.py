@@ -377,7 +377,7 @@ class PolicyTrainEngine(TrainEngine):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See TrainEngine; those of the wanted names, or all."""
+        """Those of the wanted names, or all."""
         self.onload()
         yield from (named for named in self.policy.state_dict().items() if wanted is None or named[0] in wanted)
 
@@ -491,7 +491,7 @@ class PolicyTrainEngine(TrainEngine):
         target.copy_(whole)
 
     def set_counters(self, state: Mapping[str, int]) -> None:
-        """Go on counting from a saved state."""
+        """Continue counting from a saved state."""
         self.version = int(state["version"])
         self.nonfinite_in_row = int(state["nonfinite_in_row"])
 

@@ -184,7 +184,7 @@ class RemoteTrainEngine(TrainEngine):
         return self._shapes.num_bytes
 
     def offload(self) -> OffloadReport | None:
-        """See ``TrainEngine``; weights leave as well, since what acts has its own. Bytes are those of all processes."""
+        """Weights leave as well, since what acts has its own. Bytes are those of all processes."""
         found = [report for report in self._call("offload") if report is not None]
         return OffloadReport.total([OffloadReport(torch.device(name), *num_bytes) for name, *num_bytes in found])
 

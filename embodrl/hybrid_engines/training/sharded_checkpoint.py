@@ -1,6 +1,6 @@
 """A training state on disk in shards: every process writes what it holds, and any number of processes reads it.
 
-``torch.distributed.checkpoint`` with its safetensors storage: a directory a section, one file a process and bucket,
+``torch.distributed.checkpoint`` with its safetensors storage: a directory per section, one file per process and bucket,
 whose header tells where in the whole its tensors belong. Nothing is pickled on disk, nothing is gathered, and each
 process needs extra memory for its share of one bucket.
 """

@@ -271,7 +271,7 @@ class DiskReceiver(WeightReceiver):
         self.directory = Path(directory)
 
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
-        """See WeightReceiver; versions between the present and the newest one are skipped."""
+        """Versions between the present and the newest one are skipped."""
         deadline = time.monotonic() + timeout_s
         while (version := next(iter(versions_in(self.directory)), None)) is None or version == self.version:
             if time.monotonic() >= deadline:

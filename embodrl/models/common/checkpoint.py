@@ -117,11 +117,15 @@ def check_links(directory: Path) -> None:
             else:
                 names_here = names
             for path in (Path(parent, name) for name in (*names_here, *files)):
-                if path.is_symlink() and not _is_inside(path, directory):
-                    raise PolicyFileError(
-                        f"{path} links to {os.path.realpath(path)}, outside of the checkpoint",
-                        "copy the file into the directory",
-                    )
+                check_link(path, directory)
+
+
+def check_link(path: Path, directory: Path) -> None:
+    """Refuse a file of a checkpoint that is a link to elsewhere, as ``check_links`` does."""
+    if path.is_symlink() and not _is_inside(path, directory):
+        raise PolicyFileError(
+            f"{path} links to {os.path.realpath(path)}, outside of the checkpoint", "copy the file into the directory"
+        )
 
 
 def _is_inside(path: Path, directory: Path) -> bool:
@@ -379,13 +383,22 @@ def policy_directory(target: Path) -> Iterator[Path]:
         write_checksums(staging)
 
 
-def save_weights(state: Mapping[str, Tensor], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write tensors as one safetensors file, or as shards with an index beyond ``max_shard_bytes``."""
+def save_weights(
+    state: Mapping[str, Tensor], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES, one_file: bool = False
+) -> None:
+    """Write tensors as one safetensors file, or as shards with an index beyond ``max_shard_bytes``.
+
+    Args:
+        state: the tensors.
+        directory: to write to.
+        max_shard_bytes: of a file.
+        one_file: never write shards: openpi and lerobot look for ``model.safetensors`` alone.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
     for name, tensor in state.items():
         num_bytes = tensor.numel() * tensor.element_size()
-        if size + num_bytes > max_shard_bytes and shards[-1]:
+        if not one_file and size + num_bytes > max_shard_bytes and shards[-1]:
             shards.append({})
             size = 0
         shards[-1][name] = tensor

@@ -176,7 +176,7 @@ class FlowPolicy(VLAPolicy):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """See VLAPolicy; with the value input ``suffix`` the mean over the denoising steps from one fixed noise.
+        """With the value input ``suffix`` the mean over the denoising steps from one fixed noise.
 
         The critic is trained at the points of sampled chains, so it is read at such points: at the mean of the start's
         noise, 0, it has never been trained, and is biased.

@@ -55,7 +55,7 @@ def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vis
 
 
 def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision: bool = False) -> list[str]:
-    """Return the full names of linear layers that adapters can go on.
+    """Return the full names of linear layers that adapters can be added to.
 
     Args:
         policy: without adapters.

@@ -124,7 +124,7 @@ class Gr00tPolicy(FlowPolicy):
         return self.action_dim
 
     def parts(self) -> dict[str, nn.Module]:
-        """See VLAPolicy; the connector belongs to ``vision``."""
+        """The connector belongs to ``vision``."""
         eagle = self.model.backbone.eagle_model
         return {
             "vision": nn.ModuleList([eagle.vision_model, eagle.mlp1]),

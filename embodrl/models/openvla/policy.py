@@ -59,7 +59,7 @@ class OpenVLAPolicy(TokenPolicy):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """See VLAPolicy; one forward pass over images and prompt.
+        """One forward pass over images and prompt.
 
         Raises:
             EmbodrlError: see ``preprocess``; or there is no value head.
@@ -68,7 +68,7 @@ class OpenVLAPolicy(TokenPolicy):
         return self.values_from(self._features(self.model.hidden_states(prefix, mask), mask))
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See TokenPolicy; each token is fed the ones before it (teacher forcing)."""
+        """Each token is fed the ones before it (teacher forcing)."""
         hidden, features = self.action_states(inputs)
         return self.model.action_logits(hidden), features
 

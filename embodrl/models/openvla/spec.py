@@ -9,6 +9,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet, divisors, multiples
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
+from embodrl.models.openvla.published import PUBLISHED
 from embodrl.specs import ModelSpec
 
 VOCABULARY = 32064
@@ -154,7 +155,7 @@ SPEC = ModelSpec(
     target="embodrl.models.openvla.build:build_openvla",
     description="OpenVLA: DINOv2 + SigLIP vision, Llama, 256-bin action tokens",
     settings=OpenVlaConfig,
-    rules=(DIMENSIONS, SHIPPED, MEGATRON),
+    rules=(DIMENSIONS, SHIPPED, MEGATRON, PUBLISHED),
     kind="tokens",
     value_inputs=VALUE_INPUTS,
     trainable=TRAINABLE,

@@ -80,7 +80,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """See VLAPolicy; the whole pass, since the prompt's hidden states depend on the empty places after it.
+        """The whole pass, since the prompt's hidden states depend on the empty places after it.
 
         Raises:
             EmbodrlError: see ``preprocess``; or there is no value head.
@@ -88,7 +88,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         return self.values_from(self.action_logits(self.preprocess(observation))[1])
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See TokenPolicy; ``action_tokens`` are not read."""
+        """``action_tokens`` are not read."""
         prefix, prefix_mask = self.prompt_embeddings(inputs)
         length, num_tokens = prefix.shape[1], self.num_action_chunks * self.action_dim
         sequence = append_action_places(self.model, prefix, num_tokens, self.keep_stop_token)
@@ -103,7 +103,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         return self.proprio_projector(inputs["proprio"].to(self.proprio_projector.fc1.weight.dtype))[:, None]
 
     def parts(self) -> dict[str, nn.Module]:
-        """See VLAPolicy; with a state token there is also ``proprio_projector``."""
+        """With a state token there is also ``proprio_projector``."""
         own = {} if self.proprio_projector is None else {"proprio_projector": self.proprio_projector}
         return {**super().parts(), **own}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.models.openvla.published import PUBLISHED
 from embodrl.models.openvla.spec import DIMENSIONS, NUM_BINS, RL, TRAINABLE, VALUE_INPUTS, OpenVlaConfig, num_parameters
 from embodrl.specs import ModelSpec
 
@@ -41,7 +42,7 @@ SPEC = ModelSpec(
     target="embodrl.models.openvla_oft.build:build_openvla_oft",
     description="OpenVLA-OFT: OpenVLA with several images and bidirectional parallel decoding of a chunk",
     settings=OpenVlaOftConfig,
-    rules=(DIMENSIONS, STATE),
+    rules=(DIMENSIONS, STATE, PUBLISHED),
     kind="tokens",
     value_inputs=VALUE_INPUTS,
     trainable=TRAINABLE,

@@ -7,24 +7,26 @@ from pathlib import Path
 
 import torch
 
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, PolicyFileError
+from embodrl.fields import Fields
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of, read_file
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.init import new_generator
-from embodrl.models.pi.config import PiConfig, Variant
+from embodrl.models.pi.config import Normalization, PiConfig, Variant
+from embodrl.models.pi.conventions import with_conventions
 from embodrl.models.pi.modeling import PiModel, init_weights
 from embodrl.models.pi.policy import PiPolicy, default_value_input
 from embodrl.models.pi.processing import PiProcessor
-from embodrl.models.pi.spec import PiModelConfig
+from embodrl.models.pi.spec import MISSING_CONFIG, PiModelConfig
 from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot, read_openpi
 from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
 from embodrl.models.pi.weights import EXPERT, LANGUAGE, TOWER, aliases_and_ignored, variant_of
 
 TINY_STATS_KEY = "maniskill"
 
-_SIZES = ("siglip", "vlm", "expert", "max_action_dim", "action_horizon", "num_images", "discrete_state")
+_SIZES = ("siglip", "vlm", "expert", "max_action_dim", "action_horizon", "num_images")
 
 
 def build_pi0(
@@ -70,7 +72,7 @@ def build_pi(
         stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, report.source)
     else:
         tiny = model_config
-        model_config, stats = _read(directory, variant, config)
+        model_config, stats = _read(directory, variant, config, report)
         if config.model_path is None:
             checkpoint.check_size(model_config, tiny, _SIZES, directory, "model.pi")
         tokenizer = load_tokenizer(directory, model_config.vocab_size)
@@ -104,17 +106,29 @@ def build_pi(
     return policy, report
 
 
-def _read(directory: Path, variant: Variant, config: PiModelConfig) -> tuple[PiConfig, PiStats]:
-    fields = read_file(directory / CONFIG_FILE)
+def _read(directory: Path, variant: Variant, config: PiModelConfig, report: LoadReport) -> tuple[PiConfig, PiStats]:
+    path = directory / CONFIG_FILE
+    if not path.exists() and (directory / checkpoint.SINGLE_FILE).is_file():
+        raise PolicyFileError(f"{path} does not exist", MISSING_CONFIG)
+    fields = read_file(path)
     model_config = PiConfig.from_dict(fields.content, variant, fields.source)
-    is_own = OWN_SECTION in fields
-    sets, methods = read_openpi(directory), None
-    if not sets and not is_own:
-        sets, methods = read_lerobot(directory)
+    sets, methods = _statistics(directory, fields)
     if methods is not None:
         model_config = replace(model_config, normalization=methods)
     stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, str(directory))
-    return model_config if is_own else model_config.with_data_set(stats.key), stats
+    model_config, conventions = with_conventions(model_config, config.pi, fields, stats.key, directory)
+    report.conventions |= conventions
+    return model_config, stats
+
+
+def _statistics(directory: Path, fields: Fields) -> tuple[dict[str, Fields], Normalization | None]:
+    """Return the sets of the layout that config.json is of, else those of the other one."""
+    if "type" in fields and OWN_SECTION not in fields:
+        sets, methods = read_lerobot(directory)
+        if sets:
+            return sets, methods
+    openpi = read_openpi(directory)
+    return (openpi, None) if openpi or OWN_SECTION in fields else read_lerobot(directory)
 
 
 def _names(config: PiConfig, files: list[Path], directory: Path) -> tuple[dict[str, str], dict[str, str]]:

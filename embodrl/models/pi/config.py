@@ -3,7 +3,8 @@
 openpi's file (action_dim, action_horizon, the two Gemma variants, precision) leaves open which of the two models it is,
 the number of cameras and how prompts and actions were prepared in training; those are chosen in openpi's code by the
 name of the training configuration. What a checkpoint leaves open is filled in here, in ``PUBLIC`` and
-``with_data_set``. The published checkpoints themselves were not at hand.
+``with_data_set``; ``conventions`` decides between files, data sets and settings. The published checkpoints themselves
+were not at hand.
 """
 
 from __future__ import annotations
@@ -34,6 +35,20 @@ METHODS: tuple[Method, ...] = get_args(Method)
 OPENPI_EPS = 1e-6
 PALIGEMMA_VOCAB_SIZE = 257152
 KNOWN_GEMMA = {"gemma_2b": GEMMA_2B, "gemma_300m": GEMMA_300M}
+LIBERO = "physical-intelligence/libero"
+STATELESS = frozenset(
+    {
+        LIBERO,
+        "physical-intelligence/maniskill",
+        "physical-intelligence/pick_and_place_real",
+        "lerobot/metaworld_mt50",
+        "InternRobotics/InternData-Calvin_ABC",
+        "RLinf/IsaacLab-Stack-Cube-Data",
+        "RLinf/GSEnv-PutCubeOnPlate-v0",
+        "RLinf/pick_red",
+    }
+)
+"""Data sets that openpi's or RLinf's configurations train pi0.5 on with ``discrete_state_input=False``."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,7 @@ class PiConfig:
         num_images: cameras at most.
         max_prompt_tokens: prompts are padded to it (L).
         discrete_state: the prompt has the state (pi0.5 only).
-        padded_state_in_prompt: it has the padding as well, as with lerobot; not with openpi.
+        padded_state_in_prompt: it has the padding as well, as with lerobot before 0.5; not with openpi.
         relative_dims: this many leading action dimensions are relative to the state.
         normalization: how statistics are used.
     """
@@ -110,9 +125,9 @@ class PiConfig:
 
     def with_data_set(self, key: str) -> PiConfig:
         """Return the configuration with what is known of the data set that a public checkpoint was trained on."""
-        if key != "physical-intelligence/libero":
-            return self
-        return replace(self, relative_dims=6) if self.variant == "pi0" else replace(self, discrete_state=False)
+        if self.variant == "pi05":
+            return replace(self, discrete_state=False) if key in STATELESS else self
+        return replace(self, relative_dims=6) if key == LIBERO else self
 
     @staticmethod
     def from_dict(raw: Mapping[str, object], variant: Variant, source: str = CONFIG_FILE) -> PiConfig:
@@ -145,6 +160,7 @@ class PiConfig:
             expert=_known_gemma(fields, "action_expert_variant", "gemma_300m"),
             max_action_dim=size(fields, "action_dim"),
             action_horizon=size(fields, "action_horizon"),
+            max_prompt_tokens=size(fields, "max_prompt_tokens", PUBLIC[variant].max_prompt_tokens, key="max_token_len"),
         )
 
     @staticmethod
@@ -162,7 +178,8 @@ class PiConfig:
             arch.action_horizon,
             arch.num_images,
             arch.max_prompt_tokens,
-            discrete_state=arch.discrete_state and variant == "pi05",
+            discrete_state=bool(arch.discrete_state) and variant == "pi05",
+            padded_state_in_prompt=bool(arch.padded_state_in_prompt) and variant == "pi05",
             normalization=PUBLIC[variant].normalization,
         )
 
@@ -207,6 +224,12 @@ def _from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
             f"{fields.source}: lerobot's use_relative_actions is not supported",
             "use a checkpoint trained on absolute actions",
         )
+    for memory in ("use_visual_memory", "use_proprioceptive_memory"):
+        if fields.flag(memory, False):
+            raise CheckpointError(
+                f"{fields.source}: lerobot's {memory} (MEM: several past observations) is not supported",
+                "use a checkpoint trained on single observations",
+            )
     pixels = SO400M_224.image_size
     resolution = fields.numbers("image_resolution", 2) if "image_resolution" in fields else [pixels, pixels]
     if resolution != [pixels, pixels]:

@@ -145,7 +145,7 @@ class PiPolicy(FlowPolicy):
         precision = str(self.model.dtype).removeprefix("torch.")
         with checkpoint.policy_directory(directory) as staging:
             state = merged_state_dict(self.model)
-            checkpoint.save_weights(public_state(state, config.expert.width), staging)
+            checkpoint.save_weights(public_state(state, config.expert.width), staging, one_file=True)
             save_heads(staging, self.value_head, self.noise_head)
             checkpoint.write_json(staging / CONFIG_FILE, config.to_dict(precision))
             assets = staging / ASSETS / self.pi_stats.key

@@ -75,7 +75,7 @@ class PiProcessor:
         """Return ``[B,S]`` in the model's units.
 
         Raises:
-            EmbodrlError: S is larger than D, or not that of the statistics.
+            EmbodrlError: S is larger than D, not that of the statistics, or 0 although the prompt needs a state.
         """
         dims = state.shape[1]
         if dims > self.config.max_action_dim:
@@ -83,6 +83,12 @@ class PiProcessor:
                 f"the model's states have room for {self.config.max_action_dim} dimensions, the environment's have "
                 f"{dims}",
                 f"set env.include_state=false, or model.pi.max_action_dim={dims} for a model without a checkpoint",
+            )
+        if dims == 0 and self.state is not None and self.config.discrete_state:
+            raise EmbodrlError(
+                "the checkpoint was trained with the robot's state in the prompt, and the observation has none",
+                "set env.include_state=true, or model.pi.discrete_state=false if it was trained without",
+                code="pi-state-missing",
             )
         if self.state is None or dims == 0:
             return state.astype(np.float64)

@@ -25,7 +25,7 @@ from embodrl.specs import ModelSpec
 
 
 class PiArchitectureConfig(Section):
-    """Dimensions of a pi0 or pi0.5 built without a checkpoint."""
+    """Dimensions of a pi0 or pi0.5 built without a checkpoint, and prompts, of a checkpoint as well."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
@@ -42,16 +42,31 @@ class PiArchitectureConfig(Section):
     action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
     num_images: PositiveInt = Field(default=1, description="image slots; cameras that are missing are masked")
     max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
-    discrete_state: bool = Field(default=False, description="pi0.5 only: write the state into the prompt")
+    discrete_state: bool | None = Field(
+        default=None,
+        description="pi0.5: write the state into the prompt; null: as the checkpoint was trained, tiny size: no",
+    )
+    padded_state_in_prompt: bool | None = Field(
+        default=None,
+        description="pi0.5: pad that state to max_action_dim as lerobot before 0.5; null: as the checkpoint",
+    )
 
 
 class PiModelConfig(FlowModelConfig):
     """A pi0 or pi0.5."""
 
-    pi: PiArchitectureConfig = Field(default=PiArchitectureConfig(), description="dimensions of the tiny size")
+    pi: PiArchitectureConfig = Field(
+        default=PiArchitectureConfig(), description="dimensions of the tiny size, and prompts"
+    )
 
 
 RULES, OF_PI0 = RuleSet(), RuleSet()
+
+MISSING_CONFIG = (
+    "openpi's train_pytorch.py writes none. Write config.json with the values of your TrainConfig's model, by default"
+    ' {"action_dim": 32, "action_horizon": 50, "paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}'
+    ' and, for pi0.5, "discrete_state_input": true or false'
+)
 
 
 @RULES.rule(
@@ -76,8 +91,9 @@ def pi_dimensions_fit(context: Context) -> Iterator[Finding]:
 @OF_PI0.note("model.model_type", "model.pi")
 def discrete_state_is_of_pi05(context: Context) -> Iterator[Finding]:
     """Only pi0.5 writes the state into the prompt."""
-    if context.by_user("model.pi.discrete_state"):
-        yield Finding("model.pi.discrete_state", "has no effect: pi0 does not read it", "leave it out")
+    for key in ("model.pi.discrete_state", "model.pi.padded_state_in_prompt"):
+        if context.by_user(key):
+            yield Finding(key, "has no effect: pi0 does not read it", "leave it out")
 
 
 def _spec(name: str, title: str, tiny: str, uses_state: bool | str, rules: tuple[RuleSet, ...]) -> ModelSpec:
@@ -95,6 +111,7 @@ def _spec(name: str, title: str, tiny: str, uses_state: bool | str, rules: tuple
         parity="embodrl.models.pi.parity:run",
         sizes=f"{tiny} (tiny), about 3.3 B",
         actions=ACTIONS,
+        missing_config=MISSING_CONFIG,
         checkpoint=f"openpi's PyTorch conversion, or lerobot's {name} layout",
         rl=RL,
     )

@@ -1,4 +1,5 @@
-"""Normalisation of states and actions in openpi's layout (assets/ID/norm_stats.json) and in lerobot's.
+"""Normalisation of states and actions in openpi's layout (assets/ID/norm_stats.json), RLinf's (ID/norm_stats.json)
+and lerobot's.
 
 lerobot keeps statistics in a safetensors file that policy_preprocessor.json names, as tensors like
 ``observation.state.mean`` and ``action.q01``, and says there how to use them.
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 
 from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
+from embodrl.models.common.checkpoint import check_link
 from embodrl.models.common.config_file import fields_of, read_file
 from embodrl.models.common.norm_stats import MeanStd, Quantiles, StatsSets, choose_key, read_range, read_values
 from embodrl.models.pi.config import Method, Normalization, method
@@ -51,15 +53,21 @@ class PiStats:
 def read_openpi(directory: Path) -> dict[str, Fields]:
     """Return the sets of statistics in a directory, by name; without any, nothing.
 
+    A set is named by its folder, below ``assets`` (openpi) or any other (RLinf).
+
     Raises:
-        PolicyFileError: a file has no statistics.
+        PolicyFileError: a file has no statistics, links elsewhere, or differs from another of the same name.
     """
-    root = directory / ASSETS
     sets: dict[str, Fields] = {}
-    for path in sorted(root.rglob(STATS_FILE)):
+    for path in sorted(directory.rglob(STATS_FILE)):
+        check_link(path, directory)
         content = read_file(path)
-        name = path.parent.relative_to(root).as_posix()
-        sets[name] = content.fields("norm_stats") if "norm_stats" in content else content
+        folder = path.parent.relative_to(directory)
+        name = (folder.relative_to(ASSETS) if folder.parts[:1] == (ASSETS,) else folder).as_posix()
+        found = content.fields("norm_stats") if "norm_stats" in content else content
+        if name in sets and sets[name].content != found.content:
+            found.refuse(f"differs from {sets[name].source}, of the same data set")
+        sets[name] = found
     return sets
 
 
@@ -118,7 +126,7 @@ def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim:
     """
     if not sets and key is None and methods.actions != "identity":
         raise CheckpointError(
-            f"{source} has no action statistics: no {ASSETS}/ID/{STATS_FILE}, and no state_file in {LEROBOT_FILE}",
+            f"{source} has no action statistics: no {STATS_FILE} in any folder, and no state_file in {LEROBOT_FILE}",
             f"put the statistics of your data set in {ASSETS}/ID/{STATS_FILE}",
         )
     key = choose_key(sets, key, source) if sets or key is not None else LEROBOT_KEY

@@ -127,7 +127,7 @@ class SmolVlaPolicy(FlowPolicy):
         state = fields_of(stats.raw, stats.key).fields("state", {})
         state_dim = len(state.items("mean")) if "mean" in state else config.max_state_dim
         with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(files.public_state(merged_state_dict(self.model)), staging)
+            checkpoint.save_weights(files.public_state(merged_state_dict(self.model)), staging, one_file=True)
             save_heads(staging, self.value_head, self.noise_head)
             files.write_config(staging, config, self.action_dim, state_dim)
             files.write_processors(staging, config, stats, self.action_dim, state_dim)

@@ -156,6 +156,27 @@ def test_exit_codes(outcome: object, code: int, says: str, capsys: pytest.Captur
     assert says in capsys.readouterr().err
 
 
+def test_sigterm_ends_a_process_whose_import_swallows_exceptions(tmp_path: Path) -> None:
+    body = (
+        "try:\n    print('ready', flush=True)\n    signal.pause()\nexcept BaseException:\n    pass\nprint('went on')\n"
+    )
+    (tmp_path / "swallows.py").write_text(f"import signal\n{body}")
+    program = (
+        "from embodrl.cli.common import execute\n"
+        "def action():\n"
+        f"    sys.path.insert(0, {str(tmp_path)!r})\n"
+        "    import swallows\n"
+        "import sys\n"
+        "execute(action)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.communicate(timeout=30)[0] == ""
+    assert process.returncode == 143
+
+
 def test_sigterm_runs_finally_clauses(tmp_path: Path) -> None:
     program = (
         "import pathlib, signal\n"

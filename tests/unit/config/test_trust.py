@@ -61,6 +61,19 @@ def test_a_run_of_somebody_else_runs_nothing(setting: str, hostile: Path, tmp_pa
     assert not hostile.exists()
 
 
+def test_a_run_that_holds_nothing_but_settings_without_a_checksum_is_not_trusted(hostile: Path, tmp_path: Path) -> None:
+    """As an archive may bring it: no metrics, no checkpoints, no lines that embodrl has added."""
+    path = write_run(tmp_path / "run", "extensions=[hostile_code]")
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if not line.startswith("#")))
+    for load in (lambda: load_run(path), lambda: load_config([], path.parent)):
+        with raises_code("settings-run-code"):
+            load()
+    (path.parent / "policy").mkdir()
+    with raises_code("settings-run-code"):
+        load_config([], path)
+    assert not hostile.exists()
+
+
 def test_copying_another_approval_does_not_help(hostile: Path, tmp_path: Path) -> None:
     mine = write_run(tmp_path / "mine", "reward.fn='embodrl.names:nearest'").read_text()
     (line,) = (line for line in mine.splitlines() if line.startswith("# approval"))

@@ -10,6 +10,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
@@ -111,6 +112,13 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(EmbodrlError, match="room for 4 dimensions, the environment's have 5") as error:
         processor()(observation([[0.0] * 5], ["a"]), CPU)
     assert "max_action_dim=5" in error.value.hint
+
+
+def test_a_prompt_with_state_needs_a_state():
+    stats = MeanStd(np.zeros(2), np.ones(2))
+    with raises_code("pi-state-missing"):
+        processor(stats, variant="pi05", discrete_state=True)(observation([[]], ["go"]), CPU)
+    assert "state" not in processor(stats, variant="pi05")(observation([[]], ["go"]), CPU)
 
 
 # Statistics ----------------------------------------------------------------------------------------------------------

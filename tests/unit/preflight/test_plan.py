@@ -66,7 +66,14 @@ def test_a_memory_that_is_too_small_is_named_with_remedies():
     gpu = memory_of(plan, 0)
     assert not gpu.fits and gpu.total > gpu.available > 139 * GIB and memory_of(plan, HOST).fits
     text = " ".join(plan.memory.hints)
-    assert "actor.param_dtype=bf16" in text and "gradient_checkpointing" in text
+    assert "actor.param_dtype=bf16 with model.trainable=lora" in text and "gradient_checkpointing" in text
+    assert "rounds most small updates away" in text
+
+
+def test_bf16_is_recommended_without_reserve_only_for_adapters():
+    plan = plan_of(*SEVEN_B, "actor.micro_batch_size=80", "actor.param_dtype=fp32", "model.trainable=lora")
+    (hint,) = [hint for hint in plan.memory.hints if hint.startswith("actor.param_dtype")]
+    assert hint == "actor.param_dtype=bf16 halves the weights; adapters stay in float32"
 
 
 def test_the_largest_micro_batch_that_fits_is_named():

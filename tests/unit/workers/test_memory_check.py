@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.errors import EmbodrlError
+from embodrl.runs import evaluate as verb
 from embodrl.workers import policy
 
 GIB = 1 << 30
@@ -23,10 +25,27 @@ def test_a_7b_model_needs_more_than_a_laptop_has(monkeypatch: pytest.MonkeyPatch
     # 7.54 B weights in fp32, and as much again for gradients and each of two moments, without what never trains
     with pytest.raises(EmbodrlError, match=r"take 1\d\d GiB in fp32, and this machine has 24 GiB") as caught:
         check(monkeypatch, 24, "model=openvla_7b")
-    assert "actor.param_dtype=bf16" in (caught.value.hint or "")
+    hint = caught.value.hint or ""
+    assert "model.trainable=lora with actor.param_dtype=bf16" in hint and "rounds" in hint
     check(monkeypatch, 128, "model=openvla_7b")
     with pytest.raises(EmbodrlError, match=r"5\d GiB in bf16"):
         check(monkeypatch, 24, "model=openvla_7b", "actor.param_dtype=bf16")
+
+
+def test_an_evaluation_that_does_not_fit_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # 7.5 B weights, without what never runs, take four bytes each, or two; no gradients, no moments
+    monkeypatch.setattr(policy, "memory_limit_bytes", lambda: 24 * GIB)
+    monkeypatch.setattr(verb, "check_simulator", lambda config: pytest.fail("it has started"))
+    loaded = load_config(["cluster.device=cpu", "env=toy", "model=openvla_7b"], verb="eval")
+    with raises_code("model-too-large") as caught:
+        verb.evaluate(loaded, output_dir=tmp_path / "eval")
+    assert "the weights of openvla take 27 GiB in fp32" in str(caught.value)
+    assert (caught.value.hint or "").startswith("set actor.param_dtype=bf16, or ")
+    assert not (tmp_path / "eval").exists()
+    bf16 = load_config(["cluster.device=cpu", "env=toy", "model=openvla_7b", "actor.param_dtype=bf16"])
+    policy.check_memory(bf16.config, bf16.deployment, training=False)
 
 
 @pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t", "smolvla"])

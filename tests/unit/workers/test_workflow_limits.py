@@ -16,7 +16,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
 from embodrl.workers.env import make_pool
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, Trajectory, stack_trajectories
-from embodrl.workers.workflow_runner import MAX_PLAYS, WorkflowError
+from embodrl.workers.workflow_runner import MAX_ATTEMPTS, WorkflowError
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +80,11 @@ def test_fixed_initial_states_stay_as_they_are_when_played_again(pool: EnvPool) 
     assert seeds[:NUM_ENVS] == seeds[NUM_ENVS:]
 
 
-def test_a_shard_is_not_played_for_ever(pool: EnvPool) -> None:
+def test_a_shard_is_not_retried_for_ever(pool: EnvPool) -> None:
     workflow = RejectsFirst(100, failing=1)
-    with pytest.raises(WorkflowError, match=r"of 48 episodes 4 failed and 44 were rejected, in 4 plays.*a hiccup"):
+    with pytest.raises(WorkflowError, match=r"of 48 episodes 4 failed and 44 were rejected, in 4 attempts.*a hiccup"):
         rollout(pool, workflow).gather(0)
-    assert len(workflow.tasks) == MAX_PLAYS * NUM_ENVS
+    assert len(workflow.tasks) == MAX_ATTEMPTS * NUM_ENVS
 
 
 def test_a_play_in_which_everything_fails_is_the_last(pool: EnvPool) -> None:

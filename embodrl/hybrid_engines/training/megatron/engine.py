@@ -169,7 +169,7 @@ class MegatronTrainEngine(SharedTrainEngine):
         return found
 
     def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """See ``PolicyTrainEngine``; a collective call with ``distributed``. Parts of fused tensors are copies."""
+        """A collective call with ``distributed``. Parts of fused tensors are copies."""
         return dict(self._parts(section, set(names)))
 
     def reference_weights(self) -> dict[str, Tensor]:

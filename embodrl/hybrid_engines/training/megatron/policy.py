@@ -52,7 +52,7 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """See TokenPolicy; all processes of the tensor group must call it, with the same arguments."""
+        """All processes of the tensor group must call it, with the same arguments."""
         hidden, features = self.action_states(forward_inputs)
         tokens = forward_inputs["action_tokens"]
         index = self.bins.index(tokens.flatten(1))

@@ -1,0 +1,101 @@
+"""Published fine-tunes of OpenVLA and OpenVLA-OFT on LIBERO: the conventions that they were trained with.
+
+Their datasets count the gripper from 0 (closed) to 1 (open) and were cropped at random; LIBERO closes with a positive
+number, so such actions as they are never open the gripper. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from embodrl.config.policy_card import CARD_FILE, policy_directory
+from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
+from embodrl.config.schema import ModelConfig
+from embodrl.errors import EmbodrlError
+from embodrl.fields import Fields, read_fields
+
+PUBLISHED = RuleSet()
+_KEYS = ("env.env_type", "model.model_type", "model.model_path", "model.warm_start", "model.unnorm_key")
+
+
+@PUBLISHED.rule(*_KEYS, "model.gripper")
+def libero_checkpoint_opens_the_gripper(context: Context) -> Iterator[Finding]:
+    """Published LIBERO fine-tunes count the gripper from 0 (closed) to 1 (open), LIBERO from -1 (open) to 1."""
+    model = context.config.model
+    source = None if context.resuming else libero_source(context)
+    if source is None or model.gripper == "libero":
+        return
+    lowest = _lowest_gripper(model)
+    if context.by_user("model.gripper") if lowest is None else lowest < 0:
+        return  # of another convention, as its statistics or the user say
+    known = "" if lowest is None else f", {lowest:g} at the least in its statistics"
+    yield Finding(
+        "model.gripper",
+        f"is {model.gripper}, and {source} is of LIBERO: such checkpoints count the gripper from 0 (closed) to 1 (open)"
+        f"{known}; LIBERO opens it with a negative number, so it would never open",
+        "set model.gripper=libero",
+        "libero",
+        others=("model.model_path" if model.model_path is not None else "model.warm_start",),
+    )
+
+
+@PUBLISHED.note(*_KEYS, "model.center_crop")
+def libero_checkpoint_was_cropped(context: Context) -> Iterator[Finding]:
+    """Published LIBERO fine-tunes were trained with random crops, and are evaluated with the crop in the middle."""
+    model = context.config.model
+    source = None if context.resuming else libero_source(context)
+    if source is not None and not model.center_crop and not context.by_user("model.center_crop"):
+        yield Finding(
+            "model.center_crop",
+            f"is false, and {source} is of LIBERO: such checkpoints were trained with random crops of 90 % of the area",
+            "set model.center_crop=true, as in the published evaluations",
+        )
+
+
+def libero_source(context: Context) -> str | None:
+    """Return by what setting a checkpoint not written by embodrl is of LIBERO and acts there; None if it is not."""
+    model = context.config.model
+    directory = policy_directory(model)
+    if context.config.env.env_type != "libero" or (directory is not None and (directory / CARD_FILE).exists()):
+        return None
+    if model.model_path is None and directory is None:
+        return None  # random weights
+    if model.unnorm_key is not None:
+        return f"model.unnorm_key={model.unnorm_key}" if _is_libero(model.unnorm_key) else None
+    if directory is not None and (sets := _statistics(directory)):
+        return next((f"the only statistics '{key}'" for key in sets if len(sets) == 1 and _is_libero(key)), None)
+    name = directory.name if directory is not None else str(model.model_path)
+    return f"'{name}'" if _is_libero(name) else None
+
+
+def _is_libero(name: str) -> bool:
+    return "libero" in name.lower()
+
+
+def _lowest_gripper(model: ModelConfig) -> float | None:
+    """Return the lowest position of the gripper in the statistics that would be used; None if that is not known."""
+    directory = policy_directory(model)
+    sets = {} if directory is None else _statistics(directory)
+    names = list(sets) if model.unnorm_key is None else [model.unnorm_key, f"{model.unnorm_key}_no_noops"]
+    chosen = next((sets[name] for name in names if name in sets), None)
+    try:
+        action = None if chosen is None else chosen.fields("action")
+        return next((action.numbers(name)[-1] for name in ("min", "q01") if action and name in action), None)
+    except (EmbodrlError, IndexError):
+        return None  # reported when the checkpoint is loaded
+
+
+def _statistics(directory: Path) -> dict[str, Fields]:
+    """Return the statistics of a checkpoint by dataset; nothing of a file that is damaged, which loading reports."""
+    sets: dict[str, Fields] = {}
+    try:
+        if what_is(str(directory / "config.json")) == "file":
+            stored = read_fields(directory / "config.json").fields("norm_stats", {})
+            sets |= {name: stored.fields(name) for name in stored}
+        if what_is(str(directory / "dataset_statistics.json")) == "file":
+            stored = read_fields(directory / "dataset_statistics.json")
+            sets |= {name: stored.fields(name) for name in stored}
+    except (EmbodrlError, OSError):
+        return {}
+    return sets
