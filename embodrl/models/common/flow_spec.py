@@ -9,10 +9,8 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
 from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
+from embodrl.specs import ModelSpec
 
-VALUE_INPUTS = ("prefix", "suffix")
-TRAINABLE = ("all", "lora", "action_expert", "head")
-RL = "Gaussian log-probs of denoising steps: flow_sde, flow_noise"
 ACTIONS = "continuous chunk by flow matching"
 
 
@@ -105,6 +103,41 @@ def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
     if config.model.model_path is not None and reads and not config.env.include_state:
         message = f"{config.model.model_type} reads the robot's state, and gets zeros: env.include_state is false"
         yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
+
+
+def flow_family(
+    name: str,
+    package: str,
+    description: str,
+    settings: type[FlowModelConfig],
+    rules: tuple[RuleSet, ...],
+    *,
+    sizes: str,
+    checkpoint: str,
+    uses_state: bool | str = True,
+    max_cameras: int = 3,
+    actions: str = ACTIONS,
+    missing_config: str = "",
+) -> ModelSpec:
+    """Return the spec of a flow-matching family, which ``embodrl/models/PACKAGE`` builds; see ``ModelSpec``."""
+    return ModelSpec(
+        name=name,
+        target=f"embodrl.models.{package}.build:build_{name}",
+        description=description,
+        settings=settings,
+        rules=(rules[0], FLOW, *rules[1:]),
+        kind="flow",
+        value_inputs=("prefix", "suffix"),
+        trainable=("all", "lora", "action_expert", "head"),
+        uses_state=uses_state,
+        max_cameras=max_cameras,
+        parity=f"embodrl.models.{package}.parity:run",
+        sizes=sizes,
+        actions=actions,
+        missing_config=missing_config,
+        checkpoint=checkpoint,
+        rl="Gaussian log-probs of denoising steps: flow_sde, flow_noise",
+    )
 
 
 def divides(part: str, whole: str, small: int, large: int) -> Iterator[Finding]:

@@ -11,7 +11,8 @@ Shapes: B batch, S tokens, P tokens before them, W width, G key-value heads, E h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,22 +176,49 @@ class GemmaLayer(nn.Module):
         return _residual(x, self.mlp(normed), gate), known
 
 
-class GemmaModel(nn.Module):
-    """Embedding (if it reads text), layers and the final norm.
+class LayerStack(nn.Module, ABC):
+    """Embedding (if it reads text), layers and the final norm, which a subclass sets.
 
     Args:
         spec: dimensions.
         vocab_size: None for an expert that reads no text.
-        condition_dim: T of adaptive norms; None for plain ones.
+        layers: each is called with what ``run`` gets.
     """
 
-    def __init__(self, spec: GemmaSpec, vocab_size: int | None = None, condition_dim: int | None = None) -> None:
+    norm: nn.Module
+
+    def __init__(self, spec: GemmaSpec, vocab_size: int | None, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.spec = spec
         self.gradient_checkpointing = False
         if vocab_size is not None:
             self.embed_tokens = nn.Embedding(vocab_size, spec.width)
-        self.layers = nn.ModuleList(GemmaLayer(spec, condition_dim) for _ in range(spec.depth))
+        self.layers = nn.ModuleList(layers)
+
+    def run(self, layer: nn.Module, *arguments: Any) -> tuple[Tensor, KeysValues]:
+        """Run a layer; its activations are recomputed in the backward pass if asked for."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(layer, *arguments, use_reentrant=False)
+        return layer(*arguments)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw weights for training from scratch, by the rules of ``common/init.py``."""
+        init_linears(self, generator, residual=("o_proj", "down_proj"), blocks=len(self.layers))
+        if hasattr(self, "embed_tokens"):
+            self.embed_tokens.weight.data.normal_(0.0, 1.0 / math.sqrt(self.spec.width), generator=generator)
+        for module in self.modules():
+            self.init_module(module)
+
+    @abstractmethod
+    def init_module(self, module: nn.Module) -> None:
+        """Set what does not follow from the rules: the start of norms, and the scale of queries and keys."""
+
+
+class GemmaModel(LayerStack):
+    """Gemma; with ``condition_dim`` T its norms are adaptive, and None makes them plain."""
+
+    def __init__(self, spec: GemmaSpec, vocab_size: int | None = None, condition_dim: int | None = None) -> None:
+        super().__init__(spec, vocab_size, (GemmaLayer(spec, condition_dim) for _ in range(spec.depth)))
         self.norm = _norm(spec.width, condition_dim)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -213,7 +241,7 @@ class GemmaModel(nn.Module):
         """
         cache: list[KeysValues] = []
         for index, layer in enumerate(self.layers[:-1]):
-            x, known = self._run(layer, x, rope, mask, None if past is None else past[index])
+            x, known = self.run(layer, x, rope, mask, None if past is None else past[index])
             cache.append(known)
         last = self.layers[-1]
         assert isinstance(last, GemmaLayer)
@@ -222,7 +250,7 @@ class GemmaModel(nn.Module):
 
     def finish(self, x: Tensor, rope: Rotary, mask: Tensor | None = None) -> Tensor:
         """Return the hidden states ``[B,S,W]`` after the last layer and the final norm, from that layer's input."""
-        x, _ = self._run(self.layers[-1], x, rope, mask)
+        x, _ = self.run(self.layers[-1], x, rope, mask)
         return self.norm(x)[0]
 
     def decode(
@@ -243,31 +271,21 @@ class GemmaModel(nn.Module):
             condition: ``[B,T]`` of adaptive norms.
         """
         for layer, past in zip(self.layers, cache, strict=True):
-            x, _ = self._run(layer, x, rope, mask, past, condition)
+            x, _ = self.run(layer, x, rope, mask, past, condition)
         return self.norm(x, condition)[0]
 
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``.
+    def init_module(self, module: nn.Module) -> None:
+        """Start adaptive norms as plain ones with open gates and a noticeable dependence on the condition.
 
-        Adaptive norms start as plain ones with open gates and a noticeable dependence on the condition: with gates
-        at zero the expert would be a linear map of its input until they open.
+        With gates at zero the expert would be a linear map of its input until they open.
         """
-        init_linears(self, generator, residual=("o_proj", "down_proj"), blocks=self.spec.depth)
-        if hasattr(self, "embed_tokens"):
-            self.embed_tokens.weight.data.normal_(0.0, 1.0 / math.sqrt(self.spec.width), generator=generator)
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                nn.init.zeros_(module.weight)
-            elif isinstance(module, AdaptiveRMSNorm):
-                module.dense.bias.data[2 * self.spec.width :] = 1.0
-            elif isinstance(module, GemmaAttention):
-                module.q_proj.weight.data *= QUERY_KEY_GAIN
-                module.k_proj.weight.data *= QUERY_KEY_GAIN
-
-    def _run(self, layer: nn.Module, *arguments: Any) -> tuple[Tensor, KeysValues]:
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, *arguments, use_reentrant=False)
-        return layer(*arguments)
+        if isinstance(module, RMSNorm):
+            nn.init.zeros_(module.weight)
+        elif isinstance(module, AdaptiveRMSNorm):
+            module.dense.bias.data[2 * self.spec.width :] = 1.0
+        elif isinstance(module, GemmaAttention):
+            module.q_proj.weight.data *= QUERY_KEY_GAIN
+            module.k_proj.weight.data *= QUERY_KEY_GAIN
 
 
 def _norm(width: int, condition_dim: int | None) -> nn.Module:

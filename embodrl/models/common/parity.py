@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
+from embodrl.models.common.flow import Velocity, integrate
 
 LOGITS_TOLERANCE = 1e-5
 CHAIN_TOLERANCE = 5e-5
@@ -50,6 +52,29 @@ def compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Compa
         return Comparison(name, float("inf"), tolerance)
     error = (found.detach().double().cpu() - wanted.double()).abs().max()
     return Comparison(name, float(error) if bool(error.isfinite()) else float("inf"), tolerance)
+
+
+@torch.no_grad()
+def compare_flow(
+    velocity: Velocity, noise: Tensor, actions: Tensor, tau: Tensor, num_steps: int, sampled: Tensor, losses: Tensor
+) -> list[Comparison]:
+    """Compare denoised actions and the elementwise loss of a flow network with a recording.
+
+    Args:
+        velocity: the network.
+        noise: ``[B,H,D]``, from which ``sampled`` was denoised in ``num_steps``.
+        actions: ``[B,H,D]``, of which ``losses`` are at the noise levels ``tau [B]``.
+        tau: see ``actions``.
+        num_steps: see ``noise``.
+        sampled: of the reference.
+        losses: of the reference.
+    """
+    level = tau[:, None, None]
+    x = level * noise + (1.0 - level) * actions
+    return [
+        compare("actions", integrate(velocity, noise, num_steps), sampled, CHAIN_TOLERANCE),
+        compare("loss", (velocity(x, tau)[0] - (noise - actions)).square(), losses, LOGITS_TOLERANCE),
+    ]
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -10,17 +10,13 @@ from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import PositiveInt, Section
 from embodrl.models.common.flow_spec import (
     ACTIONS,
-    FLOW,
-    RL,
-    TRAINABLE,
-    VALUE_INPUTS,
     FlowModelConfig,
     SiglipConfig,
     chunk_fits,
     divides,
     even,
+    flow_family,
 )
-from embodrl.specs import ModelSpec
 
 
 class Gr00tArchitectureConfig(Section):
@@ -91,20 +87,13 @@ def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
     yield from chunk_fits(context.config.model, base, shape.action_horizon, shape.max_action_dim)
 
 
-SPEC = ModelSpec(
-    name="gr00t",
-    target="embodrl.models.gr00t.build:build_gr00t",
-    description="GR00T N1.5: SigLIP 2, Qwen3 and a flow-matching diffusion transformer",
-    settings=Gr00tModelConfig,
-    rules=(RULES, FLOW),
-    kind="flow",
-    value_inputs=VALUE_INPUTS,
-    trainable=TRAINABLE,
-    uses_state=True,
-    max_cameras=3,
-    parity="embodrl.models.gr00t.parity:run",
+SPEC = flow_family(
+    "gr00t",
+    "gr00t",
+    "GR00T N1.5: SigLIP 2, Qwen3 and a flow-matching diffusion transformer",
+    Gr00tModelConfig,
+    (RULES,),
     sizes="2.1 M (tiny), about 2.7 B",
     actions=f"{ACTIONS}, encoders a robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
-    rl=RL,
 )

@@ -16,7 +16,7 @@ from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.pi.config import Normalization, PiConfig, Variant
 from embodrl.models.pi.conventions import with_conventions
-from embodrl.models.pi.modeling import PiModel, init_weights
+from embodrl.models.pi.modeling import PiModel
 from embodrl.models.pi.policy import PiPolicy, default_value_input
 from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.spec import MISSING_CONFIG, PiModelConfig
@@ -85,7 +85,7 @@ def build_pi(
         model,
         files,
         report,
-        lambda: init_weights(model, generator),
+        lambda: model.init_weights(generator),
         device=device,
         dtype=dtype,
         aliases=aliases,

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embodrl.models.common.expert_policy import ExpertNetwork, Towers
 from embodrl.models.common.gemma import GemmaModel, KeysValues, Rotary, rotary
-from embodrl.models.common.init import init_linears, init_matrix
 from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.pi.config import PiConfig
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
-VELOCITY_GAIN = 0.1
 
 
 class MultiModalProjector(nn.Module):
@@ -107,8 +106,10 @@ def time_embedding(tau: Tensor, width: int) -> Tensor:
     return torch.cat([phase.sin(), phase.cos()], dim=1).float()
 
 
-class PiModel(nn.Module):
+class PiModel(ExpertNetwork):
     """pi0 or pi0.5."""
+
+    trunk = "paligemma_with_expert"
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
@@ -134,9 +135,9 @@ class PiModel(nn.Module):
         return self.paligemma_with_expert.gemma_expert.model
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.action_out_proj.weight.dtype
+    def towers(self) -> Towers:
+        vlm = self.paligemma
+        return Towers(vlm.vision_tower, vlm.multi_modal_projector, vlm.language_model, self.expert)
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
@@ -188,13 +189,6 @@ class PiModel(nn.Module):
         return self.paligemma.language_model.finish(context.last_input, context.prefix_rope, mask)
 
     def velocity(self, context: PiContext, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the velocity ``[B,H,D]`` and the expert's hidden states ``[B,H,E]`` of the actions.
-
-        Args:
-            context: from ``encode``.
-            x: noisy actions ``[B,H,D]``.
-            tau: noise levels ``float32[B]``, 1 is pure noise.
-        """
         tokens = self.action_in_proj(x.to(self.dtype))
         time = time_embedding(tau, self.config.expert.width).to(self.dtype)
         condition = None
@@ -230,18 +224,3 @@ def _positions(valid: Tensor | None, length: int, device: torch.device) -> Tenso
     if valid is None:
         return torch.arange(length, device=device)[None]
     return (valid.cumsum(dim=1) - 1).clamp(min=0)
-
-
-def init_weights(model: PiModel, generator: torch.Generator) -> None:
-    """Draw weights for training from scratch, by the rules of ``common/init.py``.
-
-    The output layer starts small, so that the first velocities are near 0 rather than noise.
-    """
-    model.paligemma.vision_tower.init_weights(generator)
-    init_linears(model.paligemma.multi_modal_projector, generator)
-    model.paligemma.language_model.init_weights(generator)
-    model.expert.init_weights(generator)
-    for layer in model.children():
-        if isinstance(layer, nn.Linear):
-            init_matrix(layer.weight, generator, VELOCITY_GAIN if layer is model.action_out_proj else 1.0)
-            nn.init.zeros_(layer.bias)

@@ -7,6 +7,7 @@ Its dimensions are read from its tensors, the variant from the names of the weig
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,14 +16,11 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
-from embodrl.models.common.flow import integrate
 from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.parity import (
-    CHAIN_TOLERANCE,
     INPUTS_FILE,
-    LOGITS_TOLERANCE,
     Comparison,
-    compare,
+    compare_flow,
     count_layers,
     head_dimension,
     read_settings,
@@ -94,17 +92,8 @@ def compare_outputs(model: PiModel, io: dict[str, Tensor], num_steps: int = DEFA
     image_mask = torch.stack([io[name.replace("imgs", "masks")] for name in cameras], dim=1)
     context = model.encode(pixels, io["lang"], io["lm"], io["state"], image_mask)
 
-    def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        return model.velocity(context, x, tau)
-
-    actions = integrate(velocity, io["noise"], num_steps)
-    tau = io["t"][:, None, None]
-    x = tau * io["noise"] + (1.0 - tau) * io["act"]
-    loss = (velocity(x, io["t"])[0] - (io["noise"] - io["act"])).square()
-    return [
-        compare("actions", actions, io["a"], CHAIN_TOLERANCE),
-        compare("loss", loss, io["loss"], LOGITS_TOLERANCE),
-    ]
+    velocity = partial(model.velocity, context)
+    return compare_flow(velocity, io["noise"], io["act"], io["t"], num_steps, io["a"], io["loss"])
 
 
 def _cameras(inputs: Mapping[str, Tensor]) -> list[str]:

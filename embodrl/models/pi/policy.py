@@ -10,15 +10,14 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
-from embodrl.models.common.flow import NoiseHead, Velocity
-from embodrl.models.common.flow_policy import FlowPolicy
+from embodrl.models.common.expert_policy import ExpertPolicy
+from embodrl.models.common.flow import NoiseHead
 from embodrl.models.common.flow_spec import FlowModelConfig
-from embodrl.models.common.gemma import GemmaLayer
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.value_head import ValueHead, masked_mean
@@ -30,7 +29,7 @@ from embodrl.models.pi.weights import public_state
 from embodrl.types import Observation
 
 
-class PiPolicy(FlowPolicy):
+class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
     """A chunk of actions denoised by the action expert.
 
     Args:
@@ -52,24 +51,16 @@ class PiPolicy(FlowPolicy):
         noise_head: NoiseHead | None,
     ) -> None:
         super().__init__(
+            model,
+            processor,
             stats.actions,
             config,
             model.config.action_horizon,
-            model.config.max_action_dim,
             default_value_input(model.config.variant),
             value_head,
             noise_head,
         )
-        self.model = model
-        self.processor = processor
-        self.pi_stats = stats
-        for parameter in self.unused_parameters():
-            parameter.requires_grad_(False)
-
-    # What FlowPolicy asks for ----------------------------------------------------------------------------------------
-
-    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        return self.processor(observation, self.device)
+        self.robot_stats = stats
 
     def encode(self, inputs: dict[str, Tensor]) -> PiContext:
         """Run images, prompt and state once for a chunk.
@@ -82,14 +73,6 @@ class PiPolicy(FlowPolicy):
             pixels, inputs["input_ids"], inputs["attention_mask"], inputs.get("state"), inputs.get("image_mask")
         )
 
-    def velocity(self, context: PiContext) -> Velocity:
-        """Return the network for an encoded observation."""
-
-        def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-            return self.model.velocity(context, x, tau)
-
-        return velocity
-
     def prefix_features(self, context: PiContext) -> Tensor:
         """Return the mean ``[B,W]`` of PaliGemma's final hidden states over images and prompt."""
         return masked_mean(self.model.prefix_hidden(context), context.prefix_mask)
@@ -101,39 +84,6 @@ class PiPolicy(FlowPolicy):
     def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
         """Add it."""
         return actions + self._offset(actions, observation)
-
-    # VLAPolicy -------------------------------------------------------------------------------------------------------
-
-    def parts(self) -> dict[str, nn.Module]:
-        paligemma = self.model.paligemma
-        layers = [layer for layer in self.model.children() if layer is not self.model.paligemma_with_expert]
-        return {
-            "vision": paligemma.vision_tower,
-            "language": nn.ModuleList([paligemma.multi_modal_projector, paligemma.language_model]),
-            "action_expert": nn.ModuleList([self.model.expert, *layers]),
-            **self.own_heads(),
-        }
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        """Return those of the layer from the expert's output to the velocity."""
-        return list(self.model.action_out_proj.parameters())
-
-    def unused_parameters(self) -> list[nn.Parameter]:
-        """Return what follows the keys and values of PaliGemma's last layer, unless a value is read from there."""
-        if self.value_head is not None and self.value_input == "prefix" and not self.detach_value:
-            return []
-        language = self.model.paligemma.language_model
-        last = language.layers[-1]
-        assert isinstance(last, GemmaLayer)
-        read = (last.input_layernorm, last.self_attn.k_proj, last.self_attn.v_proj)
-        kept = {id(parameter) for module in read for parameter in module.parameters()}
-        return [p for p in (*last.parameters(), *language.norm.parameters()) if id(p) not in kept]
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
-        self.model.paligemma.vision_tower.enable_gradient_checkpointing()
-        self.model.paligemma.language_model.gradient_checkpointing = True
-        self.model.expert.gradient_checkpointing = True
 
     def save_pretrained(self, directory: Path) -> None:
         """Write openpi's layout: config.json, safetensors, assets/ID/norm_stats.json, and the tokenizer.
@@ -148,9 +98,9 @@ class PiPolicy(FlowPolicy):
             checkpoint.save_weights(public_state(state, config.expert.width), staging, one_file=True)
             save_heads(staging, self.value_head, self.noise_head)
             checkpoint.write_json(staging / CONFIG_FILE, config.to_dict(precision))
-            assets = staging / ASSETS / self.pi_stats.key
+            assets = staging / ASSETS / self.robot_stats.key
             assets.mkdir(parents=True)
-            checkpoint.write_json(assets / STATS_FILE, {"norm_stats": self.pi_stats.raw})
+            checkpoint.write_json(assets / STATS_FILE, {"norm_stats": self.robot_stats.raw})
             self.processor.tokenizer.save(staging)
 
     def _offset(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:

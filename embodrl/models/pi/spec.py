@@ -9,19 +9,14 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import PositiveInt, Section
 from embodrl.models.common.flow_spec import (
-    ACTIONS,
-    FLOW,
-    RL,
-    TRAINABLE,
-    VALUE_INPUTS,
     FlowModelConfig,
     SiglipConfig,
     at_most,
     chunk_fits,
     divides,
     even,
+    flow_family,
 )
-from embodrl.specs import ModelSpec
 
 
 class PiArchitectureConfig(Section):
@@ -96,26 +91,26 @@ def discrete_state_is_of_pi05(context: Context) -> Iterator[Finding]:
             yield Finding(key, "has no effect: pi0 does not read it", "leave it out")
 
 
-def _spec(name: str, title: str, tiny: str, uses_state: bool | str, rules: tuple[RuleSet, ...]) -> ModelSpec:
-    return ModelSpec(
-        name=name,
-        target=f"embodrl.models.pi.build:build_{name}",
-        description=f"{title}: PaliGemma and a flow-matching action expert",
-        settings=PiModelConfig,
-        rules=rules,
-        kind="flow",
-        value_inputs=VALUE_INPUTS,
-        trainable=TRAINABLE,
-        uses_state=uses_state,
-        max_cameras=3,
-        parity="embodrl.models.pi.parity:run",
-        sizes=f"{tiny} (tiny), about 3.3 B",
-        actions=ACTIONS,
-        missing_config=MISSING_CONFIG,
-        checkpoint=f"openpi's PyTorch conversion, or lerobot's {name} layout",
-        rl=RL,
-    )
-
-
-PI0 = _spec("pi0", "pi0", "1.5 M", True, (RULES, FLOW, OF_PI0))
-PI05 = _spec("pi05", "pi0.5", "1.7 M", "model.pi.discrete_state", (RULES, FLOW))
+EXPERT = "PaliGemma and a flow-matching action expert"
+CHECKPOINT = "openpi's PyTorch conversion, or lerobot's {} layout"
+PI0 = flow_family(
+    "pi0",
+    "pi",
+    f"pi0: {EXPERT}",
+    PiModelConfig,
+    (RULES, OF_PI0),
+    sizes="1.5 M (tiny), about 3.3 B",
+    missing_config=MISSING_CONFIG,
+    checkpoint=CHECKPOINT.format("pi0"),
+)
+PI05 = flow_family(
+    "pi05",
+    "pi",
+    f"pi0.5: {EXPERT}",
+    PiModelConfig,
+    (RULES,),
+    uses_state="model.pi.discrete_state",
+    sizes="1.7 M (tiny), about 3.3 B",
+    missing_config=MISSING_CONFIG,
+    checkpoint=CHECKPOINT.format("pi05"),
+)

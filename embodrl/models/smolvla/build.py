@@ -14,7 +14,7 @@ from embodrl.models.pi.stats import choose, identity_set
 from embodrl.models.pi.tokenizer import tiny_tokenizer
 from embodrl.models.smolvla import files
 from embodrl.models.smolvla.config import SmolVlaConfig
-from embodrl.models.smolvla.modeling import SmolVlaModel, init_weights
+from embodrl.models.smolvla.modeling import SmolVlaModel
 from embodrl.models.smolvla.policy import SmolVlaPolicy
 from embodrl.models.smolvla.processing import SmolProcessor
 from embodrl.models.smolvla.spec import SmolVlaModelConfig
@@ -67,7 +67,7 @@ def build_smolvla(
         model,
         weights,
         report,
-        lambda: init_weights(model, generator),
+        lambda: model.init_weights(generator),
         device=device,
         dtype=dtype,
         aliases=aliases,

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from embodrl.models.common.attention import attention
-from embodrl.models.common.gemma import GemmaSpec, KeysValues, Rotary, rotary, rotate
-from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix
+from embodrl.models.common.expert_policy import ExpertNetwork, Towers
+from embodrl.models.common.gemma import GemmaSpec, KeysValues, LayerStack, Rotary, rotary, rotate
+from embodrl.models.common.init import QUERY_KEY_GAIN
 from embodrl.models.common.siglip import SiglipTower
-from embodrl.models.pi.modeling import VELOCITY_GAIN, time_embedding
+from embodrl.models.pi.modeling import time_embedding
 from embodrl.models.smolvla.config import SmolVlaConfig
 
 RMS_NORM_EPS = 1e-5
@@ -135,41 +134,19 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x)), own
 
 
-class Decoder(nn.Module):
-    """Layers and the final norm; the VLM's has an embedding of tokens, too.
-
-    Args:
-        spec: dimensions.
-        vocab_size: None for the expert, which reads no text.
-        sources: for every layer the ``source`` of its attention.
-    """
+class Decoder(LayerStack):
+    """The VLM's language model, or the expert; ``sources`` has for every layer the ``source`` of its attention."""
 
     def __init__(self, spec: GemmaSpec, vocab_size: int | None, sources: list[int | None]) -> None:
-        super().__init__()
-        self.spec = spec
-        self.gradient_checkpointing = False
-        if vocab_size is not None:
-            self.embed_tokens = nn.Embedding(vocab_size, spec.width)
-        self.layers = nn.ModuleList(DecoderLayer(spec, source) for source in sources)
+        super().__init__(spec, vocab_size, (DecoderLayer(spec, source) for source in sources))
         self.norm = RMSNorm(spec.width)
 
-    def run(self, layer: nn.Module, *arguments: Any) -> tuple[Tensor, KeysValues]:
-        """Run a layer; its activations are recomputed in the backward pass if asked for."""
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return checkpoint(layer, *arguments, use_reentrant=False)
-        return layer(*arguments)
-
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``."""
-        init_linears(self, generator, residual=("o_proj", "down_proj"), blocks=len(self.layers))
-        if hasattr(self, "embed_tokens"):
-            self.embed_tokens.weight.data.normal_(0.0, 1.0 / math.sqrt(self.spec.width), generator=generator)
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                nn.init.ones_(module.weight)
-            elif isinstance(module, SelfAttention):
-                module.q_proj.weight.data *= QUERY_KEY_GAIN
-                module.k_proj.weight.data *= QUERY_KEY_GAIN
+    def init_module(self, module: nn.Module) -> None:
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, SelfAttention):
+            module.q_proj.weight.data *= QUERY_KEY_GAIN
+            module.k_proj.weight.data *= QUERY_KEY_GAIN
 
 
 class Projection(nn.Module):
@@ -249,8 +226,10 @@ class SmolContext:
     cross_rope: Rotary
 
 
-class SmolVlaModel(nn.Module):
+class SmolVlaModel(ExpertNetwork):
     """SmolVLA."""
+
+    trunk = "vlm_with_expert"
 
     def __init__(self, config: SmolVlaConfig) -> None:
         super().__init__()
@@ -272,9 +251,8 @@ class SmolVlaModel(nn.Module):
         return self.vlm_with_expert.lm_expert
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.action_out_proj.weight.dtype
+    def towers(self) -> Towers:
+        return Towers(self.vlm.vision_tower, self.vlm.connector, self.vlm.text_model, self.expert)
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
@@ -325,13 +303,6 @@ class SmolVlaModel(nn.Module):
         return text.norm(x)
 
     def velocity(self, context: SmolContext, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the velocity ``[B,H,D]`` and the expert's hidden states ``[B,H,E]`` of the actions.
-
-        Args:
-            context: from ``encode``.
-            x: noisy actions ``[B,H,D]``.
-            tau: noise levels ``float32[B]``, 1 is pure noise.
-        """
         tokens = self.action_in_proj(x.to(self.dtype))
         time = time_embedding(tau, self.config.expert.width).to(self.dtype)
         mixed = torch.cat([tokens, time[:, None].expand_as(tokens)], dim=-1)
@@ -347,18 +318,3 @@ class SmolVlaModel(nn.Module):
             hidden, _ = self.expert.run(layer, hidden, rope, mask, context.cache[place])
         hidden = self.expert.norm(hidden)
         return self.action_out_proj(hidden), hidden
-
-
-def init_weights(model: SmolVlaModel, generator: torch.Generator) -> None:
-    """Draw weights for training from scratch, by the rules of ``common/init.py``.
-
-    The output layer starts small, so that the first velocities are near 0 rather than noise.
-    """
-    model.vlm.vision_tower.init_weights(generator)
-    init_linears(model.vlm.connector, generator)
-    model.vlm.text_model.init_weights(generator)
-    model.expert.init_weights(generator)
-    for layer in model.children():
-        if isinstance(layer, nn.Linear):
-            init_matrix(layer.weight, generator, VELOCITY_GAIN if layer is model.action_out_proj else 1.0)
-            nn.init.zeros_(layer.bias)

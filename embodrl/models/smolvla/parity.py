@@ -5,6 +5,7 @@ Dimensions are in the section ``embodrl`` of the fixture's config.json, as in a 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,13 +14,10 @@ from torch import Tensor
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict, stored_shapes
 from embodrl.models.common.config_file import CONFIG_FILE
-from embodrl.models.common.flow import integrate
 from embodrl.models.common.parity import (
-    CHAIN_TOLERANCE,
     INPUTS_FILE,
-    LOGITS_TOLERANCE,
     Comparison,
-    compare,
+    compare_flow,
     read_tensors,
 )
 from embodrl.models.smolvla.config import SmolVlaConfig
@@ -60,14 +58,5 @@ def compare_outputs(model: SmolVlaModel, io: dict[str, Tensor]) -> list[Comparis
     """Compare a loaded network with the outputs in ``io``."""
     context = model.encode(io["images"], io["lang"], io["lang_mask"].bool(), io["state"])
 
-    def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        return model.velocity(context, x, tau)
-
-    sampled = integrate(velocity, io["noise"], model.config.num_steps)
-    tau = io["time"][:, None, None]
-    x = tau * io["noise"] + (1.0 - tau) * io["actions"]
-    losses = (velocity(x, io["time"])[0] - (io["noise"] - io["actions"])).square()
-    return [
-        compare("actions", sampled, io["sampled"], CHAIN_TOLERANCE),
-        compare("loss", losses, io["losses"], LOGITS_TOLERANCE),
-    ]
+    velocity, steps = partial(model.velocity, context), model.config.num_steps
+    return compare_flow(velocity, io["noise"], io["actions"], io["time"], steps, io["sampled"], io["losses"])

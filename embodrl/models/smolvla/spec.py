@@ -9,18 +9,13 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import PositiveInt, Section
 from embodrl.models.common.flow_spec import (
-    ACTIONS,
-    FLOW,
-    RL,
-    TRAINABLE,
-    VALUE_INPUTS,
     FlowModelConfig,
     SiglipConfig,
     chunk_fits,
     divides,
     even,
+    flow_family,
 )
-from embodrl.specs import ModelSpec
 
 
 class SmolVlaArchitectureConfig(Section):
@@ -70,20 +65,13 @@ def smolvla_dimensions_fit(context: Context) -> Iterator[Finding]:
     yield from chunk_fits(config.model, base, shape.action_horizon, shape.max_action_dim)
 
 
-SPEC = ModelSpec(
-    name="smolvla",
-    target="embodrl.models.smolvla.build:build_smolvla",
-    description="SmolVLA: SmolVLM2 and a flow-matching action expert",
-    settings=SmolVlaModelConfig,
-    rules=(RULES, FLOW),
-    kind="flow",
-    value_inputs=VALUE_INPUTS,
-    trainable=TRAINABLE,
-    uses_state=True,
+SPEC = flow_family(
+    "smolvla",
+    "smolvla",
+    "SmolVLA: SmolVLM2 and a flow-matching action expert",
+    SmolVlaModelConfig,
+    (RULES,),
     max_cameras=4,
-    parity="embodrl.models.smolvla.parity:run",
     sizes="1.8 M (tiny), about 450 M",
-    actions=ACTIONS,
     checkpoint="lerobot's smolvla layout",
-    rl=RL,
 )

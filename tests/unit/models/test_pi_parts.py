@@ -19,7 +19,7 @@ from embodrl.models.common.gemma import AdaptiveRMSNorm, GemmaModel, GemmaSpec, 
 from embodrl.models.common.images import resize_with_pad
 from embodrl.models.common.siglip import SiglipSpec, SiglipTower
 from embodrl.models.pi.config import PUBLIC, PiConfig
-from embodrl.models.pi.modeling import PiModel, init_weights, time_embedding
+from embodrl.models.pi.modeling import PiModel, time_embedding
 
 SIGLIP = SiglipSpec(image_size=28, patch_size=14, width=32, depth=2, num_heads=2, mlp_dim=48)
 GEMMA = GemmaSpec(width=24, depth=2, mlp_dim=40, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -217,7 +217,7 @@ def test_random_weights_listen_to_everything(variant: str):
     """Noise level, state, picture and prompt reach the first velocities; and no layer starts dead."""
     config = PiConfig(variant, SIGLIP, GEMMA, GEMMA, 30, max_action_dim=5, action_horizon=3, num_images=1)
     model = PiModel(config)
-    init_weights(model, generator())
+    model.init_weights(generator())
     inputs = {
         "pixels": torch.rand(1, 1, 3, 28, 28, generator=generator()) * 2 - 1,
         "ids": torch.tensor([[1, 5, 9]]),
