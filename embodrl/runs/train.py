@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import zlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,14 +175,20 @@ class Runner:
         if self.config.rollout.publish_weights:
             self.publisher = WeightPublisher(self.run_dir / WEIGHTS_DIR, self.policy, self.engine.version)
         self._publish()
-        try:
-            self._iterate()
-        except (Exception, SystemExit) as error:  # a user's function may raise anything; raised again
-            if not self.stop:  # a second signal ends at once
-                self._save_complete_state()
-            if isinstance(error, SystemExit) and not self.stop:
-                raise _named_exit(error) from error
-            raise
+        with self._saved_on_error():
+            try:
+                if self.pending is not None:
+                    self._complete()
+                while not (self.finished or self.stop):
+                    self.lock.check()
+                    start = time.perf_counter()
+                    self.phases.enter("act")
+                    self._before = _Before(capture_rng(), generator_state(self.shuffle), self.rewards.state())
+                    metrics = self.graph.run(self._context(), on_node=self._before_node)
+                    self._count(metrics, start)
+                    self._complete()
+            except InterruptedError:  # during a rollout: nothing was learned from it; or an evaluation, still pending
+                self._undo()
         if not self.saved:
             with self.stop.saving():
                 self._save()
@@ -191,21 +199,17 @@ class Runner:
             return 1
         return 0 if self.finished else self.stop.exit_code
 
-    def _iterate(self) -> None:
-        """Do iterations until the last one or a signal."""
+    @contextlib.contextmanager
+    def _saved_on_error(self) -> Iterator[None]:
+        """Save the last complete iteration if the block raises; name an exit of custom code."""
         try:
-            if self.pending is not None:
-                self._complete()
-            while not (self.finished or self.stop):
-                self.lock.check()
-                start = time.perf_counter()
-                self.phases.enter("act")
-                self._before = _Before(capture_rng(), generator_state(self.shuffle), self.rewards.state())
-                metrics = self.graph.run(self._context(), on_node=self._before_node)
-                self._count(metrics, start)
-                self._complete()
-        except InterruptedError:  # during a rollout: nothing has been learned from it; or an evaluation, still pending
-            self._undo()
+            yield
+        except (Exception, SystemExit) as error:  # a user's function may raise anything; raised again
+            if not self.stop:  # a second signal ends at once
+                self._save_complete_state()
+            if isinstance(error, SystemExit) and not self.stop:
+                raise _named_exit(error) from error
+            raise
 
     def _undo(self) -> None:
         """Be as before the iteration under way, whose update has not begun."""

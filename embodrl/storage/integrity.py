@@ -74,6 +74,8 @@ def check_checksums(
     if not path.is_file():
         return False
     listed = read_fields(path, hint=_HINT)
+    if not listed.content:
+        raise FileDamagedError(f"{path} lists no file: it is damaged", _HINT)
     problems = [f"{name}: not in {CHECKSUMS}" for name in only or () if complete and name not in listed]
     for name in listed:
         if only is None or name in only:

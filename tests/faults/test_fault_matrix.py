@@ -30,7 +30,7 @@ MATRIX = ("toy", "maniskill", "Reacher-v5", "metaworld", "libero")
 ON_MUJOCO = ("Reacher-v5", "metaworld", "libero")
 WITH_MESHES = ("maniskill", "metaworld", "libero")
 CHUNK, LIMIT, SHORT_S = 3, 50, 1.5
-PATIENT = {"start_s": 600.0, "reset_s": 600.0, "step_s": 600.0}
+PATIENT = {"start_s": 600.0, "reset_s": 600.0, "step_s": 600.0, "heartbeat_s": 60.0}
 SEEDS, TASKS = np.array([31, 32, 33, 34]), np.zeros(4, np.int32)
 HIT = np.array([False, False, True, True])
 """Rows of the second process."""

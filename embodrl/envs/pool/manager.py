@@ -23,14 +23,14 @@ from embodrl.errors import EmbodrlError, EnvError, EnvProtocolError, EnvRaised, 
 from embodrl.fields import Fields
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
-from embodrl.processes.liveness import Limits
+from embodrl.processes.liveness import Limits, hurry
 from embodrl.processes.memory import resident_bytes
 from embodrl.specs import ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
 
-_CLOSE_GRACE_S = 5.0
+_CLOSE_GRACE_S, _HURRIED_GRACE_S = 5.0, 1.0
 _SHOWN = 8
 _SHOWN_TEXT = 8000  # characters of an error that a simulator reports
 _OOM_SCORE_ADJ = 300
@@ -290,10 +290,11 @@ class EnvManager:
         if process is None:
             return
         if pending is None:
+            grace_s = _HURRIED_GRACE_S if hurry.is_set() else _CLOSE_GRACE_S
             try:
                 self._request(Kind.CLOSE)
-                self._receive(Kind.CLOSE, _CLOSE_GRACE_S)
-                if not process.wait_ended(_CLOSE_GRACE_S) or process.end_group() != 0:
+                self._receive(Kind.CLOSE, grace_s)
+                if not process.wait_ended(grace_s) or process.end_group() != 0:
                     logger.warning("%s did not end by itself after close; it was killed", self)
             except EnvError as error:
                 logger.warning("%s", error)

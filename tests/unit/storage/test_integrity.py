@@ -84,3 +84,9 @@ def test_of_large_files_the_size_alone_may_be_compared(directory: Path) -> None:
     (directory / "a.bin").write_bytes(b"x")
     with raises_code("file-damaged"):
         check_checksums(directory, size_only=".bin")
+
+
+def test_an_empty_list_does_not_switch_checking_off(directory: Path) -> None:
+    (directory / CHECKSUMS).write_text("{}")
+    with raises_code("file-damaged"):
+        check_checksums(directory)
