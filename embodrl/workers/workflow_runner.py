@@ -263,7 +263,7 @@ class WorkflowCollector(SyncCollector):
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
-            WorkflowError: see WorkflowRunner.play.
+            WorkflowError: see WorkflowRunner.roll_out.
             EnvError: a simulator is beyond repair.
             RolloutEngineError: the engine is.
         """
