@@ -25,7 +25,7 @@ from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, soc
 from embodrl.processes.guard import VARIABLE, end_family, family
 from embodrl.processes.liveness import Limits, Liveness
 
-LOG_TAIL_BYTES = 4096
+LOG_TAIL_BYTES = 8192  # the last words and a dump of every thread's stack
 LOG_BYTES = 8 << 20
 """Largest size of a log; of a longer one the first and the last part are kept."""
 _LOG_KEPT_BYTES = 1 << 20

@@ -188,4 +188,4 @@ def test_a_run_that_loses_its_directory_stops_with_1(fault: str, config: Path, t
         code = "run-in-use"
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 1 and f"code: {code}" in stderr, stderr
-    assert not run_dir.exists() or fault == "lock taken"
+    assert not (run_dir / "metrics.jsonl").exists() or fault == "lock taken"

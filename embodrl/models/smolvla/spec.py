@@ -72,6 +72,6 @@ SPEC = flow_family(
     SmolVlaModelConfig,
     (RULES,),
     max_cameras=4,
-    sizes="1.8 M (tiny), about 450 M",
+    sizes="1.9 M (tiny), about 450 M",
     checkpoint="lerobot's smolvla layout",
 )

@@ -125,7 +125,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote.StateShapes, "of", lambda *args: None)
     monkeypatch.setattr(actor.torch, "set_num_threads", lambda number: None)
     monkeypatch.setattr(actor.dist, "init_process_group", lambda *args, **kwargs: None)
-    monkeypatch.setattr(actor, "init_device_mesh", lambda *args, **kwargs: None)
+    monkeypatch.setattr(actor, "join_mesh", lambda *args, **kwargs: None)
     monkeypatch.setattr(actor, "_engine_of_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(actor, "_native_engine", train_engine)
     for module in (rollout_process, actor):

@@ -112,7 +112,7 @@ def test_rlinfs_statistics_are_found_in_any_folder(folder: str, tmp_path: Path):
     saved.save_pretrained(tmp_path)
     rearrange(tmp_path, {folder: 0.0}, OPENPI)
     policy, report = build("pi0", model_path=str(tmp_path))
-    assert report.ok and policy.pi_stats.key == folder
+    assert report.ok and policy.robot_stats.key == folder
     np.testing.assert_allclose(policy.stats.unnormalize(np.zeros(3)), VALUES["mean"])
     assert policy.model.config.relative_dims == (6 if "libero" in folder else 0)
 
