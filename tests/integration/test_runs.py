@@ -194,7 +194,7 @@ def test_a_screen_that_nobody_reads_any_more_costs_the_screen_only(config: Path,
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     assert [row["iteration"] for row in metrics(tmp_path)] == [0, 1, 2, 3, 4]
-    assert "stdout is lost" in (tmp_path / "logs" / "embodrl.log").read_text()
+    assert "standard output is lost" in (tmp_path / "logs" / "embodrl.log").read_text()
 
 
 def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, tmp_path: Path) -> None:
