@@ -26,7 +26,9 @@ LINE = ("extensions=[line_world]", "env.env_type=line_world", "env.tasks=[push-r
 @pytest.fixture(autouse=True)
 def _extensions(monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (ENVS, MODELS):
-        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+        # Without what other tests of this process have registered.
+        own = {name: entry for name, entry in registry._entries.items() if name in registry.builtin}
+        monkeypatch.setattr(registry, "_entries", own)
     for name in ("new_env", "new_model"):
         monkeypatch.syspath_prepend(str(EXAMPLES / name))
     for module in ("line_world", "new_model"):
