@@ -16,12 +16,18 @@ from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
+from embodrl.fields import Fields
 from embodrl.hybrid_engines.offload import OffloadReport
 
 Counters = dict[str, int]
 """The part of an engine's state that is no tensor: ``version`` and ``nonfinite_in_row``."""
 FileFacts = dict[str, dict[str, int | str]]
 """By path inside a checkpoint: ``num_bytes`` and ``sha256``."""
+
+
+def counters_of(fields: Fields) -> Counters:
+    """Read the counters of a saved engine."""
+    return {name: fields.integer(name) for name in fields}
 
 
 class NonFiniteError(EmbodrlError):

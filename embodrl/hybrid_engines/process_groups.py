@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,8 +71,8 @@ class Call(Protocol):
     """A call to all processes of a group; ``embodrl.scheduler.group.Handle``."""
 
     @property
-    def futures(self) -> Mapping[int, Future[object]]:
-        """By rank."""
+    def futures(self) -> Mapping[int, Future[Any]]:
+        """By rank; what they hold is the caller's."""
         ...
 
 

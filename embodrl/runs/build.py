@@ -24,9 +24,9 @@ from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.workers.actor import launch_trainers, make_native_engine
-from embodrl.workers.env import make_pool
+from embodrl.workers.env import check_simulator, check_videos, make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.policy import build_policy, resolve_device
+from embodrl.workers.policy import build_policy, check_memory, resolve_device
 from embodrl.workers.remote_backend import RemoteBackend, channels_of, launch_rollouts, rollout_channels
 from embodrl.workers.reward import RewardWorker, needs_frames
 from embodrl.workers.rollout_backend import LocalBackend, RolloutBackend, make_collector
@@ -167,3 +167,11 @@ def build(
         rollouts = RemoteBackend(config, group, channels, weights, policy, engine, should_stop)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, RewardWorker(config, tuple(rollouts.tasks)))
+
+
+def check_machine(config: Config, deployment: Deployment) -> None:
+    """Refuse what can't work before anything is started."""
+    resolve_device(config)
+    check_simulator(config)
+    check_videos(config)
+    check_memory(config, deployment)

@@ -17,7 +17,7 @@ from embodrl.data.batch import Batch
 from embodrl.data.imitation import FrameBatches, check_demos, load_configured_demos
 from embodrl.data.rng import capture_rng, restore_rng
 from embodrl.errors import CheckpointError, EmbodrlError, OutputError, UsageError
-from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.hybrid_engines.base import EngineState, TrainEngine, counters_of
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.log import RunLog
@@ -320,7 +320,7 @@ class Trainer:
             CheckpointError: it was made with other settings or demonstrations.
         """
         state = checkpoint.state
-        counters = dict(state.fields("engine").content)
+        counters = counters_of(state.fields("engine"))
         if state.flag("sharded"):
             self.engine.load_shards(checkpoint.path, counters)
         else:

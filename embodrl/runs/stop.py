@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from embodrl.errors import EmbodrlError, user_location
 from embodrl.processes.guard import end_family, family
 from embodrl.processes.liveness import Activity, hurry
 
@@ -160,3 +161,13 @@ def _end_now(number: int) -> None:
         os.write(2, f"stopped by signal {number} without saving; the main thread was at\n{where}".encode())
     end_family(family())
     os._exit(128 + number)
+
+
+def named_exit(error: SystemExit) -> EmbodrlError:
+    """Return the error of custom code that ended the process, with its place."""
+    where = user_location(error) or "a function of the pipeline"
+    return EmbodrlError(
+        f"{where} ended the process: SystemExit({error.code!r})",
+        "raise an exception, or return a value; a run is stopped by a signal",
+        code="pipeline-exit",
+    )

@@ -19,17 +19,9 @@ from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.deployment import Deployment
-from embodrl.errors import (
-    CheckpointError,
-    ConfigError,
-    ConfigProblem,
-    EmbodrlError,
-    OutputError,
-    PipelineError,
-    user_location,
-)
+from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EmbodrlError, OutputError, PipelineError
 from embodrl.fields import Fields
-from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.base import EngineState, counters_of
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.context import Context
@@ -41,7 +33,7 @@ from embodrl.reporting.log import RunLog
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics, restore_metrics
 from embodrl.reporting.report import write_report
 from embodrl.reporting.sinks import MetricsLogger
-from embodrl.runs.build import Parts, build
+from embodrl.runs.build import Parts, build, check_machine
 from embodrl.runs.files import (
     BEST_POLICY_DIR,
     LEAST_FREE_BYTES,
@@ -62,13 +54,12 @@ from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
 from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible, write_settings
-from embodrl.runs.stop import StopSignal
+from embodrl.runs.stop import StopSignal, named_exit
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.workers.actor import saves_shards
 from embodrl.workers.collector import RolloutState
-from embodrl.workers.env import check_simulator, check_videos
 from embodrl.workers.memory_phases import TRAIN_ROLES, MemoryPhases
-from embodrl.workers.policy import check_memory, configure_torch, num_threads, resolve_device
+from embodrl.workers.policy import configure_torch, num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +199,7 @@ class Runner:
             if not self.stop:  # a second signal ends at once
                 self._save_complete_state()
             if isinstance(error, SystemExit) and not self.stop:
-                raise _named_exit(error) from error
+                raise named_exit(error) from error
             raise
 
     def _undo(self) -> None:
@@ -395,7 +386,7 @@ class Runner:
             CheckpointError: it was made with other settings.
         """
         state = checkpoint.state
-        counters = dict(state.fields("engine").content)
+        counters = counters_of(state.fields("engine"))
         if state.flag("sharded", False):
             self.engine.load_shards(checkpoint.path, counters)
         else:
@@ -433,15 +424,6 @@ class _Before:
     rewards: dict[str, Tensor]
 
 
-def _named_exit(error: SystemExit) -> EmbodrlError:
-    where = user_location(error) or "a function of the pipeline"
-    return EmbodrlError(
-        f"{where} ended the process: SystemExit({error.code!r})",
-        "raise an exception, or return a value; a run is stopped by a signal",
-        code="pipeline-exit",
-    )
-
-
 def _pending(state: Fields) -> Row | None:
     return None if state.content.get("pending") is None else dict(state.fields("pending").content)
 
@@ -455,7 +437,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
     loaded = loaded.with_absolute_paths()
     config = loaded.config
     run_dir = run_directory(config)
-    _check_machine(config, loaded.deployment)
+    check_machine(config, loaded.deployment)
     with run_lock(run_dir) as lock:
         path = run_dir / METRICS_FILE
         if (path.is_file() and path.stat().st_size) or any(run_dir.glob("checkpoints/step_*")):
@@ -495,9 +477,12 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
 def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -> TrainResult:
     checkpoint, problems = CheckpointManager(directory, 1).latest_good()
     loaded, saved = load_saved(directory, overrides, "train", checkpoint, True, trust)
+    for note in loaded.notes:
+        if note.code == "schedule-kept":  # the others were shown when the run began
+            logger.warning("%s %s; %s", note.key, note.message, note.hint)
     loaded = loaded.with_absolute_paths()
     config = loaded.config
-    _check_machine(config, loaded.deployment)
+    check_machine(config, loaded.deployment)
     if checkpoint is None:
         if problems:
             raise CheckpointError(
@@ -608,11 +593,3 @@ def _close(config: Config, run_dir: Path, runner: Runner, parts: Parts, console:
                 console.message(line)
     if not runner.finished and runner.saved:
         console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
-
-
-def _check_machine(config: Config, deployment: Deployment) -> None:
-    """Refuse what can't work before anything is started."""
-    resolve_device(config)
-    check_simulator(config)
-    check_videos(config)
-    check_memory(config, deployment)

@@ -20,7 +20,7 @@ from embodrl.data.batch import Batch
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
-from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.base import Counters, TrainEngine
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.megatron.core import start
@@ -168,7 +168,7 @@ class ActorWorker(SendingWorker):
     @dispatch("one_to_all")
     def update(
         self, batch: TrajectoryBatch, advantages: dict[str, Tensor], algorithm: str, generator: str
-    ) -> tuple[dict[str, float], str, dict[str, object]]:
+    ) -> tuple[dict[str, float], str, Counters]:
         """Train on a rollout; return the metrics, the state of the generator, and the counters."""
         shuffle = torch.Generator()
         restore_generator(shuffle, generator)
@@ -179,7 +179,7 @@ class ActorWorker(SendingWorker):
     @dispatch("one_to_all")
     def imitate(
         self, batch: Batch, learning_rate: float, label_smoothing_bins: float
-    ) -> tuple[dict[str, float], dict[str, object]]:
+    ) -> tuple[dict[str, float], Counters]:
         """Take a step of supervised fine-tuning; return the metrics and the counters."""
         return self.engine.imitate(batch, learning_rate, label_smoothing_bins), self.engine.counters()
 
@@ -214,7 +214,7 @@ class ActorWorker(SendingWorker):
         self.engine.put(section, tensors)
 
     @dispatch("one_to_all")
-    def set_counters(self, state: dict[str, object]) -> None:
+    def set_counters(self, state: Counters) -> None:
         self.engine.set_counters(state)
 
     @dispatch("one_to_all")
@@ -226,7 +226,7 @@ class ActorWorker(SendingWorker):
             return error.errno or errno.EIO, error.strerror or str(error)
 
     @dispatch("one_to_all")
-    def load_shards(self, directory: str, counters: dict[str, object]) -> None:
+    def load_shards(self, directory: str, counters: Counters) -> None:
         self.engine.load_shards(Path(directory), counters)
 
     @dispatch("one_to_all")
