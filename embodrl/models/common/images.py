@@ -6,6 +6,7 @@ Shapes: B images, H x W pixels.
 from __future__ import annotations
 
 import functools
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,46 @@ def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
     have the size already are returned as they are.
     """
     return _resize(images, height, width, _BICUBIC)
+
+
+def resize_lanczos3(images: Tensor, height: int, width: int) -> Tensor:
+    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]`` as ``tf.image.resize(..., "lanczos3", antialias=True)``.
+
+    TensorFlow filters in floating point and rounds once, half to even.
+    """
+    unit = float(1 << _PRECISION_BITS)
+    down = _matrix(images.shape[1], height, _LANCZOS3).to(images.device) / unit
+    right = _matrix(images.shape[2], width, _LANCZOS3).to(images.device) / unit
+    resized = torch.einsum("yh,bhwc,xw->byxc", down, images.to(torch.float64), right)
+    return resized.round().clamp(0, 255).to(torch.uint8)
+
+
+def jpeg_and_back(images: Tensor) -> Tensor:
+    """Return ``uint8[B,H,W,3]`` after JPEG, quality 95 and half the colour resolution, as TensorFlow's default is.
+
+    The pictures of OpenVLA's data sets were stored so. Needs Pillow.
+    """
+    from PIL import Image
+
+    found: list[NDArray[np.uint8]] = []
+    for picture in images.cpu().numpy():
+        file = io.BytesIO()
+        Image.fromarray(picture).save(file, "JPEG", quality=95, subsampling="4:2:0")
+        found.append(np.asarray(Image.open(file)))
+    return torch.from_numpy(np.stack(found)).to(images.device)
+
+
+def crop_side_and_resize(images: Tensor, height: int, width: int, side: float) -> Tensor:
+    """Cut the middle of ``uint8[B,H,W,3]``, ``side`` of each side, and resize it to ``uint8[B,height,width,3]``.
+
+    As the data configurations of GR00T N1.5 do with torchvision: CenterCrop to whole pixels rounded down, bilinear with
+    antialiasing in float32, and the fraction of a grey level cut off.
+    """
+    rows, columns = (int(size * side) for size in images.shape[1:3])
+    top, left = round((images.shape[1] - rows) / 2.0), round((images.shape[2] - columns) / 2.0)
+    cut = images[:, top : top + rows, left : left + columns].permute(0, 3, 1, 2).float() / 255.0
+    resized = F.interpolate(cut, (height, width), mode="bilinear", antialias=True, align_corners=False)
+    return (resized * 255.0).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def resize_with_pad(images: Tensor, height: int, width: int) -> Tensor:
@@ -115,6 +156,11 @@ def _bilinear(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.maximum(1.0 - np.abs(x), 0.0)
 
 
+def _lanczos3(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sinc function under the central lobe of one three times as wide (Duchon, 1979)."""
+    return np.where(np.abs(x) < 3.0, np.sinc(x) * np.sinc(x / 3.0), 0.0)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A filter in units of input pixels: its weight at a distance and the distance where it ends."""
@@ -125,3 +171,4 @@ class Kernel:
 
 _BICUBIC = Kernel(_bicubic, 2.0)
 _BILINEAR = Kernel(_bilinear, 1.0)
+_LANCZOS3 = Kernel(_lanczos3, 3.0)

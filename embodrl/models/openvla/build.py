@@ -18,7 +18,7 @@ from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel, init_weights
 from embodrl.models.openvla.policy import OpenVLAPolicy
-from embodrl.models.openvla.processing import OpenVLAProcessor
+from embodrl.models.openvla.processing import OpenVLAProcessor, Pictures
 from embodrl.models.openvla.spec import OpenVlaConfig
 
 BUILTIN_WARM_START = Path(__file__).parents[2] / "assets" / "openvla_tiny"
@@ -74,7 +74,11 @@ def build_openvla(
             "set model.model_type=openvla_oft (model=openvla_oft)",
         )
     processor = OpenVLAProcessor(
-        parts.tokenizer, model.image_size, config.architecture.max_prompt_tokens, model.pad_token_id, config.center_crop
+        parts.tokenizer,
+        model.image_size,
+        config.architecture.max_prompt_tokens,
+        model.pad_token_id,
+        Pictures.of(config),
     )
     return OpenVLAPolicy(parts.model, processor, parts.stats, config, parts.value_head), parts.report
 

@@ -14,6 +14,7 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import OWN_SECTION
 from embodrl.models.openvla.build import Parts, build_parts
+from embodrl.models.openvla.processing import Pictures
 from embodrl.models.openvla_oft.config import (
     PROPRIO_FILE,
     PUBLIC_PROPRIO_FILES,
@@ -57,7 +58,7 @@ def build_openvla_oft(
         model.image_size,
         config.architecture.max_prompt_tokens,
         model.pad_token_id,
-        config.center_crop,
+        Pictures.of(config),
         proprio,
     )
     return OpenVLAOFTPolicy(parts.model, processor, parts.stats, config, parts.value_head, projector), parts.report
