@@ -98,8 +98,11 @@ def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
     for name, (is_used, setting) in wanted.items():
         path = component_file(directory, name)
         if path is not None and not is_used:
-            message = f"{path} belongs to the policy, and without it actions would be wrong"
-            raise CheckpointError(message, f"set {setting}", code="oft-component-unused")
+            raise CheckpointError(
+                f"{path} belongs to the policy, and without it actions would be wrong",
+                f"set {setting}; to fine-tune without it, remove the file",
+                code="oft-component-unused",
+            )
 
 
 def check_choices(own: Fields, config: OpenVlaOftConfig, source: str) -> None:

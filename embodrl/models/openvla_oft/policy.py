@@ -226,5 +226,5 @@ def _no_density() -> EmbodrlError:
     return EmbodrlError(
         "an L1 action head regresses actions: they have no log-probs to learn from",
         "use it with `embodrl eval` and `embodrl sft`, or set model.action_head=tokens",
-        code="l1-head-has-no-density",
+        code="policy-has-no-density",
     )

@@ -254,7 +254,7 @@ def test_an_l1_head_has_no_density():
         policy.predict_action_batch(seen(), "train", SAMPLING, generator())
     with pytest.raises(EmbodrlError) as evaluated:
         policy.evaluate_actions(output.forward_inputs, SAMPLING)
-    assert drawn.value.code == evaluated.value.code == "l1-head-has-no-density"
+    assert drawn.value.code == evaluated.value.code == "policy-has-no-density"
 
 
 def test_an_l1_head_imitates():
