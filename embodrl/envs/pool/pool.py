@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.pool.faults import Bounds, FaultCounts, count_refused, end_as_invalid, forget_frames, lost_step
-from embodrl.envs.pool.manager import EnvManager, ManagerOptions
+from embodrl.envs.pool.manager import EnvManager, ManagerOptions, closing_deadline
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
@@ -196,9 +196,12 @@ class EnvPool:
         ]
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, those that hang within the time of one."""
         for manager in self.managers:
-            manager.close()
+            manager.close_async()
+        deadline = closing_deadline()
+        for manager in self.managers:
+            manager.close(deadline)
 
     def offload(self, end_processes: bool = True) -> SimulatorMemory | None:
         """Take the states out and free the simulators; the next request brings them back, as does ``onload``.

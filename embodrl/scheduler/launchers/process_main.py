@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from embodrl.errors import MessageError
+from embodrl.processes.ending import leave
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, describe_error
 from embodrl.scheduler.channel import Channel, SharedChannel
@@ -22,7 +23,8 @@ def main(socket_fd: int) -> None:
         if host is not None:
             serve(connection, host)
     except PeerGoneError:
-        sys.exit(0)
+        pass
+    leave(0)
 
 
 def start_host(connection: Connection, start: Mapping[str, Any]) -> Host | None:

@@ -1,0 +1,37 @@
+"""How a process of embodrl ends itself."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from typing import NoReturn
+
+HANDLERS_S = 1.0
+"""What exit handlers may take."""
+
+
+def leave(code: int, handlers_s: float = HANDLERS_S) -> NoReturn:
+    """End this process after its exit handlers, without taking down the interpreter.
+
+    Once torch and transformers are loaded, freeing all modules takes a second, and several on busy cores. Threads are
+    not waited for.
+
+    Args:
+        code: exit code.
+        handlers_s: seconds after which the process ends even if an exit handler has not returned.
+    """
+
+    def end() -> None:
+        os._exit(code)
+
+    late = threading.Timer(handlers_s, end)
+    late.daemon = True
+    late.start()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(code)
