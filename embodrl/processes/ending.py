@@ -1,4 +1,4 @@
-"""How a process of embodrl ends itself."""
+"""How a process of embodrl ends: the time that it has once it is asked to, and how it leaves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ import sys
 import threading
 from typing import NoReturn
 
+from embodrl.processes.liveness import hurry
+
 HANDLERS_S = 1.0
 """What exit handlers may take."""
+
+
+def closing_grace_s() -> float:
+    """Return how long a process may take to end once it is asked to: less if this one is to end soon."""
+    return 1.0 if hurry.is_set() else 5.0
 
 
 def leave(code: int, handlers_s: float = HANDLERS_S) -> NoReturn:

@@ -22,15 +22,15 @@ from embodrl.envs.stepping import next_seed
 from embodrl.errors import EmbodrlError, EnvError, EnvProtocolError, EnvRaised, EnvTimeout, EnvWorkerDied, MessageError
 from embodrl.fields import Fields
 from embodrl.processes.child import ChildHungError, ChildProcess
+from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
-from embodrl.processes.liveness import Limits, hurry
+from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import resident_bytes
 from embodrl.specs import ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
 
-_CLOSE_GRACE_S, _HURRIED_GRACE_S = 5.0, 1.0
 _SHOWN = 8
 _SHOWN_TEXT = 8000  # characters of an error that a simulator reports
 _OOM_SCORE_ADJ = 300
@@ -45,11 +45,6 @@ SINGLE_THREADED = {
     "SAPIEN_DISABLE_RAY_TRACING": "1",
 }
 _WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
-
-
-def closing_deadline() -> float:
-    """Return until when (``time.monotonic()``) simulators that are closed now may take."""
-    return time.monotonic() + (_HURRIED_GRACE_S if hurry.is_set() else _CLOSE_GRACE_S)
 
 
 class _Pending(NamedTuple):
@@ -311,7 +306,7 @@ class EnvManager:
         process = self._process
         if process is None:
             return
-        deadline = closing_deadline() if deadline is None else deadline
+        deadline = time.monotonic() + closing_grace_s() if deadline is None else deadline
         try:
             self._receive(Kind.CLOSE, max(0.0, deadline - time.monotonic()))
             if not process.wait_ended(max(0.0, deadline - time.monotonic())) or process.end_group() != 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.pool.faults import Bounds, FaultCounts, count_refused, end_as_invalid, forget_frames, lost_step
-from embodrl.envs.pool.manager import EnvManager, ManagerOptions, closing_deadline
+from embodrl.envs.pool.manager import EnvManager, ManagerOptions
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
 
@@ -199,7 +201,7 @@ class EnvPool:
         """End all processes, those that hang within the time of one."""
         for manager in self.managers:
             manager.close_async()
-        deadline = closing_deadline()
+        deadline = time.monotonic() + closing_grace_s()
         for manager in self.managers:
             manager.close(deadline)
 
