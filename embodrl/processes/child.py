@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.codec import PLAIN, Codec
+from embodrl.processes.ending import OUT_OF_MEMORY
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, socket_pair, wait_for
 from embodrl.processes.guard import VARIABLE, end_family, family
 from embodrl.processes.liveness import Limits, Liveness, hurry
@@ -192,6 +193,8 @@ class ChildProcess:
         """
         self.wait_ended(_REAP_S)
         code = self.end_group()
+        if code == OUT_OF_MEMORY:
+            return "could not allocate memory, and ended"
         if code >= 0:
             return f"exited with code {code}"
         reason = f"was killed by {signal.Signals(-code).name}"

@@ -14,6 +14,14 @@ from embodrl.processes.liveness import hurry
 HANDLERS_S = 1.0
 """What exit handlers may take."""
 
+OUT_OF_MEMORY = 12
+"""Exit code of a worker that could not allocate memory: the number of ENOMEM."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is of the main memory: numpy and the interpreter have a type for it, torch has a text."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
 
 def closing_grace_s() -> float:
     """Return how long a process may take to end once it is asked to: less if this one is to end soon."""
