@@ -24,8 +24,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(config: Path, run_dir: Path, *arguments: str, stop_at: str = "") -> Outcome:
-    return embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *FLOAT32, *arguments, stop_at=stop_at)
+def train(config: Path, run_dir: Path, *arguments: str, stop_at: str = "", children: Path | None = None) -> Outcome:
+    command = ("train", "--config", config, f"runner.output_dir={run_dir}", *FLOAT32, *arguments)
+    return embodrl(*command, stop_at=stop_at, children=children)
 
 
 @pytest.fixture(scope="module")
