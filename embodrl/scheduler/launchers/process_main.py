@@ -54,7 +54,7 @@ def serve(connection: Connection, host: Host) -> None:
             except MessageError as error:
                 raise MessageError(f"the result can't be sent: {error.message}", error.hint) from error
         except (PeerGoneError, MemoryError):
-            raise  # out of memory, nothing can be relied on any more: the process ends, and a new one may take its place
+            raise  # out of memory, nothing can be relied on: the process ends, and a new one may take its place
         except Exception as error:  # noqa: BLE001 - process border: the parent raises it
             connection.send(Frame(Kind.RAISED, frame.number, value=describe_error(error, method)))
 
