@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
 
@@ -34,7 +36,7 @@ _FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
 _LOSSES = (EnvWorkerDied, EnvTimeout)
 R = TypeVar("R")
 # Requests with a lasting effect: they are repeated to a restarted process.
-_LASTING = ("set_auto_reset",)
+_LASTING = ("set_auto_reset", "set_ignore_terminations")
 
 
 class EnvPool:
@@ -196,9 +198,12 @@ class EnvPool:
         ]
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, those that hang within the time of one."""
         for manager in self.managers:
-            manager.close()
+            manager.close_async()
+        deadline = time.monotonic() + closing_grace_s()
+        for manager in self.managers:
+            manager.close(deadline)
 
     def offload(self, end_processes: bool = True) -> SimulatorMemory | None:
         """Take the states out and free the simulators; the next request brings them back, as does ``onload``.
