@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 
 import numpy as np
+import pytest
 import torch
+from expect import raises_code
 from PIL import Image
 
+from embodrl.config import load_config
 from embodrl.models.common.images import jpeg_and_back, resize_lanczos3
+from embodrl.models.openvla import spec
 from embodrl.models.openvla.processing import Pictures
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (2, 48, 40, 3)).astype(np.uint8)
@@ -38,3 +42,9 @@ def test_the_steps_come_in_the_order_of_the_evaluation():
     both = Pictures(resize_filter="lanczos3", jpeg=True).prepare(images, 16)
     assert torch.equal(both, resize_lanczos3(jpeg_and_back(images), 16, 16))
     assert not torch.equal(both, Pictures().prepare(images, 16))
+
+
+def test_jpeg_needs_pillow(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spec.importlib.util, "find_spec", lambda name: None)
+    with raises_code("jpeg-has-a-codec"):
+        load_config(["env=toy", "model=openvla", "model.jpeg=true"])
