@@ -41,6 +41,17 @@ class Config(Section):
         default=(), description="modules imported first, which may register models and environments"
     )
 
+    @property
+    def recomputes_logprobs(self) -> bool:
+        """The log-probs of all chunks come from the engine that trains."""
+        wanted = self.algorithm.recompute_logprobs
+        return self.rollout.backend != "native" if wanted == "auto" else wanted
+
+    @property
+    def needs_proximal(self) -> bool:
+        """A rollout needs log-probs by the engine that trains, under the weights that its update begins with."""
+        return self.algorithm.decoupled.needs_proximal or self.recomputes_logprobs
+
     @field_validator("env", "model", mode="before")
     @classmethod
     def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
