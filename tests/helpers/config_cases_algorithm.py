@@ -106,6 +106,12 @@ ALGORITHMS = [
         names="minibatch",
     ),
     Wrong(
+        "recomputed log-probs between two policies",
+        "algorithm.decoupled.prox",
+        "recomputed-is-not-interpolated",
+        ("algorithm.decoupled={enabled: true,prox: loglinear}", "algorithm.recompute_logprobs=true"),
+    ),
+    Wrong(
         "loss without behaviour weights",
         "algorithm.loss_type",
         "decoupled-reaches-the-loss",
