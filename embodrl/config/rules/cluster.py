@@ -219,7 +219,7 @@ def bf16_weights_lose_updates(context: Context) -> Iterator[Finding]:
         return
     lost = "and 80 to 90 % of the movement is rounded away at learning rates of 1e-5 and below"
     if actor.training_backend == "megatron":
-        on_gpu = context.solution.gpus_per_node > 0
+        on_gpu = bool(context.solution.gpus_per_node)
         message = f"is bf16, and megatron has no float32 copy of weights on a CPU, {lost}"
         if on_gpu:
             message = "is bf16: megatron's float32 copies of the weights are not in checkpoints, so that a resumed run"

@@ -376,7 +376,7 @@ class PolicyTrainEngine(TrainEngine):
     ) -> tuple[Tensor, Tensor | None]:
         needs_values = LOSSES.entry(algorithm.loss_type).needs_values and algorithm.decoupled.enabled
         changed = batch.valid.any(-1) if every_chunk else self._policy_staleness(batch, algorithm) > 0
-        stale = changed
+        stale = old = changed
         if needs_values:
             # What comes before a lost chunk is bootstrapped from its value.
             ended = (batch.terminated | batch.truncated).any(-1)

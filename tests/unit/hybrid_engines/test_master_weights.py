@@ -16,6 +16,7 @@ from embodrl.config.schema import ActorConfig, OptimConfig
 from embodrl.data.batch import Batch
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 
 LR = 1e-5
 STEPS = 20
@@ -24,7 +25,7 @@ STEPS = 20
 def make_engine(dtype: torch.dtype, masters: Literal["auto"] | bool = "auto", seed: int = 0) -> NativeTrainEngine:
     optim = OptimConfig(lr=LR, value_lr=LR, master_weights=masters)
     policy = ToyPolicy(seed=seed).to(torch.bfloat16).to(dtype)  # the same start for all
-    return NativeTrainEngine(policy, ActorConfig(optim=optim), total_iterations=10, device="cpu")
+    return NativeTrainEngine(policy, EngineOptions(ActorConfig(optim=optim), 10), "cpu")
 
 
 def step(engine: NativeTrainEngine, number: int) -> None:

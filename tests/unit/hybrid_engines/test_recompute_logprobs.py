@@ -16,6 +16,7 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, Sam
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import ConfigError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 
 STILL = OptimConfig(lr=1e-30, value_lr=1e-30, critic_warmup_iterations=0, lr_warmup_iterations=0)
 ACTOR = ActorConfig(global_batch_size=20, micro_batch_size=5, precision="fp32", optim=STILL)
@@ -39,7 +40,7 @@ def off_by(noise: float, engine: NativeTrainEngine) -> TrajectoryBatch:
 
 
 def update(noise: float, settings: AlgorithmConfig, recompute: bool) -> dict[str, float]:
-    engine = NativeTrainEngine(ToyPolicy(), ACTOR, total_iterations=10, device="cpu")
+    engine = NativeTrainEngine(ToyPolicy(), EngineOptions(ACTOR, 10), "cpu")
     batch = off_by(noise, engine)
     before = batch["values"].clone()
     if recompute:
@@ -71,7 +72,7 @@ def test_weights_are_those_of_truncated_importance_sampling() -> None:
     losses: dict[float | None, float] = {}
     for cap in (None, 2.0, 3.0):
         settings = algorithm(engine_weight_cap=cap, normalize_advantages=False)
-        engine = NativeTrainEngine(ToyPolicy(), ACTOR, total_iterations=10, device="cpu")
+        engine = NativeTrainEngine(ToyPolicy(), EngineOptions(ACTOR, 10), "cpu")
         batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
         batch.logprobs = batch.logprobs - 0.9
         set_proximal(batch, *engine.proximal(batch, settings, every_chunk=True))
