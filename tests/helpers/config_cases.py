@@ -496,15 +496,6 @@ RULES = [
         "device-has-the-dtype",
         ("actor.precision=fp32", "rollout.precision=fp32", "actor.param_dtype=bf16"),
     ),
-    Wrong(
-        "float32 copies of float32 weights",
-        "actor.optim.master_weights",
-        "masters-have-a-use",
-        ("actor.optim.master_weights=true",),
-    ),
-    Wrong(
-        "float32 copies sometimes", "actor.optim.master_weights", "config-choice", ("actor.optim.master_weights=no",)
-    ),
     Wrong("beta of 1", "actor.optim.betas.1", "config-range", ("actor.optim.betas=[0.9,1.0]",)),
     Wrong(
         "critic's warm-up for ever",
