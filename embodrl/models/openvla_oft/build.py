@@ -73,22 +73,23 @@ def _proprio(
             parts.report.ignored[path.name] = "model.use_proprio is false"
         return None, None
     width = parts.model.config.llama.hidden_size
+    norm_stats, stats = parts.model.config.norm_stats, None
+    # Only embodrl's tiny size leaves the state as it is.
+    own = parts.directory is None or OWN_SECTION in parts.model.config.raw
+    if not own or norm_stats[parts.stats.key].content.get("proprio"):
+        stats = choose_proprio_stats(norm_stats, parts.stats.key, parts.report.source)
+    dim = TINY_PROPRIO_DIM if stats is None else len(stats.q01)
     if parts.directory is None:
-        projector = ProprioProjector(TINY_PROPRIO_DIM, width).to(device, dtype)
+        projector = ProprioProjector(dim, width).to(device, dtype)
         projector.init_weights(parts.generator)
         names = (f"proprio_projector.{name}" for name in projector.state_dict())
         parts.report.initialized.update(dict.fromkeys(names, "random weights were asked for"))
-        return projector, ProprioInput(TINY_PROPRIO_DIM, None)
+        return projector, ProprioInput(dim, stats)
     if path is None:
         raise CheckpointError(
             f"{parts.directory} has no {PROPRIO_FILE} and no {PUBLIC_PROPRIO_FILES}, which model.use_proprio needs",
             "set model.use_proprio=false, or use a checkpoint that was trained with the robot's state",
         )
-    norm_stats, stats = parts.model.config.norm_stats, None
-    # Only embodrl's tiny size leaves the state as it is.
-    if OWN_SECTION not in parts.model.config.raw or norm_stats[parts.stats.key].content.get("proprio"):
-        stats = choose_proprio_stats(norm_stats, parts.stats.key, parts.report.source)
-    dim = TINY_PROPRIO_DIM if stats is None else len(stats.q01)
     with torch.device("meta"):
         projector = ProprioProjector(dim, width)
     _load_projector(projector, path, parts.report, device, dtype)
