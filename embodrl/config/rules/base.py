@@ -54,6 +54,7 @@ class Context:
         solution: what could be placed.
         resuming: a checkpoint has the weights.
         collecting: an expert acts, so demonstrations need one and the policy's weights do not matter.
+        imitating: demonstrations say what actions mean.
     """
 
     config: Config
@@ -61,6 +62,7 @@ class Context:
     solution: Solution
     resuming: bool = False
     collecting: bool = False
+    imitating: bool = False
 
     @property
     def deployment(self) -> Deployment | None:
