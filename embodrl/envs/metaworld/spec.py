@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from embodrl.envs.metaworld.tasks import INSTRUCTIONS
+<<<<<<< HEAD
 from embodrl.specs import REWARD_MODES, SimulatorSpec
+=======
+from embodrl.interface import CLOSES_POSITIVE, Interface
+from embodrl.specs import SimulatorSpec
+>>>>>>> protocols2
 
 CAMERA: dict[str, object] = {"name": "corner2", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+
+INTERFACE = Interface(action="delta_position", rotation="none", frame="base", gripper=CLOSES_POSITIVE, control_hz=80.0)
 
 SPEC = SimulatorSpec(
     name="metaworld",
@@ -25,5 +32,6 @@ SPEC = SimulatorSpec(
     actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
     camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
     experts="all tasks",
+    interface=lambda env: INTERFACE,
     verified="all tasks on a CPU (MUJOCO_GL=egl); on a GPU not yet",
 )
