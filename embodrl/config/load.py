@@ -198,11 +198,7 @@ def finish(
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")
-<<<<<<< HEAD
     context = Context(config, tree, solution, resuming, verb)
-=======
-    context = Context(config, tree, solution, resuming, collecting=verb == "collect", imitating=verb == "sft")
->>>>>>> protocols2
     report = run_rules(context, invalid, verb, further_rules)
     problems += report.errors
     if not_imported:

@@ -53,29 +53,19 @@ class Context:
         tree: with origins.
         solution: what could be placed.
         resuming: a checkpoint has the weights.
-<<<<<<< HEAD
         verb: what the configuration is for; None if that is open.
-=======
-        collecting: an expert acts, so demonstrations need one and the policy's weights do not matter.
-        imitating: demonstrations say what actions mean.
->>>>>>> protocols2
     """
 
     config: Config
     tree: Node
     solution: Solution
     resuming: bool = False
-<<<<<<< HEAD
     verb: str | None = None
 
     @property
     def collecting(self) -> bool:
         """An expert acts, so demonstrations need one and the policy's weights do not matter."""
         return self.verb == "collect"
-=======
-    collecting: bool = False
-    imitating: bool = False
->>>>>>> protocols2
 
     @property
     def deployment(self) -> Deployment | None:

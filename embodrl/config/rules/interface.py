@@ -39,7 +39,7 @@ def interfaces_agree(context: Context) -> Iterator[Finding]:
     """What the policy's actions and observations mean is what they mean in the environment."""
     policy, _ = policy_interface(context)
     env = env_interface(context)
-    if policy is None or env is None or context.resuming or context.collecting or context.imitating:
+    if policy is None or env is None or context.resuming or context.verb in ("collect", "sft"):
         return
     setting, env_type = context.config.model.gripper, context.config.env.env_type
     arriving = CONVERTED.get((setting, policy.gripper or ""), policy.gripper)

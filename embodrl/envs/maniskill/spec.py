@@ -10,12 +10,8 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig, Fraction
 from embodrl.envs.maniskill.tasks import INSTRUCTIONS
-<<<<<<< HEAD
-from embodrl.specs import REWARD_MODES, SimulatorSpec
-=======
 from embodrl.interface import OPENS_POSITIVE, Interface
-from embodrl.specs import SimulatorSpec
->>>>>>> protocols2
+from embodrl.specs import REWARD_MODES, SimulatorSpec
 
 MIB = 1 << 20
 

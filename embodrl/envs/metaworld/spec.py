@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from embodrl.envs.metaworld.tasks import INSTRUCTIONS
-<<<<<<< HEAD
-from embodrl.specs import REWARD_MODES, SimulatorSpec
-=======
 from embodrl.interface import CLOSES_POSITIVE, Interface
-from embodrl.specs import SimulatorSpec
->>>>>>> protocols2
+from embodrl.specs import REWARD_MODES, SimulatorSpec
 
 CAMERA: dict[str, object] = {"name": "corner2", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
 
