@@ -13,7 +13,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
-from embodrl.models.gr00t.config import NEW_EMBODIMENT, Gr00tConfig
+from embodrl.models.gr00t.config import METADATA_FILE, NEW_EMBODIMENT, Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import (
@@ -66,7 +66,7 @@ def build_gr00t(
     model_config = Gr00tConfig.from_architecture(config.gr00t, tokenizer.vocab_size, metadata)
     files, aliases = [], {}
     if directory is not None:
-        found = Gr00tConfig.from_directory(directory)
+        found = Gr00tConfig.from_directory(directory, checkpoint.place_of(METADATA_FILE, directory, report))
         if config.model_path is None:
             checkpoint.check_size(found, model_config, ("siglip", "qwen", "head"), directory, "model.gr00t")
         tokenizer = _tokenizer(directory, found)

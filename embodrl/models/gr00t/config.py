@@ -17,6 +17,7 @@ from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     CONFIG_FILE,
     OWN_SECTION,
+    UNKNOWN_FAMILY,
     check_family,
     check_multiple,
     fields_of,
@@ -218,15 +219,19 @@ class Gr00tConfig:
         )
 
     @staticmethod
-    def from_directory(directory: Path) -> Gr00tConfig:
+    def from_directory(directory: Path, fine_tuned: Path | None = None) -> Gr00tConfig:
         """Read config.json and experiment_cfg/metadata.json.
+
+        Args:
+            directory: of the checkpoint.
+            fine_tuned: has metadata.json; None for the same directory.
 
         Raises:
             CheckpointError: a file is missing, invalid, or of another model.
         """
         fields = read_file(directory / CONFIG_FILE)
         _reject_other_models(fields)
-        metadata = stats_sets(read_file(directory / METADATA_FILE))
+        metadata = stats_sets(read_file((fine_tuned or directory) / METADATA_FILE))
         return Gr00tConfig.from_dict(fields.content, metadata, fields.source)
 
     @staticmethod
@@ -320,8 +325,7 @@ def _reject_other_models(fields: Fields) -> None:
     check_family(fields, ("gr00t",))
     found = fields.content.get("model_type", fields.content.get("type"))
     if found != MODEL_TYPE:
-        hint = "use a checkpoint of GR00T N1.5 in NVIDIA's layout, or choose the matching model.model_type"
-        raise CheckpointError(f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", hint)
+        raise CheckpointError(f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY)
     backbone = fields.fields("backbone_cfg")
     for name in ("project_to_dim", "reproject_vision"):
         if backbone.content.get(name):

@@ -70,7 +70,11 @@ def _proprio(
     path = None if parts.directory is None else _projector_file(parts.directory)
     if not config.use_proprio:
         if path is not None:
-            parts.report.ignored[path.name] = "model.use_proprio is false"
+            raise CheckpointError(
+                f"{path} says that the checkpoint was trained with the robot's state, and model.use_proprio is false",
+                "set model.use_proprio=true env.include_state=true; to fine-tune without the state, remove the file",
+                code="proprio-unused",
+            )
         return None, None
     width = parts.model.config.llama.hidden_size
     if parts.directory is None:

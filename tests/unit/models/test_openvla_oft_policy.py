@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 from safetensors.torch import save_file
 from tiny_families import build, generator, observation, tiny_config
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -174,8 +175,9 @@ def test_state_survives_saving(tmp_path):
     again, report = load(use_proprio=True, warm_start=str(tmp_path / "saved"))
     assert report.ok and not report.initialized and not report.ignored
     assert torch.equal(again.predict_values(seen()), policy.predict_values(seen()))
-    _, report = load(warm_start=str(tmp_path / "saved"))
-    assert report.ignored == {"proprio_projector.safetensors": "model.use_proprio is false"}
+    with raises_code("proprio-unused") as refused:  # it would act without the state that it was trained with
+        load(warm_start=str(tmp_path / "saved"))
+    assert "model.use_proprio=true env.include_state=true" in refused.value.hint
 
 
 def public(policy: OpenVLAOFTPolicy, directory: Path, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
