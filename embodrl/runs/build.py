@@ -27,7 +27,13 @@ from embodrl.workers.actor import launch_trainers, make_native_engine
 from embodrl.workers.env import check_simulator, check_videos, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, resolve_device
-from embodrl.workers.remote_backend import RemoteBackend, channels_of, launch_rollouts, rollout_channels
+from embodrl.workers.remote_backend import (
+    RemoteBackend,
+    channels_of,
+    launch_rollouts,
+    rollout_channels,
+    sends_weights,
+)
 from embodrl.workers.reward import RewardWorker, needs_frames
 from embodrl.workers.rollout_backend import LocalBackend, RolloutBackend, make_collector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
@@ -69,11 +75,6 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
     places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]
     simulators = Counter(place.node for place in deployment.of("env")) if acts else None
     return RayLauncher(places, config.cluster.ray_address, children=simulators)
-
-
-def trainers_send(config: Config, deployment: Deployment) -> bool:
-    """Return whether the training processes send their weights to the rollout processes themselves."""
-    return deployment.main_component is None and not config.runner.max_staleness
 
 
 def build(
@@ -120,7 +121,7 @@ def build(
     # The driver's policy may be offloaded between rollouts where it acts and other processes train.
     apart = config.rollout.enable_offload and deployment.trains_in_processes and not remote
     memory = policy_memory(policy) if apart else None
-    sends = trainers_send(config, deployment)
+    sends = sends_weights(config, deployment)
     pipes = channels_of(channels, "weights")
     sender: Sender | None = None
     engine: TrainEngine

@@ -40,10 +40,23 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
 def safetensors_bytes(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file piece by piece (https://huggingface.co/docs/safetensors/index#format).
+    """Yield a safetensors file piece by piece: the header, then each tensor that is not empty.
 
-    First the header, then each tensor that is not empty. The library writes the file itself, without a hash, and
-    refuses tensors that share memory.
+    The library writes the file itself, without a hash, and refuses tensors that share memory.
+    """
+    header, names = safetensors_header(tensors, metadata)
+    yield header
+    for name in names:
+        if tensors[name].numel():
+            yield raw_bytes(tensors[name])
+
+
+def safetensors_header(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
+    """Return the first bytes of a safetensors file, and the order in which the tensors' bytes follow without gaps.
+
+    https://huggingface.co/docs/safetensors/index#format
     """
     # Wide types first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -57,10 +70,7 @@ def safetensors_bytes(
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    yield struct.pack("<Q", len(encoded)) + encoded
-    for name in names:
-        if tensors[name].numel():
-            yield raw_bytes(tensors[name])
+    return struct.pack("<Q", len(encoded)) + encoded, names
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

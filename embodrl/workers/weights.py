@@ -20,7 +20,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -189,28 +189,8 @@ class ReceiverThread:
 # -- the sending side -------------------------------------------------------------------------------------------------
 
 
-class Sender(Protocol):
-    """Sends for a ``WeightChannel``. Failures are WeightSyncErrors; ``check`` is called meanwhile."""
-
-    def address(self) -> str:
-        """Return a new ``tcp://HOST:PORT`` where this sender can open a rendezvous."""
-        ...
-
-    def open(self, route: Route, check: Check = no_check) -> None:
-        """Begin a generation; for a collective sync the receivers must be connecting meanwhile."""
-        ...
-
-    def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
-        """Send names and tensors of the policy; they are ignored where the trainer is elsewhere."""
-        ...
-
-    def close(self) -> None:
-        """End the generation."""
-        ...
-
-
 class LocalSender:
-    """This process sends. See Sender.
+    """This process sends. Failures are WeightSyncErrors; ``check`` is called meanwhile.
 
     Args:
         pipes: one channel per rollout process, for memory.
@@ -226,6 +206,7 @@ class LocalSender:
         self.sender: WeightSender | None = None
 
     def open(self, route: Route, check: Check = no_check) -> None:
+        """Begin a generation; for a collective sync the receivers must be connecting meanwhile."""
         self.close()
         if self.gathers_only:
             self.sender = GatherOnly(self.trained)
@@ -239,6 +220,7 @@ class LocalSender:
                 raise WeightSyncError(f"{route['where']} already holds weights", "remove it")
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
+        """Send names and tensors of the policy."""
         assert self.sender is not None
         self.sender.send(weights, version, check=check)
 
@@ -248,6 +230,7 @@ class LocalSender:
         return None if self.sender is None or self.sender.base is None else self.sender.trained
 
     def close(self) -> None:
+        """End the generation."""
         if self.sender is not None:
             self.sender.close()
             self.sender = None
@@ -299,7 +282,7 @@ class SendingWorker(Worker):
 
 
 class RemoteSender:
-    """The training processes send, each its part. See Sender.
+    """The training processes send, each its part; what ``send`` is given is ignored. Else as ``LocalSender``.
 
     Args:
         group: of ``SendingWorker``; was launched with the pipes.
@@ -364,6 +347,9 @@ class RemoteSender:
                 cancel_rendezvous(open_rendezvous(rendezvous, len(self.pipes) + 1, False, _CANCEL_S))
         if isinstance(failure, WorkerDied):
             drain(list(self.pipes.values())[failure.rank])
+
+
+Sender = LocalSender | RemoteSender
 
 
 class WeightChannel:

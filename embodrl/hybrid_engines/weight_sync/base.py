@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol, Self
 
 from torch import Tensor
@@ -30,6 +31,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     buckets,
     checksum,
     gathered,
+    layout_of,
     layout_problems,
     num_bytes,
 )
@@ -72,7 +74,7 @@ class Message(Header):
         sync: ``begin``, ``bucket`` or ``end``.
         index: of a bucket, from 0; of the end, the number of buckets.
         num_tensors: of the end, the number of tensors.
-        problem: of the end, why the sender stopped; of a bucket, why it can't be read.
+        problem: why the sender stopped, or why a bucket can't be read.
         checksums: of a bucket's tensors by name; empty where they are not checked.
         tensors: of a bucket, by name.
     """
@@ -213,7 +215,7 @@ class StreamSender(WeightSender):
                 num_buckets += 1
         except Exception as error:  # noqa: BLE001 - raised by _finish, after the receivers know
             failure = error
-        problem = "" if failure is None else str(failure)
+        problem = "" if failure is None else f"the sender failed with: {failure}"
         self._finish(Message(header.version, header.base, "end", num_buckets, num_tensors, problem), failure, check)
 
     @abstractmethod
@@ -298,31 +300,32 @@ class StreamReceiver(WeightReceiver):
         begin = self._begin(timeout_s)
         if begin is None:
             return None
-        tensors, num_buckets, failure = dict[str, Tensor](), 0, None
+        tensors, messages, failure = dict[str, Tensor](), self._messages(begin), None
         try:
             self._check_version(begin)
+            for index, message in enumerate(messages):
+                tensors |= _checked(message, index, len(tensors))
+            self._check_layout(begin.version, layout_of(tensors), begin.full)
         except WeightSyncError as error:
+            if self.is_broken:
+                raise
             failure = error
-        # It reads to the end after a failure, too: the others of a collective wait for it, and a pipe must be empty.
-        while (message := self._next(begin, num_buckets)).sync != "end":
-            if failure is None:
-                try:
-                    tensors |= _checked(message, num_buckets)
-                except WeightSyncError as error:
-                    failure = error
-                num_buckets += 1
-        try:
-            if failure is None:
-                _check_complete(message, num_buckets, len(tensors))
-                self._check_layout(begin.version, {n: tuple(t.shape) for n, t in tensors.items()}, begin.full)
-        except WeightSyncError as error:
-            failure = error
+            for _ in messages:  # to the end: the others of a collective wait for it, and a pipe must be empty
+                pass
         agreed = self._vote(failure is None)
         if failure is not None:
             raise failure
         if not agreed:
             raise IncompleteSyncError(f"another receiver refused the weights of version {begin.version}", HINT)
         return self._accept(begin, tensors)
+
+    def _messages(self, begin: Message) -> Iterator[Message]:
+        """Yield the buckets and the end."""
+        for num_buckets in count():
+            message = self._next(begin, num_buckets)
+            yield message
+            if message.sync == "end":
+                return
 
     @abstractmethod
     def _begin(self, timeout_s: float) -> Message | None:
@@ -337,26 +340,19 @@ class StreamReceiver(WeightReceiver):
         return agree
 
 
-def _checked(bucket: Message, expected: int) -> Mapping[str, Tensor]:
-    """Return the tensors of a bucket if it is the expected one and intact."""
-    weights = f"weights of version {bucket.version}"
-    if bucket.problem:
-        raise IncompleteSyncError(f"{weights}: {bucket.problem}", "use the same version of embodrl everywhere")
-    if bucket.index != expected:
-        raise IncompleteSyncError(f"{weights}: bucket {bucket.index} came where {expected} was due", HINT)
-    for name, crc32 in bucket.checksums.items():
-        check_bytes(name, bucket.version, checksum(bucket.tensors[name]), crc32)
-    return bucket.tensors
-
-
-def _check_complete(end: Message, num_buckets: int, num_tensors: int) -> None:
-    weights = f"weights of version {end.version}"
-    if end.problem:
-        stopped = f"stopped after {num_buckets} buckets: the sender failed with: {end.problem}"
-        raise IncompleteSyncError(f"{weights} {stopped}", HINT)
-    if (end.index, end.num_tensors) != (num_buckets, num_tensors):
-        came = f"{num_buckets} of {end.index} buckets with {num_tensors} of {end.num_tensors} tensors came"
+def _checked(message: Message, num_buckets: int, num_tensors: int) -> Mapping[str, Tensor]:
+    """Return the tensors of a message if it is the one that is due after so many buckets and tensors, and intact."""
+    weights = f"weights of version {message.version}"
+    if message.problem:
+        raise IncompleteSyncError(f"{weights} stopped after {num_buckets} buckets: {message.problem}", HINT)
+    if message.sync == "end" and (message.index, message.num_tensors) != (num_buckets, num_tensors):
+        came = f"{num_buckets} of {message.index} buckets with {num_tensors} of {message.num_tensors} tensors came"
         raise IncompleteSyncError(f"{weights}: {came}", HINT)
+    if message.index != num_buckets:
+        raise IncompleteSyncError(f"{weights}: bucket {message.index} came where {num_buckets} was due", HINT)
+    for name, crc32 in message.checksums.items():
+        check_bytes(name, message.version, checksum(message.tensors[name]), crc32)
+    return message.tensors
 
 
 def check_bytes(name: str, version: int, found: int, expected: int) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embodrl.errors import IncompleteSyncError
-from embodrl.fields import Fields
 from embodrl.models.base import VLAPolicy
 from embodrl.storage.files import raw_bytes
 
@@ -53,31 +53,16 @@ def buckets(stream: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]
         bucket.clear()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return e.g. ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def shape_of(entry: Fields) -> tuple[int, ...]:
-    """Return the field ``shape``, a list of sizes."""
-    sizes = entry.numbers("shape")
-    if not all(size >= 0 and size.is_integer() for size in sizes):
-        entry.refuse(f"'shape' is {sizes}, not a list of sizes")
-    return tuple(int(size) for size in sizes)
-
-
-def as_tensor(raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return bytes ``uint8[N]`` as a tensor of a named dtype and a shape, in the same memory.
+def unpacked(file: bytes, what: str) -> dict[str, Tensor]:
+    """Return the tensors of a bucket that was moved as a safetensors file.
 
     Raises:
-        IncompleteSyncError: there is no such dtype, or the bytes do not make up the shape.
+        IncompleteSyncError: it is none.
     """
-    kind: object = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or torch.Size(shape).numel() * kind.itemsize != raw.numel():
-        raise IncompleteSyncError(
-            f"{raw.numel()} bytes are not a tensor {dtype}{list(shape)}", "use the same version of embodrl everywhere"
-        )
-    return raw.view(kind).reshape(shape)
+    try:
+        return load(file)
+    except (SafetensorError, KeyError, ValueError) as error:  # KeyError: a dtype that only newer versions know
+        raise IncompleteSyncError(f"{what}: {error}", "use the same version of embodrl everywhere") from error
 
 
 def checksum(tensor: Tensor) -> int:

@@ -30,16 +30,9 @@ from embodrl.hybrid_engines.weight_sync.base import (
     WeightTarget,
     no_check,
 )
-from embodrl.hybrid_engines.weight_sync.buckets import (
-    DEFAULT_BUCKET_BYTES,
-    Layout,
-    as_tensor,
-    dtype_name,
-    num_bytes,
-    shape_of,
-)
+from embodrl.hybrid_engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Layout, unpacked
+from embodrl.storage.files import raw_bytes, safetensors_header
 
-_ALIGNMENT = 16
 SENDER = 0
 _POLL_S = 0.005
 _CONNECT_POLL_S = 0.02
@@ -249,22 +242,25 @@ class CollectiveSender(StreamSender):
         if message.sync == "begin":
             self._number += 1
             self.group.announce(self._number)
-        entries: list[Mapping[str, object]] = []
-        filled = 0
-        for name, tensor in message.tensors.items():
-            entry = {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "start": filled}
-            entries.append(entry | {"num_bytes": num_bytes(tensor)})
-            filled += -(-num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
-        if filled > len(self._buffer):
-            self._buffer = torch.empty(filled, dtype=torch.uint8, device=self.group.device)
-        start = 0
-        for tensor in message.tensors.values():
-            self._buffer[start : start + num_bytes(tensor)].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
-            start += -(-num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT
-        content = vars(message) | {"tensors": {}, "entries": entries, "num_bytes": filled}
+        packed = self._packed(message.tensors)
+        content = vars(message) | {"tensors": {}, "num_bytes": len(packed)}
         self.group.describe(json.dumps(content).encode())
         if message.sync == "bucket":
-            self.group.broadcast(self._buffer[:filled])
+            self.group.broadcast(packed)
+
+    def _packed(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return a bucket as a safetensors file ``uint8[N]`` on the group's device."""
+        header, names = safetensors_header(tensors)
+        pieces = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
+        pieces += [tensors[name].contiguous().reshape(-1).view(torch.uint8) for name in names]
+        size = sum(map(len, pieces))
+        if size > len(self._buffer):
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.group.device)
+        start = 0
+        for piece in pieces:
+            self._buffer[start : start + len(piece)].copy_(piece)
+            start += len(piece)
+        return self._buffer[:size]
 
     def _finish(self, end: Message, failure: Exception | None, check: Check) -> None:
         if failure is not None and self.group.broken:
@@ -313,7 +309,7 @@ class CollectiveReceiver(StreamReceiver):
         buffer = torch.empty(fields.integer("num_bytes"), dtype=torch.uint8, device=self.group.device)
         self.group.broadcast(buffer)
         try:
-            return replace(message, tensors=_unpacked(buffer.cpu(), fields.objects("entries")))
+            return replace(message, tensors=unpacked(raw_bytes(buffer).tobytes(), f"bucket {message.index}"))
         except IncompleteSyncError as error:  # refused by the vote, when everything has been read
             return replace(message, problem=error.message)
 
@@ -325,11 +321,3 @@ class CollectiveReceiver(StreamReceiver):
 
     def close(self) -> None:
         self.group.close()
-
-
-def _unpacked(buffer: Tensor, entries: list[Fields]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for entry in entries:
-        start, dtype, shape = entry.integer("start"), entry.text("dtype"), shape_of(entry)
-        tensors[entry.text("name")] = as_tensor(buffer[start : start + entry.integer("num_bytes")], dtype, shape)
-    return tensors

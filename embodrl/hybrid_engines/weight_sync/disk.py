@@ -1,7 +1,7 @@
 """Weight sync through a directory: between machines that share storage, and for processes that come and go.
 
-``DIR/v000012/`` holds safetensors files, ``manifest.json`` (file, place, dtype, shape and CRC-32 of every tensor) and,
-written last, ``STABLE`` with the SHA-256 of the manifest: a version without it does not exist for readers.
+``DIR/v000012/`` holds safetensors files, ``manifest.json`` (size and CRC-32 of each) and, written last, ``STABLE`` with
+the SHA-256 of the manifest: a version without it does not exist for readers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from embodrl.errors import IncompleteSyncError, OutputError, WeightSyncError, WeightVersionError
-from embodrl.fields import Fields, parse_fields, read_fields
+from embodrl.fields import parse_fields, read_fields
 from embodrl.hybrid_engines.weight_sync.base import (
     HINT,
     Check,
@@ -38,13 +37,10 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     DEFAULT_BUCKET_BYTES,
     Layout,
     Named,
-    as_tensor,
     buckets,
-    checksum,
-    dtype_name,
-    num_bytes,
-    shape_of,
+    layout_of,
     trained_names,
+    unpacked,
 )
 from embodrl.models.base import VLAPolicy
 from embodrl.storage.atomic import atomic_directory, write_file
@@ -54,7 +50,7 @@ from embodrl.storage.json_file import write_json_file
 logger = logging.getLogger(__name__)
 
 VERSIONS_KEPT = 2
-FORMAT = 1
+FORMAT = 2
 MANIFEST, STABLE = "manifest.json", "STABLE"
 _NAME = re.compile(r"v(\d{6,18})")
 _POLL_S = 0.05
@@ -123,12 +119,12 @@ class DiskSender(WeightSender):
 
     def _write(self, header: Header, stream: Iterator[Named], directory: Path) -> str:
         """Write a version without its mark; return the SHA-256 of its manifest."""
-        tensors: dict[str, dict[str, object]] = {}
-        files: dict[str, int] = {}
+        files: dict[str, dict[str, int]] = {}
         for bucket in buckets(stream, self.bucket_bytes):
-            name = f"bucket_{len(files):05d}.safetensors"
-            files[name] = write_file(directory / name, _recorded(dict(bucket), name, tensors))
-        content = {"format": FORMAT, "version": header.version, "base": header.base, "files": files, "tensors": tensors}
+            name, sums = f"bucket_{len(files):05d}.safetensors", [0]
+            size = write_file(directory / name, _summed(safetensors_bytes(dict(bucket)), sums))
+            files[name] = {"num_bytes": size, "crc32": sums[-1]}
+        content = {"format": FORMAT, "version": header.version, "base": header.base, "files": files}
         manifest = json.dumps(content, indent=1).encode()
         write_file(directory / MANIFEST, iter([manifest]))
         return hashlib.sha256(manifest).hexdigest()
@@ -154,51 +150,20 @@ class DiskSender(WeightSender):
             logger.warning("old weights %s could not be removed: %s", path, error)
 
 
-def _recorded(
-    bucket: dict[str, Tensor], file: str, tensors: dict[str, dict[str, object]]
-) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file, and record place and checksum of each of its tensors in ``tensors``."""
-    pieces = safetensors_bytes(bucket)
-    header = next(pieces)
-    yield header
-    offset = len(header)
-    for name in parse_fields(bytes(header[8:]), file):  # in the order of the file
-        tensor = bucket[name]
-        piece = next(pieces) if tensor.numel() else b""
-        facts = {"file": file, "offset": offset, "num_bytes": num_bytes(tensor), "dtype": dtype_name(tensor.dtype)}
-        tensors[name] = facts | {"shape": list(tensor.shape), "crc32": zlib.crc32(piece)}
-        offset += num_bytes(tensor)
+def _summed(pieces: Iterator[bytes | memoryview], sums: list[int]) -> Iterator[bytes | memoryview]:
+    """Yield pieces of a file; the CRC-32 of the file so far is the last of ``sums``."""
+    for piece in pieces:
+        sums.append(zlib.crc32(piece, sums[-1]))
         yield piece
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A tensor in a file of a version."""
-
-    file: str
-    offset: int
-    num_bytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    crc32: int
-
-    @classmethod
-    def read(cls, facts: Fields, files: dict[str, int]) -> _Place:
-        """Return the place of a tensor; it must be within one of the files."""
-        file, offset, size = facts.text("file"), facts.integer("offset"), facts.integer("num_bytes")
-        if offset + size > files.get(file, -1):
-            facts.refuse(f"bytes {offset} to {offset + size} are not in the file '{file}'")
-        return cls(file, offset, size, facts.text("dtype"), shape_of(facts), facts.integer("crc32"))
-
-
-@dataclass(frozen=True)
 class StoredVersion:
-    """A version on disk whose manifest is intact: sizes of its files, and places of its tensors, by name."""
+    """A version on disk whose manifest is intact: size and CRC-32 of its files, by name."""
 
     path: Path
     header: Header
-    files: dict[str, int]
-    tensors: dict[str, _Place]
+    files: dict[str, tuple[int, int]]
 
     @classmethod
     def open(cls, directory: Path, version: int) -> StoredVersion:
@@ -219,34 +184,30 @@ class StoredVersion:
         header = Header(manifest.integer("version"), manifest.integer("base"))
         if (manifest.integer("format"), header.version) != (FORMAT, version):
             manifest.refuse(f"format {manifest.integer('format')} of version {header.version}")
-        sizes, places = manifest.fields("files"), manifest.fields("tensors")
-        files = {name: sizes.integer(name) for name in sizes}
+        files = manifest.fields("files")
         if outside := [name for name in files if name in ("", ".", "..") or "/" in name or "\0" in name]:
-            sizes.refuse(f"{outside[0]!r} is not a file of this directory")
-        return cls(path, header, files, {name: _Place.read(places.fields(name), files) for name in places})
+            files.refuse(f"{outside[0]!r} is not a file of this directory")
+        facts = {name: files.fields(name) for name in files}
+        return cls(path, header, {name: (f.integer("num_bytes"), f.integer("crc32")) for name, f in facts.items()})
 
     def read(self) -> dict[str, Tensor]:
         """Return all tensors, in host memory.
 
         Raises:
             IncompleteSyncError: a file is missing, has another size than it was written with, or cannot be read.
-            WeightChecksumError: the bytes of a tensor are not those that were written.
+            WeightChecksumError: its bytes are not those that were written.
         """
         tensors: dict[str, Tensor] = {}
         with ExitStack() as stack:
             try:
                 # All are opened first: on a local disk they can then be read even if the sender removes the version.
                 streams = {name: stack.enter_context((self.path / name).open("rb")) for name in self.files}
-                for file, size in self.files.items():
-                    if (found := os.fstat(streams[file].fileno()).st_size) != size:
-                        raise _incomplete(self.path, f"{file} has {found} bytes instead of {size}")
-                for name, place in self.tensors.items():
-                    raw = torch.empty(place.num_bytes, dtype=torch.uint8)
-                    streams[place.file].seek(place.offset)
-                    if streams[place.file].readinto(raw.numpy().data) != len(raw):
-                        raise _incomplete(self.path, f"{place.file} ends within '{name}'")
-                    check_bytes(name, self.header.version, checksum(raw), place.crc32)
-                    tensors[name] = as_tensor(raw, place.dtype, place.shape)
+                for name, (size, crc32) in self.files.items():
+                    if (found := os.fstat(streams[name].fileno()).st_size) != size:
+                        raise _incomplete(self.path, f"{name} has {found} bytes instead of {size}")
+                    content = streams[name].read()
+                    check_bytes(name, self.header.version, zlib.crc32(content), crc32)
+                    tensors |= unpacked(content, str(self.path / name))
             except FileNotFoundError as error:
                 raise _incomplete(self.path, f"{Path(error.filename).name} is missing") from error
             except OSError as error:
@@ -290,11 +251,10 @@ class DiskReceiver(WeightReceiver):
                     f" {error.message}",
                     "send once with full=True",
                 ) from error
-        shapes = {name: place.shape for one in stored for name, place in one.tensors.items()}
-        self._check_layout(version, shapes, stored[0].header.full)
         tensors: dict[str, Tensor] = {}
         for one in reversed(stored):  # the newer one first: the sender keeps what it builds on for longer
             tensors = one.read() | tensors
+        self._check_layout(version, layout_of(tensors), stored[0].header.full)
         return self._accept(header, tensors)
 
 

@@ -23,7 +23,6 @@ from embodrl.hybrid_engines.weight_sync.buckets import layout_of, num_bytes, tra
 from embodrl.hybrid_engines.weight_sync.collective import SyncGroup
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.build import trainers_send
 from embodrl.scheduler.channel import LocalChannel, SharedChannel
 from embodrl.scheduler.group import Handle, WorkerGroup, first_cause
 from embodrl.scheduler.launchers.base import Outcome, free_port
@@ -31,6 +30,7 @@ from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.workers.actor import launch_trainers
 from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.remote_backend import sends_weights
 from embodrl.workers.weights import ReceiverThread, RemoteSender, Route, WeightChannel
 
 PIPE = "weights_0"
@@ -229,7 +229,7 @@ def test_who_sends() -> None:
 
     def sends(**changes: Any) -> bool:
         config = training_config(**changes)
-        return trainers_send(config, deployment_of(config))
+        return sends_weights(config, deployment_of(config))
 
     assert sends(**apart)
     assert not sends(actor={"own_process": True})
