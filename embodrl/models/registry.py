@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodrl.errors import EmbodrlError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.specs import MODELS, ModelSpec, RegisteredName
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def build_policy(
         continue_adapters(policy, report.adapters)
         report.conventions["adapters"] = report.adapters.describe()
     elif config.lora_path is not None and str(device) != "meta":
-        raise EmbodrlError(
+        raise CheckpointError(
             f"model.lora_path: no weights of {config.model_type} are loaded that adapters could be added to",
             "give the base model as model.model_path, or leave model.lora_path out",
             code="adapter-base",

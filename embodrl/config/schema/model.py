@@ -49,7 +49,7 @@ class ModelConfig(Section):
     lora_path: str | None = Field(
         default=None,
         description="adapters in peft's layout, a local directory or hub id, over the weights of model_path or"
-        " warm_start: they go on to train with trainable=lora of the same rank, else are merged",
+        " warm_start: they continue training with trainable=lora of the same rank, else are merged",
     )
     warm_start: str | None = Field(
         default="builtin",

@@ -4,7 +4,7 @@
 factors ``base_model.model.MODULE.lora_A.weight`` and ``.lora_B.weight``, and whole tensors (``modules_to_save``,
 biases) as ``base_model.model.TENSOR``. A base weight W becomes ``W + scale * B A`` (Hu et al., "LoRA", 2021, section
 4.1) with ``scale = alpha / rank``, or ``alpha / sqrt(rank)`` with rank-stabilised scaling (Kalajdzievski, 2023).
-Adapters either are added to the weights while these are read, in float32, or go on to train in layers of their own.
+Adapters either are added to the weights while these are read, in float32, or continue training in layers of their own.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Adapters:
     def describe(self) -> str:
         """Return what became of them in words."""
         parts = [f"{self.num_merged} merged in float32"] if self.num_merged else []
-        parts += [f"{len(self.kept)} go on to train"] if self.kept else []
+        parts += [f"{len(self.kept)} continue training"] if self.kept else []
         parts += [f"{len(self.whole)} whole tensors"] if self.whole else []
         trained = f"; trained on {self.base}" if self.base else ""
         return f"{', '.join(parts) or len(self.layers)} from {self.directory}{trained}"

@@ -109,7 +109,7 @@ def test_the_sum_is_rounded_once(bases: dict[str, Path], tmp_path: Path):
     assert torch.equal(policy.model.state_dict()[name], wanted.to(torch.bfloat16))
 
 
-def test_adapters_go_on_to_train(bases: dict[str, Path], tmp_path: Path):
+def test_adapters_continue_training(bases: dict[str, Path], tmp_path: Path):
     """Those of LoRA layers keep their values, those of other layers (a convolution, a head left out) are merged."""
     adapted = write_adapters("openvla", bases["openvla"], tmp_path)
     policy, report = load(
@@ -122,7 +122,9 @@ def test_adapters_go_on_to_train(bases: dict[str, Path], tmp_path: Path):
     wanted = adapted.merge_and_unload().state_dict()
     for name, value in merged_state_dict(policy.model).items():
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-6)
-    assert "go on to train" in report.conventions["adapters"] and "merged in float32" in report.conventions["adapters"]
+    assert (
+        "continue training" in report.conventions["adapters"] and "merged in float32" in report.conventions["adapters"]
+    )
     assert not hasattr(policy.model.vision_backbone.featurizer.blocks[0].attn.qkv, "lora_A")
 
 
