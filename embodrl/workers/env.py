@@ -17,6 +17,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.isolated import check_pins
+from embodrl.preflight.libero import check_mujoco
 from embodrl.specs import ENVS
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,9 @@ def check_simulator(config: Config) -> None:
     """
     _refuse_missing(config)
     outdated = check_pins(config.env.env_type) if config.env.python == AUTO else None
-    if outdated is not None:
-        logger.warning("%s: %s; %s", outdated.name, outdated.detail, outdated.hint)
+    newer = check_mujoco(interpreter_of(config)) if config.env.env_type == "libero" else None
+    for warning in filter(None, (outdated, newer)):
+        logger.warning("%s: %s; %s", warning.name, warning.detail, warning.hint)
 
 
 def _refuse_missing(config: Config) -> None:

@@ -23,7 +23,7 @@ from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training import sharded_checkpoint
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.sharding import held
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.policy import build_policy, configure_torch
@@ -196,7 +196,7 @@ class Comparer(Worker):
         size = config.actor.tensor_parallel_size
         mesh = init_device_mesh("cpu", (self.world_size // size, size), mesh_dim_names=("dp", "tp"))
         keep = config.algorithm.kl.coef > 0
-        return FsdpTrainEngine(build_policy(config), config.actor, 4, mesh, keep_reference=keep)
+        return FsdpTrainEngine(build_policy(config), EngineOptions(config.actor, 4, keep), mesh)
 
     def _native(
         self, family: str, config: Config, num_rollouts: int
@@ -206,7 +206,7 @@ class Comparer(Worker):
         policy = build_policy(config)
         batches = [tiny_rollout(family, policy, config, seed) for seed in range(num_rollouts)]
         keep = config.algorithm.kl.coef > 0
-        return NativeTrainEngine(policy, config.actor, 4, "cpu", keep_reference=keep), batches
+        return NativeTrainEngine(policy, EngineOptions(config.actor, 4, keep), "cpu"), batches
 
 
 def apart(mine: PolicyTrainEngine, theirs: PolicyTrainEngine) -> float:

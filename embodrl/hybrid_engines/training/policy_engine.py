@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from embodrl.algorithms.advantages import Advantages, explained_variance
 from embodrl.algorithms.decoupled import proximal_columns, staleness_metrics, staleness_of
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
-from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.config.schema import ActorConfig, AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, NonFiniteError, StepResult, TrainEngine
@@ -49,16 +50,37 @@ RowsT = TypeVar("RowsT", bound=Batch)
 """A minibatch: a flat ``TrajectoryBatch``, or the frames of supervised fine-tuning."""
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a run asks of its train engine.
+
+    Attributes:
+        config: precision, optimizer, and batch sizes over all processes but ``micro_batch_size``, which is that of one.
+        total_iterations: length of the run, for the learning-rate schedule.
+        keep_reference: keep the weights that train as they are now; a process keeps its part.
+        may_be_stale: rollouts may come from older policies; every update then reports how old they are.
+    """
+
+    config: ActorConfig
+    total_iterations: int
+    keep_reference: bool = False
+    may_be_stale: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> EngineOptions:
+        """Return the options of a run."""
+        kept, stale = config.algorithm.kl.coef > 0, config.runner.max_staleness > 0
+        return cls(config.actor, config.runner.max_iterations, kept, stale)
+
+
 class PolicyTrainEngine(TrainEngine):
     """AdamW on the weights of a policy.
 
     Args:
         policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and already sharded if it is
             to be.
-        config: batch sizes, precision, optimizer.
-        total_iterations: length of the run, for the learning-rate schedule.
+        options: what the run asks for.
         device: where the policy trains.
-        may_be_stale: rollouts may come from older policies; every update then reports how old they are.
 
     Attributes:
         memory: what ``offload`` takes off the device.
@@ -69,20 +91,10 @@ class PolicyTrainEngine(TrainEngine):
     shares_weights = False
     is_shared = False
 
-    def __init__(
-        self,
-        policy: VLAPolicy,
-        config: ActorConfig,
-        total_iterations: int,
-        device: torch.device | str,
-        may_be_stale: bool = False,
-    ) -> None:
+    def __init__(self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.policy = policy
-        self.config = config
-        self.total_iterations = total_iterations
-        self.precision: Precision = resolve_precision(config.precision, self.device)
-        self.may_be_stale = may_be_stale
+        self.policy, self.options, self.config = policy, options, options.config
+        self.precision: Precision = resolve_precision(self.config.precision, self.device)
         self.version = 0
         self.nonfinite_in_row = 0
         groups = policy.trainable_groups()
@@ -149,7 +161,7 @@ class PolicyTrainEngine(TrainEngine):
         self.onload()
         needs_values = LOSSES.entry(algorithm.loss_type).needs_values
         critic_warmup = self._critic_warmup(algorithm)
-        length = self.config.optim.schedule_iterations or self.total_iterations
+        length = self.config.optim.schedule_iterations or self.options.total_iterations
         rates = learning_rates(self.config.optim, self.version, length, critic_warmup)
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
         loss_fn = make_loss(self.evaluate, algorithm, needs_values)
@@ -181,7 +193,7 @@ class PolicyTrainEngine(TrainEngine):
         self.version += 1
         self._check_weights()
         result = {f"train/{name}": total if is_largest(name) else total / num_updates for name, total in totals.items()}
-        if self.may_be_stale or algorithm.decoupled.enabled or bool(staleness.any()):
+        if self.options.may_be_stale or algorithm.decoupled.enabled or bool(staleness.any()):
             result |= staleness_metrics(staleness, batch.valid)
         if needs_values:
             result["train/explained_variance"] = explained_variance(
