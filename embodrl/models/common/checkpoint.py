@@ -253,6 +253,7 @@ def fill(
     dtype: torch.dtype,
     aliases: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
+    in_float32: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Give a network that was built on the meta device its weights, so that a large one is never held twice.
 
@@ -265,14 +266,28 @@ def fill(
         dtype: of the weights.
         aliases: see ``load_strict``.
         ignore: see ``load_strict``.
+        in_float32: see ``load_strict``.
     """
     if files:
         adapters = report.adapters
-        load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore, adapters=adapters)
+        load_strict(
+            model,
+            files,
+            report,
+            device=device,
+            dtype=dtype,
+            aliases=aliases,
+            ignore=ignore,
+            adapters=adapters,
+            in_float32=in_float32,
+        )
         if adapters is not None:
             adapters.check_used()
         return
-    model.to(dtype).to_empty(device=device)
+    model.to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.float() if in_float32(name) else parameter.data
+    model.to_empty(device=device)
     init_weights()
     report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
 
@@ -287,6 +302,7 @@ def load_strict(
     aliases: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
     adapters: Adapters | None = None,
+    in_float32: Callable[[str], bool] = lambda name: False,
 ) -> LoadReport:
     """Put the tensors of safetensors files into a module, which may be on the meta device.
 
@@ -299,6 +315,7 @@ def load_strict(
         aliases: names in the file to names in the module.
         ignore: names in the file that are not used, with the reason.
         adapters: added to the weights in float32, before these take their type.
+        in_float32: tells by the name in the module which floating-point tensors are float32 whatever ``dtype`` is.
 
     Returns:
         ``report``.
@@ -326,13 +343,14 @@ def load_strict(
                     if name != stored:
                         report.aliased[stored] = name
                     changed = adapters is not None and adapters.take(name, shape, module)
+                    final = torch.float32 if in_float32(name) else dtype
                     if on_meta:
-                        state[name] = torch.empty(shape, dtype=dtype, device="meta")
+                        state[name] = torch.empty(shape, dtype=final, device="meta")
                         continue
-                    floating, exact = expected[name].is_floating_point(), torch.float32 if changed else dtype
+                    floating, exact = expected[name].is_floating_point(), torch.float32 if changed else final
                     state[name] = _checked(reader.get_tensor(stored), stored, floating, exact, path)
                     if changed and adapters is not None:
-                        state[name] = adapters.merged(name, state[name]).to(dtype)
+                        state[name] = adapters.merged(name, state[name]).to(final)
     mismatched = {name for name, _, _ in report.mismatched}
     report.missing.extend(name for name in expected if name not in state and name not in mismatched)
     if not report.ok:

@@ -10,6 +10,7 @@ import torch
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import OWN_SECTION
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
@@ -19,12 +20,11 @@ from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import (
     ChatTokenizer,
     Gr00tProcessor,
-    choose_robot,
     has_tokenizer,
-    identity_metadata,
     load_chat_tokenizer,
     tiny_chat_tokenizer,
 )
+from embodrl.models.gr00t.robots import Keys, choose_keys, choose_robot, identity_metadata
 from embodrl.models.gr00t.spec import Gr00tModelConfig
 
 EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
@@ -72,7 +72,17 @@ def build_gr00t(
         tokenizer = _tokenizer(directory, found)
         files = checkpoint.weight_files(directory)
         model_config, aliases = _fitted(found, files, directory)
-    robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, report.source)
+    public = directory is not None and OWN_SECTION not in model_config.raw
+    settings, used = Keys(config.gr00t.state_keys, config.gr00t.action_keys), dict(model_config.keys)
+
+    def keys_of(name: str) -> Keys:
+        used[name], origin = choose_keys(name, settings, model_config.keys, public, report.source)
+        if directory is not None:
+            report.conventions[f"keys of {name}"] = origin
+        return used[name]
+
+    robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, report.source, keys_of)
+    model_config = replace(model_config, keys=used)
     generator = new_generator(device, seed)
     with torch.device("meta"):
         model = Gr00tModel(model_config)

@@ -22,7 +22,7 @@ from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.spec import MISSING_CONFIG, PiModelConfig
 from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot, read_openpi
 from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
-from embodrl.models.pi.weights import EMBEDDING, EXPERT, LANGUAGE, TOWER, aliases_and_ignored, variant_of
+from embodrl.models.pi.weights import EMBEDDING, EXPERT, LANGUAGE, TOWER, aliases_and_ignored, in_float32, variant_of
 
 TINY_STATS_KEY = "maniskill"
 
@@ -92,6 +92,7 @@ def build_pi(
         dtype=dtype,
         aliases=aliases,
         ignore=ignore,
+        in_float32=in_float32,
     )
     feature_dim = model_config.expert.width
     chosen = config.value_head.input
