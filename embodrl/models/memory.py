@@ -117,6 +117,7 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
         patches = num_cameras * policy.model.config.num_patches
         text = policy.processor.max_prompt_tokens + policy.num_action_chunks * policy.action_dim
         counts += [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
+        counts += [(parts[name], policy.num_action_chunks) for name in parts if name == "action_head"]
     elif isinstance(policy, PiPolicy):
         patches = num_cameras * policy.model.config.siglip.num_patches
         prefix = patches + policy.model.config.max_prompt_tokens

@@ -12,7 +12,7 @@ from worker_classes import Adder, Reducer, Talker
 from embodrl.config import load_config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import ProcessPlace
-from embodrl.errors import ChannelTimeout, EmbodrlError, MessageError, WorkerRaised
+from embodrl.errors import ChannelTimeout, EmbodrlError, MessageError, WorkerDied, WorkerRaised
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -204,8 +204,18 @@ def test_ranks_meet_in_torch_distributed(launcher):
         assert group.total(2.0).result(CALL_S) == [6.0, 6.0]
 
 
-def test_one_can_be_started_anew(launcher):
+def test_a_worker_can_be_restarted(launcher):
     with WorkerGroup(Adder, "again", offset=1).launch(PLACES, launcher, timeout_s=START_S) as group:
         group.note("before").result(CALL_S)
         group.restart(1, timeout_s=START_S)
         assert group.note("after").result(CALL_S) == [["before", "after"], ["after"]]
+
+
+def test_a_worker_that_is_out_of_memory_ends_and_can_be_restarted(launcher):
+    if not isinstance(launcher, ProcessLauncher):
+        pytest.skip("only this launcher's workers have a process to themselves")
+    with WorkerGroup(Adder, "hungry", offset=1).launch(PLACES[:1], launcher, timeout_s=START_S) as group:
+        with pytest.raises(WorkerDied):
+            group.run_out_of_memory().result(CALL_S)
+        group.restart(0, timeout_s=START_S)
+        assert group.note("after").result(CALL_S) == [["after"]]

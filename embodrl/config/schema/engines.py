@@ -96,6 +96,12 @@ class ActorConfig(Section):
         description="keep what only training needs in main memory while rollouts are run: optimizer state,"
         " gradients, reference, and weights that no rollout uses; on a CPU it is moved as well, which saves nothing",
     )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="times that a run continues from its newest checkpoint, within cluster.restart_window_s, after a"
+        " training process of its own has died or hung",
+    )
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
 

@@ -86,7 +86,7 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
     if len(types) > 1:
         raise EmbodrlError(
             f"weights that train are of {' and '.join(sorted(map(str, types)))}, and FSDP takes one type",
-            "set actor.param_dtype=fp32 (actor.fsdp.gather_dtype=bf16 halves what is gathered), or model.trainable=lora",
+            "set actor.param_dtype=fp32 with actor.fsdp.gather_dtype=bf16, or model.trainable=lora",
             code="fsdp-types",
         )
     gathered = torch.bfloat16 if config.gather_dtype == "bf16" else None

@@ -33,8 +33,10 @@ INDEX_FILE = "model.safetensors.index.json"
 NAMES_IN_MESSAGE = 20
 MAX_SHARD_BYTES = 5 * 1024**3
 MAX_HASHING_THREADS = 4
-# Of OpenVLA-OFT, the projector of the robot's state, and the continuous action head, by which a checkpoint is refused.
-_OFT_PATTERNS = ["proprio_projector--*.pt", "action_head--*.pt"]
+# Of OpenVLA-OFT: components in files of their own, and one by which a checkpoint is refused.
+_OFT_PATTERNS = [
+    f"{name}--*.pt" for name in ("proprio_projector", "action_head", "vision_backbone", "noisy_action_projector")
+]
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt", *_OFT_PATTERNS]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "fetch or make the checkpoint again"
@@ -101,7 +103,7 @@ def place_of(name: str | Path, directory: Path, report: LoadReport) -> Path:
 def resolve(model_path: str, setting: str = "model.model_path") -> Path:
     """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
 
-    Only safetensors, JSON and tokenizer files are fetched, and two of OpenVLA-OFT's; never code.
+    Only safetensors, JSON and tokenizer files are fetched, and OpenVLA-OFT's components; never code.
 
     Args:
         model_path: a directory, or the hub's ``OWNER/NAME``.
@@ -254,6 +256,7 @@ def fill(
     aliases: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
     in_float32: Callable[[str], bool] = lambda name: False,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Give a network that was built on the meta device its weights, so that a large one is never held twice.
 
@@ -267,6 +270,7 @@ def fill(
         aliases: see ``load_strict``.
         ignore: see ``load_strict``.
         in_float32: see ``load_strict``.
+        tensors: see ``load_strict``.
     """
     if files:
         adapters = report.adapters
@@ -280,6 +284,7 @@ def fill(
             ignore=ignore,
             adapters=adapters,
             in_float32=in_float32,
+            tensors=tensors,
         )
         if adapters is not None:
             adapters.check_used()
@@ -288,7 +293,8 @@ def fill(
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.float() if in_float32(name) else parameter.data
     model.to_empty(device=device)
-    init_weights()
+    if device.type != "meta":
+        init_weights()
     report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
 
 
@@ -303,6 +309,7 @@ def load_strict(
     ignore: Mapping[str, str] | None = None,
     adapters: Adapters | None = None,
     in_float32: Callable[[str], bool] = lambda name: False,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> LoadReport:
     """Put the tensors of safetensors files into a module, which may be on the meta device.
 
@@ -316,6 +323,7 @@ def load_strict(
         ignore: names in the file that are not used, with the reason.
         adapters: added to the weights in float32, before these take their type.
         in_float32: tells by the name in the module which floating-point tensors are float32 whatever ``dtype`` is.
+        tensors: further ones by their names in the module, from files of another format.
 
     Returns:
         ``report``.
@@ -351,6 +359,7 @@ def load_strict(
                     state[name] = _checked(reader.get_tensor(stored), stored, floating, exact, path)
                     if changed and adapters is not None:
                         state[name] = adapters.merged(name, state[name]).to(final)
+    _add(tensors or {}, expected, state, report, torch.device(device), dtype)
     mismatched = {name for name, _, _ in report.mismatched}
     report.missing.extend(name for name in expected if name not in state and name not in mismatched)
     if not report.ok:
@@ -365,6 +374,22 @@ def load_strict(
         parameter.requires_grad_(trainable[name])
     report.num_loaded += len(state)
     return report
+
+
+def _add(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    state: dict[str, Tensor],
+    report: LoadReport,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Put tensors that are read already beside those of the files."""
+    for name, tensor in tensors.items():
+        if _is_loadable(name, name, tuple(tensor.shape), expected, state, report):
+            value = tensor.to(device)
+            on_meta = device.type == "meta"
+            state[name] = value.to(dtype) if on_meta else _checked(value, name, True, dtype, Path(report.source))
 
 
 @contextlib.contextmanager
