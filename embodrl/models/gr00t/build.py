@@ -14,6 +14,7 @@ from embodrl.models.common.config_file import OWN_SECTION
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.gr00t.config import METADATA_FILE, NEW_EMBODIMENT, Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.policy import Gr00tPolicy
@@ -72,10 +73,16 @@ def build_gr00t(
         tokenizer = _tokenizer(directory, found)
         files = checkpoint.weight_files(directory)
         model_config, aliases = _fitted(found, files, directory)
-    public = directory is not None and OWN_SECTION not in model_config.raw
     settings, used = Keys(config.gr00t.state_keys, config.gr00t.action_keys), dict(model_config.keys)
+    given = given_sets(config, "gr00t", NEW_EMBODIMENT)
+    if given:
+        model_config = replace(model_config, metadata=given)
+    public = directory is not None and OWN_SECTION not in model_config.raw
 
     def keys_of(name: str) -> Keys:
+        if given:  # of the whole state and action
+            used[name] = settings
+            return settings
         used[name], origin = choose_keys(name, settings, model_config.keys, public, report.source)
         if directory is not None:
             report.conventions[f"keys of {name}"] = origin

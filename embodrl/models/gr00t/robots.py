@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.norm_stats import StatsSets, choose_key, read_range, read_values
+from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, read_range, read_values
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +217,8 @@ def choose_robot(
         found = 0 if action is None else action.dims
         raise CheckpointError(
             f"{source}: action statistics of '{key}' have {found} dimensions, not {action_dim}",
-            f"set model.action_dim={found}, choose another robot with model.unnorm_key, or the parts that your"
-            " environment has with model.gr00t.action_keys",
+            f"set model.action_dim={found}, choose another robot with model.unnorm_key or the parts that your environment"
+            f" has with model.gr00t.action_keys, or {COMPUTE}",
         )
     return RobotStats(key, action, _joined(statistics.fields("state", {}), keys.state, "state"))
 
