@@ -217,8 +217,8 @@ def choose_robot(
         found = 0 if action is None else action.dims
         raise CheckpointError(
             f"{source}: action statistics of '{key}' have {found} dimensions, not {action_dim}",
-            f"set model.action_dim={found}, choose another robot with model.unnorm_key or the parts that your environment"
-            f" has with model.gr00t.action_keys, or {COMPUTE}",
+            f"set model.action_dim={found}, choose another robot with model.unnorm_key or parts of it with"
+            f" model.gr00t.action_keys, or {COMPUTE}",
         )
     return RobotStats(key, action, _joined(statistics.fields("state", {}), keys.state, "state"))
 
