@@ -1,5 +1,6 @@
 """Trackers and files that fail: what they cost, and what is said."""
 
+import errno
 import json
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import OutputError
 from embodrl.reporting import sinks
+from embodrl.reporting.report import write_report
 from embodrl.reporting.sinks import MetricsLogger
 
 WANDB = LoggerConfig(tensorboard=False, wandb_mode="online")
@@ -57,6 +59,25 @@ def test_weights_and_biases_may_fail_anywhere(
     assert [row["iteration"] for row in rows] == [1, 2, 3]
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "Weights & Biases is off" in warning.getMessage()
+
+
+def test_a_report_that_finds_the_disk_full_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MetricsLogger(tmp_path, LoggerConfig(tensorboard=False)) as metrics:
+        metrics.log({"iteration": 1, "time/total_s": 1.0})
+    before = write_report(tmp_path).read_bytes()
+
+    def full(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text.encode()[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OutputError, match=r"report\.html") as caught:
+        write_report(tmp_path)
+    assert "free disk space" in caught.value.hint
+    assert (tmp_path / "report.html").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
 
 
 @pytest.mark.parametrize("resume_iteration", [None, 2])

@@ -115,6 +115,7 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir: Path) -> None:
     assert load_saved(run_dir, [])[0].config.runner.seed == 3
 
 
+@pytest.mark.parametrize("backend", ["native", "fsdp"])
 @pytest.mark.parametrize(
     ("change", "key"),
     [
@@ -123,12 +124,13 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir: Path) -> None:
         ("model=pi0", "model.model_type"),
     ],
 )
-def test_what_a_checkpoint_can_not_be_resumed_with_is_refused(change: str, key: str) -> None:
-    old = load_config(OVERRIDES)
+def test_what_a_checkpoint_can_not_be_resumed_with_is_refused(change: str, key: str, backend: str) -> None:
+    mine = [*OVERRIDES, f"actor.training_backend={backend}"]
+    old = load_config(mine)
     with raises_code("settings-fixed", ConfigError) as caught:
-        refuse_impossible(load_config([*OVERRIDES, change]).config, old.to_yaml())
+        refuse_impossible(load_config([*mine, change]).config, old.to_yaml())
     assert key in [problem.key for problem in caught.value.problems]
-    refuse_impossible(load_config([*OVERRIDES, "algorithm.gamma=0.5", "runner.seed=8"]).config, old.to_yaml())
+    refuse_impossible(load_config([*mine, "algorithm.gamma=0.5", "runner.seed=8"]).config, old.to_yaml())
     refuse_impossible(old.config, None)  # a checkpoint of an earlier version
 
 
