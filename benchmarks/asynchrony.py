@@ -26,6 +26,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.load import load_config
 from embodrl.storage.json_file import write_json_file
@@ -73,7 +74,7 @@ def build(config: Config, pool: EnvPool) -> Sides:
     """Return fresh weights, optimizer and rollouts on a started pool."""
     policy, cores = build_policy(config), num_threads(config)
     ahead = config.runner.max_staleness > 0
-    engine = NativeTrainEngine(policy, config.actor, 1000, policy.device, cores, may_be_stale=ahead)
+    engine = NativeTrainEngine(policy, EngineOptions(config.actor, 1000, may_be_stale=ahead), policy.device, cores)
     acting = make_rollout_engine(config, policy, cores)
     source = make_collector(config, pool, acting, lambda: False, False)
     return Sides(config, policy, engine, source, torch.Generator().manual_seed(config.runner.seed))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_ENV, DEFAULT_MODEL = "maniskill", "openvla"
 
+REWARD_MODES = ("dense_delta", "potential", "dense", "sparse")
+"""Values of ``env.reward_mode``."""
 READABLE = ("cameras", "image_size", "reward_mode", "success_bonus", "render_detail", "action_dim", "video")
 """Common settings that only some VectorEnv classes take as constructor arguments."""
 
@@ -99,7 +101,7 @@ class SimulatorSpec(Spec):
         action_dim: numbers of an action; None if the configuration says it.
         batched_by: setting and value with which one process simulates all environments.
         gpu_settings: settings with the value that needs a GPU.
-        reward_modes: values of ``env.reward_mode`` that it has; None: all.
+        reward_modes: values of ``env.reward_mode`` that it has; None: all but ``potential``.
         cameras: names of cameras with a pose; None: any name.
         posed_cameras: cameras of other names can be placed with eye and target.
         camera_poses: the pose and field of view of cameras can be set.
@@ -260,6 +262,32 @@ class PipelineSpec(Entry):
     setting: tuple[str, object] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProtocolSpec(Entry):
+    """How published success rates were measured: settings that ``protocol=NAME`` gives in place of the presets'.
+
+    Attributes:
+        env_type: the environment that it is about.
+        source: where it is written down.
+        settings: dotted key -> value, whatever the model.
+        models: model family -> further settings.
+        step_limits: model family, or "" for the others -> suite -> ``env.max_episode_steps``.
+        episodes_per_task: of an evaluation.
+        camera_px: height and width of all cameras, in pixels.
+        differs: what it does that embodrl does not repeat; "" for nothing that is known.
+    """
+
+    target: Callable[..., object] | str = ""
+    env_type: str
+    source: str
+    settings: Mapping[str, object]
+    models: Mapping[str, Mapping[str, object]] = field(default_factory=dict[str, Mapping[str, object]])
+    step_limits: Mapping[str, Mapping[str, int]]
+    episodes_per_task: int
+    camera_px: int
+    differs: str = ""
+
+
 class FunctionRegistry(Registry[FunctionSpec]):
     """A registry whose names may also be ``module:function``: what validation needs follows from the signature.
 
@@ -363,6 +391,16 @@ PIPELINES = Registry(
     builtin={
         name: f"embodrl.pipelines.builtin:{name.upper()}"
         for name in ("srpo", "dapo", "cpgd", "gspo", "ppo", "grpo", "rloo", "reinforce_pp")
+    },
+)
+
+
+PROTOCOLS = Registry(
+    "protocol",
+    ProtocolSpec,
+    builtin={
+        name: f"embodrl.envs.libero.protocols:{name.upper()}"
+        for name in ("openvla", "openvla_oft", "openpi", "simplevla", "rlinf")
     },
 )
 

@@ -25,6 +25,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.runs.load import load_config
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.collector import SyncCollector
@@ -78,7 +79,7 @@ def _iterations(
 ) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     threads = num_threads(config)
-    engine = NativeTrainEngine(policy, config.actor, warm_up + iterations, device, threads)
+    engine = NativeTrainEngine(policy, EngineOptions(config.actor, warm_up + iterations), device, threads)
     acting = make_rollout_engine(config, policy, threads)
     worker = SyncCollector(config, pool, acting, lambda: False)
     shuffle = torch.Generator().manual_seed(config.runner.seed)

@@ -13,7 +13,18 @@ from embodrl.cli.common import Debug, execute
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.registry import Registry
-from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, FunctionSpec, PipelineSpec, SimulatorSpec, Spec
+from embodrl.specs import (
+    ADVANTAGES,
+    ENVS,
+    LOSSES,
+    MODELS,
+    PIPELINES,
+    PROTOCOLS,
+    FunctionSpec,
+    PipelineSpec,
+    SimulatorSpec,
+    Spec,
+)
 
 MODEL_FACTS = {
     "sizes": "parameters",
@@ -35,6 +46,7 @@ class Kind(StrEnum):
     envs = "envs"
     algorithms = "algorithms"
     pipelines = "pipelines"
+    protocols = "protocols"
     presets = "presets"
 
 
@@ -58,7 +70,7 @@ def list_names(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines and presets.
+    """List models, environments, algorithms, pipelines, evaluation protocols and presets.
 
     \b
     Examples:
@@ -185,6 +197,28 @@ def pipelines() -> str:
     return rows(entries(PIPELINES))
 
 
+def protocols() -> str:
+    """Return the evaluation protocols, each with what it sets and where that is written down."""
+    table: list[tuple[str, str]] = []
+    for spec in PROTOCOLS.all():
+        facts = {"": ", ".join(f"{key}={value}" for key, value in spec.settings.items())}
+        facts |= {
+            name: ", ".join(f"{key}={value}" for key, value in settings.items())
+            for name, settings in spec.models.items()
+        }
+        facts |= {
+            f"steps{f', {name}' * bool(name)}": ", ".join(f"{suite} {steps}" for suite, steps in limits.items())
+            for name, limits in spec.step_limits.items()
+        }
+        facts["episodes"] = f"{spec.episodes_per_task} a task, cameras of {spec.camera_px} x {spec.camera_px} pixels"
+        facts |= {"differs": spec.differs} if spec.differs else {}
+        facts["source"] = spec.source
+        width = max(map(len, facts))
+        table.append((spec.name, spec.description))
+        table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
+    return rows(table)
+
+
 def presets() -> str:
     """Return the presets of every group with the first line of their comment."""
     from embodrl.config import compose
@@ -200,5 +234,6 @@ SECTIONS = {
     Kind.envs: envs,
     Kind.algorithms: algorithms,
     Kind.pipelines: pipelines,
+    Kind.protocols: protocols,
     Kind.presets: presets,
 }

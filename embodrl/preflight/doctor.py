@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from embodrl.config.isolated import installed_python
 from embodrl.errors import MissingDependencyError
 from embodrl.preflight import libero, vulkan
 from embodrl.preflight.extras import check_extras
@@ -238,7 +239,9 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[
         *check_others(extensions),
     ]
     if libero.wanted():
-        findings.append(libero.check_libero())
+        python = installed_python("libero")
+        newer = libero.check_mujoco(None if python is None else str(python))
+        findings += [libero.check_libero(), *filter(None, [newer])]
     return findings + check_all_pins() + check_extras()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 from embodrl.config.isolated import installed_python
@@ -16,6 +18,10 @@ from embodrl.specs import ENVS
 
 INSTALL = "embodrl env install libero"
 ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
+NEWEST_MUJOCO = (3, 3, 2)
+"""3.3.3 draws the floor of libero_object darker (github.com/Lifelong-Robot-Learning/LIBERO, issue 88); since 3.4 a bowl
+of libero_spatial's sixth task does not settle as before (github.com/RLinf/RLinf, issue 1460)."""
+_MUJOCO = "from importlib.metadata import version; print(version('mujoco'))"
 _PROBE = (
     "import importlib.util as u, pathlib; s = u.find_spec('libero'); "
     "print(pathlib.Path(s.submodule_search_locations[0]) / 'libero' if s else '')"
@@ -66,6 +72,24 @@ def preflight_libero(python: str | None, assets: str | None) -> None:
     found = problems(python, assets)
     if found:
         raise MissingDependencyError("; ".join(message for message, _ in found), "; ".join(hint for _, hint in found))
+
+
+def check_mujoco(python: str | None) -> Finding | None:
+    """Return a warning if an interpreter (None: this one) has a MuJoCo that draws or settles LIBERO's scenes otherwise.
+
+    One that can't be asked is none; that LIBERO is missing there is reported by ``problems``.
+    """
+    try:
+        found = metadata.version("mujoco") if python is None else ask(python, _MUJOCO).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired, metadata.PackageNotFoundError):
+        return None
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    if numbers <= NEWEST_MUJOCO:
+        return None
+    newest = ".".join(map(str, NEWEST_MUJOCO))
+    detail = f"MuJoCo {found} draws libero_object darker and settles some objects otherwise than {newest} and before,"
+    detail += " with which published figures were made"
+    return Finding("mujoco-version", "warning", detail, f"{INSTALL} --force, or pip install mujoco=={newest}")
 
 
 def wanted() -> bool:

@@ -26,7 +26,7 @@ from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.megatron.core import start
 from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.training.sharded_checkpoint import (
     FileFacts,
@@ -104,26 +104,16 @@ def saves_shards(config: Config, deployment: Deployment) -> bool:
 
 
 def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights: bool) -> NativeTrainEngine:
-    return NativeTrainEngine(
-        policy,
-        config.actor,
-        config.runner.max_iterations,
-        policy.device,
-        cores,
-        keep_reference=config.algorithm.kl.coef > 0,
-        may_be_stale=config.runner.max_staleness > 0,
-        shares_weights=shares_weights,
-    )
+    return NativeTrainEngine(policy, EngineOptions.of(config), policy.device, cores, shares_weights)
 
 
 def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> PolicyTrainEngine:
-    total, keep_reference = config.runner.max_iterations, config.algorithm.kl.coef > 0
-    may_be_stale = config.runner.max_staleness > 0
+    options = EngineOptions.of(config)
     if config.actor.training_backend == "fsdp":
-        return FsdpTrainEngine(policy, config.actor, total, mesh, keep_reference, may_be_stale)
+        return FsdpTrainEngine(policy, options, mesh)
     assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
     start(config.actor.tensor_parallel_size)
-    return MegatronTrainEngine(policy, config.model, config.actor, total, mesh, keep_reference, may_be_stale)
+    return MegatronTrainEngine(policy, config.model, options, mesh)
 
 
 class ActorWorker(SendingWorker):
@@ -190,9 +180,11 @@ class ActorWorker(SendingWorker):
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
-    def proximal(self, batch: TrajectoryBatch, algorithm: str) -> tuple[Tensor, Tensor | None] | None:
+    def proximal(
+        self, batch: TrajectoryBatch, algorithm: str, every_chunk: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
         """From rank 0 alone."""
-        found = self.engine.proximal(batch, AlgorithmConfig.model_validate_json(algorithm))
+        found = self.engine.proximal(batch, AlgorithmConfig.model_validate_json(algorithm), every_chunk)
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")

@@ -17,6 +17,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.isolated import check_pins
+from embodrl.preflight.libero import check_mujoco
 from embodrl.specs import ENVS
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,9 @@ def check_simulator(config: Config) -> None:
     """
     _refuse_missing(config)
     outdated = check_pins(config.env.env_type) if config.env.python == AUTO else None
-    if outdated is not None:
-        logger.warning("%s: %s; %s", outdated.name, outdated.detail, outdated.hint)
+    newer = check_mujoco(interpreter_of(config)) if config.env.env_type == "libero" else None
+    for warning in filter(None, (outdated, newer)):
+        logger.warning("%s: %s; %s", warning.name, warning.detail, warning.hint)
 
 
 def _refuse_missing(config: Config) -> None:
@@ -100,7 +102,7 @@ def env_kwargs(config: Config) -> dict[str, object]:
     readable: dict[str, dict[str, object]] = {
         "cameras": {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]},
         "image_size": {"image_size": env.cameras[0].height},
-        "reward_mode": {"reward_mode": env.reward_mode},
+        "reward_mode": {"reward_mode": env.reward_mode} | _shaping(config),
         "success_bonus": {"success_bonus": env.success_bonus},
         "render_detail": {"render_detail": env.render_detail},
         "action_dim": {"action_dim": config.model.action_dim},
@@ -118,6 +120,13 @@ def env_kwargs(config: Config) -> dict[str, object]:
         kwargs |= readable[name]
     own = set(type(env).model_fields) - set(EnvConfig.model_fields)
     return kwargs | env.model_dump(mode="json", include=own)
+
+
+def _shaping(config: Config) -> dict[str, object]:
+    if config.env.reward_mode != "potential":
+        return {}
+    per_action = config.algorithm.reward_type == "action_level"
+    return {"shaping_gamma": config.algorithm.gamma, "discounts_actions": per_action}
 
 
 def make_pool(

@@ -239,17 +239,11 @@ RULES = [
         "every-task-has-a-group",
         ("algorithm.group_size=32", "env.tasks=[PushCube-v1,PullCube-v1]", "env.num_processes=1"),
     ),
-    Wrong(
-        "chunks and rollout",
-        "env.train.max_steps_per_rollout_epoch",
-        "chunks-fill-episodes",
-        ("env.train.max_steps_per_rollout_epoch=93",),
-    ),
-    Wrong("chunks and episode", "env.max_episode_steps", "chunks-fill-episodes", ("env.max_episode_steps=52",)),
+    Wrong("protocol of another simulator", "protocol", "protocol-is-of-the-environment", ("protocol=openvla",)),
     Wrong(
         "chunk longer than the episode",
         "model.num_action_chunks",
-        "chunks-fill-episodes",
+        "chunks-fit-into-episodes",
         ("model.num_action_chunks=100",),
         more=("actor.global_batch_size",),
     ),
@@ -280,6 +274,12 @@ RULES = [
         "env.reward_mode",
         "env-has-the-reward",
         ("env.reward_mode=dense_delta", "env=gymnasium"),
+    ),
+    Wrong(
+        "potentials of gymnasium",
+        "env.reward_mode",
+        "env-has-the-reward",
+        ("env.reward_mode=potential", "env=gymnasium"),
     ),
     Wrong(
         "camera of another simulator",

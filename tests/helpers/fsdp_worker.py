@@ -23,7 +23,7 @@ from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training import sharded_checkpoint
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.sharding import held
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.policy import build_policy, configure_torch
@@ -38,7 +38,7 @@ class Comparer(Worker):
         dist.init_process_group("gloo", init_method=self.context.rendezvous, rank=self.rank, world_size=self.world_size)
 
     @dispatch("one_to_all")
-    def compare(self, family: str, config: Config, num_updates: int = 3) -> dict[str, float]:
+    def compare(self, family: str, config: Config, num_updates: int = 2) -> dict[str, float]:
         """Return the largest differences from one process by kind, and how many metrics there were."""
         native, batches = self._native(family, config, num_updates)
         whole = update_all(native, batches, config)
@@ -99,7 +99,7 @@ class Comparer(Worker):
     @dispatch("one_to_all")
     def go_on(self, config: Config, other: Config) -> dict[str, float]:
         """Return how far apart runs end that go on from a state of ``config``: itself, ``other`` and one process."""
-        native, batches = self._native("openvla", config, 4)
+        native, batches = self._native("openvla", config, 3)
         engine = self._cut(config)
         update_all(engine, batches[:2], config)
         state = engine.state_dict()
@@ -196,7 +196,7 @@ class Comparer(Worker):
         size = config.actor.tensor_parallel_size
         mesh = init_device_mesh("cpu", (self.world_size // size, size), mesh_dim_names=("dp", "tp"))
         keep = config.algorithm.kl.coef > 0
-        return FsdpTrainEngine(build_policy(config), config.actor, 4, mesh, keep_reference=keep)
+        return FsdpTrainEngine(build_policy(config), EngineOptions(config.actor, 4, keep), mesh)
 
     def _native(
         self, family: str, config: Config, num_rollouts: int
@@ -206,7 +206,7 @@ class Comparer(Worker):
         policy = build_policy(config)
         batches = [tiny_rollout(family, policy, config, seed) for seed in range(num_rollouts)]
         keep = config.algorithm.kl.coef > 0
-        return NativeTrainEngine(policy, config.actor, 4, "cpu", keep_reference=keep), batches
+        return NativeTrainEngine(policy, EngineOptions(config.actor, 4, keep), "cpu"), batches
 
 
 def apart(mine: PolicyTrainEngine, theirs: PolicyTrainEngine) -> float:

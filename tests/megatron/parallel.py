@@ -16,6 +16,7 @@ from embodrl.hybrid_engines.training.megatron.core import start
 from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.training.megatron.policy import ParallelOpenVLAPolicy
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.workers.policy import build_policy
@@ -42,10 +43,8 @@ def megatron_engine(config: Config, size: int, distributed_optimizer: bool = Fal
     return MegatronTrainEngine(
         whole_policy(config),
         config.model,
-        config.actor,
-        config.runner.max_iterations,
+        EngineOptions.of(config),
         mesh,
-        keep_reference=config.algorithm.kl.coef > 0,
         distributed_optimizer=distributed_optimizer,
     )
 
@@ -53,7 +52,7 @@ def megatron_engine(config: Config, size: int, distributed_optimizer: bool = Fal
 def native_engine(config: Config) -> NativeTrainEngine:
     """Return the engine in one process."""
     policy = whole_policy(config)
-    return NativeTrainEngine(policy, config.actor, config.runner.max_iterations, "cpu", keep_reference=True)
+    return NativeTrainEngine(policy, EngineOptions(config.actor, config.runner.max_iterations, True), "cpu")
 
 
 def parallel_policy(engine: MegatronTrainEngine) -> ParallelOpenVLAPolicy:

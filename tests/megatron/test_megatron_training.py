@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.megatron.core import stop
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.workers.actor import make_train_engine
 
@@ -153,7 +154,7 @@ def through_shards(directory: Path) -> dict[str, bool]:
         found[name] = equal(copied(other), saved) and equal(copied(again), saved)
         stop()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(DP, TP))
-    fsdp = FsdpTrainEngine(whole_policy(CONFIG), CONFIG.actor, CONFIG.runner.max_iterations, mesh, keep_reference=True)
+    fsdp = FsdpTrainEngine(whole_policy(CONFIG), EngineOptions(CONFIG.actor, CONFIG.runner.max_iterations, True), mesh)
     fsdp.load_shards(directory / "megatron", saved.state)
     return found | {"fsdp": equal(copied(fsdp), saved)}
 

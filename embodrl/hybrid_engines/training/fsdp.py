@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from embodrl.config.schema import ActorConfig
 from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import (
     TP,
     fsdp_modules,
@@ -35,28 +35,17 @@ class FsdpTrainEngine(SharedTrainEngine):
     Args:
         policy: whole, the same in all processes, on the device; sharded in place, and only to be used by the engine
             from then on.
-        config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
-        total_iterations: length of the run, for the learning-rate schedule.
+        options: what the run asks for.
         mesh: of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
-        keep_reference: keep the weights as they are now; a process keeps its part of what trains.
-        may_be_stale: see ``PolicyTrainEngine``.
     """
 
-    def __init__(
-        self,
-        policy: VLAPolicy,
-        config: ActorConfig,
-        total_iterations: int,
-        mesh: DeviceMesh,
-        keep_reference: bool = False,
-        may_be_stale: bool = False,
-    ) -> None:
+    def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:
         self.tensor_group = mesh.get_group(TP)
         partial = set(cut_layers(policy, mesh[TP])) if mesh[TP].size() > 1 else set[str]()
-        self.module = shard_policy(policy, mesh, config.fsdp)
+        self.module = shard_policy(policy, mesh, options.config.fsdp)
         self.partial = [p for name, p in policy.named_parameters() if name in partial]
         self.policy_trains = True
-        super().__init__(policy, config, total_iterations, mesh, keep_reference, may_be_stale)
+        super().__init__(policy, options, mesh)
 
     def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
         # AdamW works element by element, so plain tensors of the parts do, whatever they are cut along.
@@ -103,7 +92,7 @@ class FsdpTrainEngine(SharedTrainEngine):
             if parameter.grad is not None:
                 dist.all_reduce(held(parameter.grad), group=self.tensor_group)
         for parameter, leaf in self.leaves.items():
-            leaf.grad = None if parameter.grad is None else held(parameter.grad)
+            leaf.grad = None if parameter.grad is None else held(parameter.grad).to(leaf.dtype)
         return self._clip_leaves()
 
     def _num_copies(self, parameter: nn.Parameter) -> int:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.algorithms.losses import LossOutput
-from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.training.objective import is_largest
 from embodrl.hybrid_engines.training.parallel import add_gradients, on_threads
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine, RowsT
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine, RowsT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 
@@ -27,33 +27,27 @@ class NativeTrainEngine(PolicyTrainEngine):
 
     Args:
         policy: its ``trainable_groups`` train, the rest stays as it is; moved to the device.
-        config: batch sizes, precision, optimizer.
-        total_iterations: length of the run, for the learning-rate schedule.
+        options: what the run asks for. A reference costs as much memory again as the trained weights; the rest is
+            shared. Rollouts that may be stale are collected at the same time: on a CPU, inference and simulators then
+            go before training.
         device: where the policy trains.
         num_threads: micro-batches computed at the same time on a CPU.
-        keep_reference: keep a frozen copy of the policy as it is now. Only what trains is copied, the rest is shared,
-            so that it costs as much memory again as the trained weights.
-        may_be_stale: rollouts may come from older policies; every update then reports how old they are. Since they are
-            collected at the same time, on a CPU inference and simulators then go before training.
         shares_weights: the rollout uses the same tensors; False for a process that only trains.
     """
 
     def __init__(
         self,
         policy: VLAPolicy,
-        config: ActorConfig,
-        total_iterations: int,
+        options: EngineOptions,
         device: torch.device | str,
         num_threads: int = 1,
-        keep_reference: bool = False,
-        may_be_stale: bool = False,
         shares_weights: bool = True,
     ) -> None:
-        super().__init__(policy.to(device), config, total_iterations, device, may_be_stale)
+        super().__init__(policy.to(device), options, device)
         self.shares_weights = shares_weights
         self.num_threads = num_threads if self.device.type == "cpu" else 1
-        self.niceness = NICENESS_BESIDE_ROLLOUTS if may_be_stale and self.device.type == "cpu" else 0
-        self.reference = frozen_copy(self.policy, self.policy_parameters) if keep_reference else None
+        self.niceness = NICENESS_BESIDE_ROLLOUTS if options.may_be_stale and self.device.type == "cpu" else 0
+        self.reference = frozen_copy(self.policy, self.policy_parameters) if options.keep_reference else None
 
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         if self.reference is None:
@@ -80,7 +74,10 @@ class NativeTrainEngine(PolicyTrainEngine):
         chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
         trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
         total, outputs = add_gradients(
-            [lambda rows=rows: compute(rows) for rows in chosen], trained, self.num_threads, self.niceness
+            [lambda rows=rows: compute(rows) for rows in chosen],
+            {p: self.leaves[p] for p in trained},
+            self.num_threads,
+            self.niceness,
         )
         metrics: dict[str, Tensor] = {}
         for output in outputs:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.algorithms.losses import LossOutput
-from embodrl.config.schema import ActorConfig, AlgorithmConfig
+from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.objective import is_largest
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine, RowsT
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine, RowsT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.hybrid_engines.training.sharding import DP, held
 from embodrl.models.base import VLAPolicy
@@ -33,29 +33,19 @@ class SharedTrainEngine(PolicyTrainEngine):
 
     Args:
         policy: already sharded, on the device.
-        config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
-        total_iterations: length of the run, for the learning-rate schedule.
+        options: what the run asks for.
         mesh: with the dimension DP: the processes of different shares.
-        keep_reference: keep the weights as they are now; a process keeps its part of what trains.
-        may_be_stale: see ``PolicyTrainEngine``.
     """
 
     is_shared = True
 
-    def __init__(
-        self,
-        policy: VLAPolicy,
-        config: ActorConfig,
-        total_iterations: int,
-        mesh: DeviceMesh,
-        keep_reference: bool = False,
-        may_be_stale: bool = False,
-    ) -> None:
+    def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.group = mesh.get_group(DP)
         self.num_shares, self.share = mesh[DP].size(), mesh.get_local_rank(DP)
-        super().__init__(policy, config, total_iterations, policy.device, may_be_stale)
-        self.reference = [held(p).detach().clone() for p in self.policy_parameters] if keep_reference else None
+        super().__init__(policy, options, policy.device)
+        kept = self.policy_parameters if options.keep_reference else None
+        self.reference = None if kept is None else [held(p).detach().clone() for p in kept]
 
     def _kept_of_reference(self) -> list[Tensor]:
         return self.reference or []

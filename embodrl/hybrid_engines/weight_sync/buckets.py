@@ -5,20 +5,21 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
-from safetensors import SafetensorError
-from safetensors.torch import load
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from embodrl.errors import IncompleteSyncError
+from embodrl.fields import parse_fields
 from embodrl.models.base import VLAPolicy
-from embodrl.storage.files import raw_bytes
+from embodrl.storage.files import SAFETENSORS_DTYPE, raw_bytes
 
 Named = tuple[str, Tensor]
 Layout = Mapping[str, tuple[int, ...]]
 """Shapes by name."""
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
+_DTYPES = {code: dtype for dtype, code in SAFETENSORS_DTYPE.items()}
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -53,16 +54,26 @@ def buckets(stream: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]
         bucket.clear()
 
 
-def unpacked(file: bytes, what: str) -> dict[str, Tensor]:
-    """Return the tensors of a bucket that was moved as a safetensors file.
+def unpacked(file: Tensor, what: str) -> dict[str, Tensor]:
+    """Return the tensors of a bucket ``uint8[N]`` that was moved as a safetensors file, in the same memory.
 
     Raises:
-        IncompleteSyncError: it is none.
+        IncompleteSyncError: it is none. The library's reader copies everything twice.
     """
-    try:
-        return load(file)
-    except (SafetensorError, KeyError, ValueError) as error:  # KeyError: a dtype that only newer versions know
-        raise IncompleteSyncError(f"{what}: {error}", "use the same version of embodrl everywhere") from error
+    start = 8 + int.from_bytes(raw_bytes(file[:8]), "little")
+    hint = "use the same version of embodrl everywhere"
+    header = parse_fields(raw_bytes(file[8:start]).tobytes(), what, IncompleteSyncError, hint)
+    tensors: dict[str, Tensor] = {}
+    for name in header:
+        entry = header.fields(name)
+        dtype = _DTYPES.get(entry.text("dtype"))
+        shape = torch.Size(map(int, entry.numbers("shape", low=0)))
+        first, last = (start + int(offset) for offset in entry.numbers("data_offsets", 2, low=0))
+        size = 0 if dtype is None else shape.numel() * dtype.itemsize
+        if dtype is None or not len(file[first:last]) == last - first == size or first % dtype.itemsize:
+            entry.refuse(f"bytes {first} to {last} are not a tensor {entry.text('dtype')}{list(shape)}")
+        tensors[name] = file[first:last].view(dtype).reshape(shape)
+    return tensors
 
 
 def checksum(tensor: Tensor) -> int:

@@ -31,7 +31,7 @@ from embodrl.hybrid_engines.weight_sync.base import (
     no_check,
 )
 from embodrl.hybrid_engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES, Layout, unpacked
-from embodrl.storage.files import raw_bytes, safetensors_header
+from embodrl.storage.files import safetensors_header
 
 SENDER = 0
 _POLL_S = 0.005
@@ -309,7 +309,7 @@ class CollectiveReceiver(StreamReceiver):
         buffer = torch.empty(fields.integer("num_bytes"), dtype=torch.uint8, device=self.group.device)
         self.group.broadcast(buffer)
         try:
-            return replace(message, tensors=unpacked(raw_bytes(buffer).tobytes(), f"bucket {message.index}"))
+            return replace(message, tensors=unpacked(buffer.cpu(), f"bucket {message.index}"))
         except IncompleteSyncError as error:  # refused by the vote, when everything has been read
             return replace(message, problem=error.message)
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from embodrl.errors import IncompleteSyncError, OutputError, WeightSyncError, WeightVersionError
@@ -38,6 +39,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     Layout,
     Named,
     buckets,
+    checksum,
     layout_of,
     trained_names,
     unpacked,
@@ -205,8 +207,10 @@ class StoredVersion:
                 for name, (size, crc32) in self.files.items():
                     if (found := os.fstat(streams[name].fileno()).st_size) != size:
                         raise _incomplete(self.path, f"{name} has {found} bytes instead of {size}")
-                    content = streams[name].read()
-                    check_bytes(name, self.header.version, zlib.crc32(content), crc32)
+                    content = torch.empty(size, dtype=torch.uint8)
+                    if streams[name].readinto(content.numpy().data) != size:
+                        raise _incomplete(self.path, f"{name} became shorter while it was read")
+                    check_bytes(name, self.header.version, checksum(content), crc32)
                     tensors |= unpacked(content, str(self.path / name))
             except FileNotFoundError as error:
                 raise _incomplete(self.path, f"{Path(error.filename).name} is missing") from error

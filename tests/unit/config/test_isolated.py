@@ -169,3 +169,15 @@ def test_all_that_libero_lacks_is_told_at_once(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(EmbodrlError, match=r"(?s)not installed.*assets are not in.*embodrl env install libero"):
         preflight_libero(python, str(tmp_path))
     assert os.access(python, os.X_OK)
+
+
+@pytest.mark.parametrize(("found", "warns"), [("3.2.3", False), ("3.3.2", False), ("3.3.3", True), ("3.10.0", True)])
+def test_a_mujoco_that_draws_libero_otherwise_is_told(monkeypatch: pytest.MonkeyPatch, found: str, warns: bool):
+    monkeypatch.setattr(libero.metadata, "version", lambda _: found)
+    finding = libero.check_mujoco(None)
+    assert (finding is not None and finding.name == "mujoco-version" and finding.status == "warning") == warns
+
+
+def test_an_interpreter_without_mujoco_is_not_warned_of():
+    install()
+    assert libero.check_mujoco(str(places.installed_python("libero"))) is None

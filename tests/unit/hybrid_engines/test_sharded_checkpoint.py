@@ -13,6 +13,7 @@ from tiny_training import largest_difference, train, training_config
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.training import sharded_checkpoint
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_index, read_whole
 from embodrl.workers.policy import build_policy
 
@@ -20,7 +21,7 @@ CONFIG = training_config(algorithm={"update_epoch": 1})
 
 
 def engine_of(reference: bool = True) -> NativeTrainEngine:
-    return NativeTrainEngine(build_policy(CONFIG), CONFIG.actor, 4, "cpu", keep_reference=reference)
+    return NativeTrainEngine(build_policy(CONFIG), EngineOptions(CONFIG.actor, 4, reference), "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState, NonFiniteError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.objective import chunk_weights, flatten_chunks, trained_chunks
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.hybrid_engines.training.schedule import learning_rates
 
@@ -30,7 +31,7 @@ def make_engine(policy: ToyPolicy | None = None, **changes: Any) -> NativeTrainE
     optim = {"critic_warmup_iterations": 0, "lr_warmup_iterations": 0, "lr": 1e-3} | changes.pop("optim", {})
     defaults: dict[str, Any] = {"global_batch_size": 100, "micro_batch_size": 100, "precision": "fp32"}
     config = ActorConfig(**(defaults | changes), optim=OptimConfig(**optim))
-    return NativeTrainEngine(policy or ToyPolicy(), config, total_iterations=10, device="cpu")
+    return NativeTrainEngine(policy or ToyPolicy(), EngineOptions(config, 10), "cpu")
 
 
 def train(
@@ -338,7 +339,7 @@ def test_weights_that_nobody_acts_with_leave_as_well() -> None:
     algorithm = ALGORITHM.model_copy(update={"kl": KlConfig(coef=0.1)})
     config = make_engine().config
     straight, offloaded = (
-        NativeTrainEngine(ToyPolicy(), config, 10, "cpu", keep_reference=True, shares_weights=shares)
+        NativeTrainEngine(ToyPolicy(), EngineOptions(config, 10, keep_reference=True), "cpu", shares_weights=shares)
         for shares in (True, False)
     )
     batch = toy_rollout(ToyPolicy())
@@ -406,7 +407,7 @@ def test_bf16_computes_the_forward_pass_in_bf16_and_keeps_weights_in_fp32() -> N
 def reference_engine(**changes: Any) -> NativeTrainEngine:
     optim = OptimConfig(critic_warmup_iterations=0, lr_warmup_iterations=0, lr=1e-2)
     config = ActorConfig(global_batch_size=100, micro_batch_size=7, precision="fp32", optim=optim)
-    return NativeTrainEngine(ToyPolicy(**changes), config, total_iterations=10, device="cpu", keep_reference=True)
+    return NativeTrainEngine(ToyPolicy(**changes), EngineOptions(config, 10, keep_reference=True), "cpu")
 
 
 def test_the_reference_stays_where_the_policy_began_and_shares_what_does_not_train() -> None:

@@ -370,9 +370,10 @@ def test_packed_buckets_bring_every_tensor():
     ("spoil", "error", "message"),
     [
         (lambda said: said[2][-1:].add_(1), WeightChecksumError, "has the checksum"),
-        (lambda said: replace_bytes(said[2], b"F32", b"F99"), IncompleteSyncError, "bucket 0: .*F99"),
-        (lambda said: replace_bytes(said[2], b"[16, 16]", b"[16, 61]"), IncompleteSyncError, "bucket 0: "),
-        (lambda said: replace_bytes(said[2], b"data_offsets", b"dato_offsets"), IncompleteSyncError, "bucket 0: "),
+        (lambda said: replace_bytes(said[2], b"F32", b"F99"), IncompleteSyncError, "bucket 0.*not a tensor F99"),
+        (lambda said: replace_bytes(said[2], b"[0,", b"[4,"), IncompleteSyncError, "not a tensor I64"),
+        (lambda said: replace_bytes(said[2], b"[16, 16]", b"[16, 61]"), IncompleteSyncError, "not a tensor F32"),
+        (lambda said: replace_bytes(said[2], b"data_offsets", b"dato_offsets"), IncompleteSyncError, "is missing"),
         (lambda said: [said.pop(3), said.pop(3)], IncompleteSyncError, "bucket 2 came where 1 was due"),
         (lambda said: [said.pop(-2), said.pop(-2)], IncompleteSyncError, "4 of 5 buckets with"),
     ],

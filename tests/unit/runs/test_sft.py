@@ -20,6 +20,7 @@ from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
 from embodrl.data.imitation import FrameBatches, check_demos, shift_images
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.runs.sft import learning_rate, sft
 
 
@@ -148,7 +149,7 @@ def test_a_step_is_adamw_on_the_weighted_loss_and_leaves_the_value_head_alone():
     twin.load_state_dict(policy.state_dict())
     settings = OptimConfig(lr=0.01, weight_decay=0.1)
     actor = ActorConfig(precision="fp32", micro_batch_size=2, global_batch_size=6, optim=settings)
-    engine = NativeTrainEngine(policy, actor, 10, "cpu")
+    engine = NativeTrainEngine(policy, EngineOptions(actor, 10), "cpu")
     generator = torch.Generator().manual_seed(3)
     parameters = [p for name, part in twin.parts().items() if name != "value_head" for p in part.parameters()]
     groups = [

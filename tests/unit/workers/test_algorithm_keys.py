@@ -21,6 +21,7 @@ from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.workers.dynamic_sampling import sample_mixed_groups
 from embodrl.workers.reward import RewardWorker
 
@@ -125,9 +126,7 @@ def trained(changes: dict[str, Any]) -> Tensor:
     algorithm = AlgorithmConfig.model_validate(settings_of({"sampling.temperature": 1.0} | changes))
     optim = OptimConfig(critic_warmup_iterations=0, lr_warmup_iterations=0, lr=1e-2)
     config = ActorConfig(global_batch_size=10, micro_batch_size=5, precision="fp32", optim=optim)
-    engine = NativeTrainEngine(
-        ToyPolicy(), config, total_iterations=10, device="cpu", keep_reference=algorithm.kl.coef > 0
-    )
+    engine = NativeTrainEngine(ToyPolicy(), EngineOptions(config, 10, algorithm.kl.coef > 0), "cpu")
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         batch = recorded_batch()

@@ -21,6 +21,7 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.types import SamplingParams
 
 PRESETS = ("ppo", "grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cpgd", "srpo")
@@ -38,7 +39,7 @@ def engine_of(policy: ToyPolicy | None = None, version: int = 0, **changes: Any)
     config = ActorConfig(
         **({"global_batch_size": 10, "micro_batch_size": 5, "precision": "fp32"} | changes), optim=optim
     )
-    engine = NativeTrainEngine(policy or ToyPolicy(), config, 10, device="cpu", keep_reference=True, may_be_stale=stale)
+    engine = NativeTrainEngine(policy or ToyPolicy(), EngineOptions(config, 10, True, may_be_stale=stale), "cpu")
     engine.version = version
     return engine
 

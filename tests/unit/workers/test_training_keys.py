@@ -18,6 +18,7 @@ from embodrl.config import load_config
 from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, EnvTrainConfig, OptimConfig, RewardConfig
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.workers.reward import Episode, RewardError, RewardWorker
 
 OPTIM = {
@@ -59,7 +60,7 @@ def trained(changes: dict[str, Any]) -> Tensor:
     quick = {"critic_warmup_iterations": 0, "lr_warmup_iterations": 0, "lr": 1e-2}
     optim = OptimConfig.model_validate(quick | changes)
     config = ActorConfig(global_batch_size=10, micro_batch_size=5, precision="fp32", optim=optim)
-    engine = NativeTrainEngine(ToyPolicy(), config, total_iterations=4, device="cpu")
+    engine = NativeTrainEngine(ToyPolicy(), EngineOptions(config, 4), "cpu")
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         batch = recorded_batch()

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from embodrl.config.schema import ActorConfig, ModelConfig
+from embodrl.config.schema import ModelConfig
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, StateShapes
+from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, MASTER, StateShapes
 from embodrl.hybrid_engines.training.megatron.layout import policy_pieces, publish
 from embodrl.hybrid_engines.training.megatron.optimizer import DistributedAdamW
 from embodrl.hybrid_engines.training.megatron.policy import LLAMA, ParallelOpenVLAPolicy
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import TP, held, whole
 from embodrl.hybrid_engines.training.shares import SharedTrainEngine
 from embodrl.models.openvla.policy import OpenVLAPolicy
@@ -30,11 +31,8 @@ class MegatronTrainEngine(SharedTrainEngine):
     Args:
         policy: whole, the same in all processes, on the device; sharded in place, and must not be used afterwards.
         model: section ``model``.
-        config: batch sizes over all processes but ``micro_batch_size``, which is that of one; precision, optimizer.
-        total_iterations: length of the run, for the learning-rate schedule.
+        options: what the run asks for.
         mesh: of the device that the policy trains on, with the dimensions ``dp`` and ``tp``, of consecutive ranks.
-        keep_reference: keep the weights as they are now.
-        may_be_stale: see ``PolicyTrainEngine``.
         distributed_optimizer: share out the optimizer's state over ``dp`` (see ``optimizer.py``); by default on CUDA.
             Without, every process has all of it: the same arithmetic by torch's AdamW.
 
@@ -47,18 +45,15 @@ class MegatronTrainEngine(SharedTrainEngine):
         self,
         policy: OpenVLAPolicy,
         model: ModelConfig,
-        config: ActorConfig,
-        total_iterations: int,
+        options: EngineOptions,
         mesh: DeviceMesh,
-        keep_reference: bool = False,
-        may_be_stale: bool = False,
         distributed_optimizer: bool | None = None,
     ) -> None:
         cuda = policy.device.type == "cuda"
         self.distributed = cuda if distributed_optimizer is None else distributed_optimizer
         cut = ParallelOpenVLAPolicy(policy, model)
         self.pieces = policy_pieces(cut, LLAMA)
-        super().__init__(cut, config, total_iterations, mesh, keep_reference, may_be_stale)
+        super().__init__(cut, options, mesh)
         self.tensor_mesh = mesh[TP]
         self.places = {piece.name: (name, piece) for name, pieces in self.pieces.items() for piece in pieces}
         self.parameters = dict(cut.named_parameters())
@@ -71,6 +66,10 @@ class MegatronTrainEngine(SharedTrainEngine):
         self.zero = DistributedAdamW(self.policy, adamw) if self.distributed else None
         # Of an optimizer, the update uses what the two have in common.
         return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
+
+    def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return none: megatron-core's distributed optimizer has float32 copies of its own, which are not saved."""
+        return {}
 
     def offloadable(self) -> Iterator[Tensor]:
         yield from super().offloadable()
@@ -233,7 +232,8 @@ class MegatronTrainEngine(SharedTrainEngine):
         self.onload()
         if section == "optimizer":
             key, _, owner = name.partition(".")
-            self._put_moment(key, owner, part.to(self.device))
+            if key != MASTER:
+                self._put_moment(key, owner, part.to(self.device))
             return
         holders = self._holders(section)
         own_name, piece = self.places[name]
