@@ -237,15 +237,15 @@ class EnvPool:
         return pack_states([manager.spec for manager in self.managers], states)
 
     def set_state(self, states: Sequence[bytes]) -> None:
-        """Continue bit-exactly from states of ``get_state``.
+        """Continue bit-exactly from states of ``get_state``; a process that has died is restarted first.
 
         Raises:
             CheckpointError: they are of other environments.
         """
         self.onload()
         fitting = unpack_states([manager.spec for manager in self.managers], states)
-        for manager, state in zip(self.managers, fitting, strict=True):
-            manager.set_state(state)
+        for rank, state in enumerate(fitting):
+            self._answer(rank, lambda manager, state=state: manager.set_state(state), restart=True)
 
     def call(
         self, method: str, arguments: Mapping[str, object] | None = None, *, restart: bool = False
