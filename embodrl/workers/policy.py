@@ -58,7 +58,10 @@ def check_memory(
     model = model.model_copy(update={"warm_start": None})
     device = resolve_device(config) if device is None else device
     estimate = estimate_training_memory(
-        model, micro_batch_size=config.actor.micro_batch_size, param_dtype=param_dtype(config)
+        model,
+        micro_batch_size=config.actor.micro_batch_size,
+        param_dtype=param_dtype(config),
+        master_weights=config.actor.optim.master_weights is not False,
     )
     needed = estimate.weights + training * (estimate.gradients + estimate.optimizer)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
@@ -78,8 +81,7 @@ def check_memory(
 def _memory_hint(config: Config, training: bool) -> str:
     smaller = "choose a smaller model or a larger device"
     if training and config.model.trainable != "lora":
-        rounding = "bf16 without lora rounds most small updates away"
-        return f"set model.trainable=lora with actor.param_dtype=bf16, or {smaller} ({rounding})"
+        return f"set model.trainable=lora with actor.param_dtype=bf16, or {smaller}"
     return smaller if config.actor.param_dtype == "bf16" else f"set actor.param_dtype=bf16, or {smaller}"
 
 
@@ -92,6 +94,14 @@ def num_threads(config: Config) -> int:
     """Return how many cores a policy may use that has this machine to itself; in workers see ``Deployment``."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
     return config.cluster.num_threads or cores
+
+
+def num_generators(config: Config, deployment: Deployment) -> list[int]:
+    """Return how many random generators each process that acts has; empty if only its engine knows."""
+    if config.rollout.backend != "native":
+        return []
+    on_cpu = resolve_device(config).type == "cpu"
+    return [deployment.threads_of(place) if on_cpu else 1 for place in deployment.of("rollout")]
 
 
 def configure_torch(config: Config, place: ProcessPlace | None = None, threads: int | None = None) -> torch.device:

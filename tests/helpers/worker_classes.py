@@ -67,10 +67,6 @@ class Adder(Worker):
         return float(values.sum())
 
     @dispatch()
-    def run_out_of_memory(self) -> None:
-        raise MemoryError
-
-    @dispatch()
     def fail(self, rank: int) -> int:
         if self.rank == rank:
             print("about to fail", flush=True)

@@ -12,7 +12,7 @@ from worker_classes import Adder, Reducer, Talker
 from embodrl.config import load_config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import ProcessPlace
-from embodrl.errors import ChannelTimeout, EmbodrlError, MessageError, WorkerDied, WorkerRaised
+from embodrl.errors import ChannelTimeout, EmbodrlError, MessageError, WorkerRaised
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -209,13 +209,3 @@ def test_a_worker_can_be_restarted(launcher):
         group.note("before").result(CALL_S)
         group.restart(1, timeout_s=START_S)
         assert group.note("after").result(CALL_S) == [["before", "after"], ["after"]]
-
-
-def test_a_worker_that_is_out_of_memory_ends_and_can_be_restarted(launcher):
-    if not isinstance(launcher, ProcessLauncher):
-        pytest.skip("only this launcher's workers have a process to themselves")
-    with WorkerGroup(Adder, "hungry", offset=1).launch(PLACES[:1], launcher, timeout_s=START_S) as group:
-        with pytest.raises(WorkerDied):
-            group.run_out_of_memory().result(CALL_S)
-        group.restart(0, timeout_s=START_S)
-        assert group.note("after").result(CALL_S) == [["after"]]

@@ -44,6 +44,11 @@ def tasks_exist(context: Context) -> Iterator[Finding]:
             yield Finding("env.tasks", f"{env.env_type} has no task '{task}'", hint, shortened(known), near)
 
 
+def _without_simulator() -> str:
+    names = [f"env={spec.name}" for spec in ENVS.all() if not spec.simulates]
+    return f"; data of another robot need no simulator: {' or '.join(names)}"
+
+
 @rule("env.env_type", "model.action_dim")
 def action_dims_agree(context: Context) -> Iterator[Finding]:
     """The policy's actions are what the environment takes."""
@@ -53,7 +58,7 @@ def action_dims_agree(context: Context) -> Iterator[Finding]:
         yield Finding(
             "model.action_dim",
             f"the policy gives {config.model.action_dim} numbers an action, {config.env.env_type} takes {wanted}",
-            f"set it to {wanted}",
+            f"set it to {wanted}" + _without_simulator() * (context.verb == "sft"),
             str(wanted),
             others=("env.env_type",),
         )
@@ -68,6 +73,11 @@ def env_has_the_reward(context: Context) -> Iterator[Finding]:
         lack = "reward of which the change could be taken" if "dense" in modes else "dense reward"
         message, hint = f"{env.env_type} has no {lack}", f"set it to {modes[0]}"
         yield Finding("env.reward_mode", message, hint, ", ".join(modes), others=("env.env_type",))
+    elif modes is None and env.reward_mode == "potential" and env.env_type not in ENVS.builtin:
+        message = f"{env.env_type} does not say that it discounts potentials"
+        hint = "set it to dense_delta, or register it with 'potential' in reward_modes=(...); its class then takes"
+        hint += " shaping_gamma and discounts_actions as well"
+        yield Finding("env.reward_mode", message, hint, "dense_delta, dense, sparse", others=("env.env_type",))
 
 
 @rule("env.env_type", "env.cameras")

@@ -10,7 +10,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig, Fraction
 from embodrl.envs.maniskill.tasks import INSTRUCTIONS
-from embodrl.specs import SimulatorSpec
+from embodrl.specs import REWARD_MODES, SimulatorSpec
 
 MIB = 1 << 20
 
@@ -119,11 +119,14 @@ def decimation_decides(context: Context) -> Iterator[Finding]:
 
 SPEC = SimulatorSpec(
     name="maniskill",
+    robots=("panda", "panda_wristcam"),
+    control_hz=20.0,
     target="embodrl.envs.maniskill.env:ManiSkillVectorEnv",
     description="ManiSkill 3 (SAPIEN) table-top manipulation",
     settings=ManiSkillConfig,
     rules=(RULES,),
     reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),
+    reward_modes=REWARD_MODES,
     tasks=INSTRUCTIONS,
     action_dim=7,
     batched_by=("sim_backend", "physx_cuda"),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from embodrl.envs.metaworld.tasks import INSTRUCTIONS
-from embodrl.specs import SimulatorSpec
+from embodrl.specs import REWARD_MODES, SimulatorSpec
 
 CAMERA: dict[str, object] = {"name": "corner2", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
 
 SPEC = SimulatorSpec(
     name="metaworld",
+    robots=("sawyer",),
+    control_hz=80.0,
     target="embodrl.envs.metaworld.env:MetaWorldVectorEnv",
     description="Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
     reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),
+    reward_modes=REWARD_MODES,
     tasks=INSTRUCTIONS,
     action_dim=4,
     cameras=("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"),

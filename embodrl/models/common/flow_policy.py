@@ -6,7 +6,7 @@ Shapes: B batch, C actions run, H actions predicted, A action dimensions, D padd
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.flow import NoiseHead, Sampler, Velocity, integrate_with_features, standard_normal
+from embodrl.models.common.flow import (
+    NoiseHead,
+    Sampler,
+    Times,
+    Velocity,
+    denoising_times,
+    integrate_with_features,
+    standard_normal,
+)
 from embodrl.models.common.flow_spec import FlowConfig, FlowModelConfig
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.value_head import ValueHead
@@ -24,6 +32,8 @@ from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 TIME_ALPHA, TIME_LOW = 1.5, 0.001
 EVALUATION_NOISE_SEED = 0
+LEARNABLE = 5.0
+"""Standard deviations or half ranges: statistics of the data leave few values beyond, those of other units most."""
 
 
 class ActionNormalizer(Protocol):
@@ -55,6 +65,8 @@ class FlowPolicy(VLAPolicy):
     """
 
     draws_by_row = True
+
+    euler_times: ClassVar[Times] = staticmethod(denoising_times)
 
     def __init__(
         self,
@@ -169,7 +181,7 @@ class FlowPolicy(VLAPolicy):
             actions = self._to_environment(chain.actions, observation)
             return PolicyOutput(actions, chain.logprobs, values, {**inputs, **chain.stored})
         noise = self.get_buffer("_evaluation_noise").to(self.device).expand(batch, -1, -1)
-        chosen, features = integrate_with_features(network, noise, self.flow.num_steps)
+        chosen, features = self._integrate(network, noise)
         actions = self._to_environment(chosen, observation)
         values = self._mean_value(context, features) if compute_values else None
         return PolicyOutput(actions, torch.zeros(actions.shape, device=self.device), values, inputs)
@@ -185,7 +197,7 @@ class FlowPolicy(VLAPolicy):
         if self.value_input == "prefix":
             return self._values(context, None)
         noise = self.get_buffer("_evaluation_noise").to(self.device).expand(observation.batch_size, -1, -1)
-        return self._mean_value(context, integrate_with_features(self.velocity(context), noise, self.flow.num_steps)[1])
+        return self._mean_value(context, self._integrate(self.velocity(context), noise)[1])
 
     def evaluate_actions(
         self,
@@ -217,6 +229,13 @@ class FlowPolicy(VLAPolicy):
         }
         return {**self.preprocess(observation), **{name: value.to(self.device) for name, value in drawn.items()}}
 
+    def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which values are ``LEARNABLE`` or more from 0 when normalised; noise has a standard deviation of 1."""
+        raw = to_model(np.asarray(actions, np.float64), self.gripper)[:, None]
+        nothing = np.zeros((len(raw), 0, 1, 1, 3), np.uint8)
+        observation = Observation(nothing, state.astype(np.float32), [""] * len(raw), np.zeros(len(raw), np.int32))
+        return np.abs(self.stats.normalize(self.relative_to(raw, observation))[:, 0]) >= LEARNABLE
+
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).
 
@@ -245,6 +264,9 @@ class FlowPolicy(VLAPolicy):
         """Return the groups that embodrl adds to the family's network."""
         heads = {"noise_head": self.noise_head, "value_head": self.value_head}
         return {name: head for name, head in heads.items() if head is not None}
+
+    def _integrate(self, network: Velocity, noise: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return integrate_with_features(network, noise, self.flow.num_steps, type(self).euler_times)
 
     def _mean_value(self, context: Any, features: list[Tensor]) -> Tensor:
         """Return the mean of the values at the denoising steps; Flow-Noise's critic is read at the first alone."""

@@ -57,8 +57,8 @@ def serve(connection: Connection, host: Host) -> None:
                 connection.send(Frame(Kind.OK, frame.number, value=answer))
             except MessageError as error:
                 raise MessageError(f"the result can't be sent: {error.message}", error.hint) from error
-        except (PeerGoneError, MemoryError):
-            raise  # out of memory, nothing can be relied on: the process ends, and a new one may take its place
+        except PeerGoneError:
+            raise
         except Exception as error:  # noqa: BLE001 - process border: the parent raises it
             if ran_out_of_memory(error):  # what it holds keeps it from going on; the parent may start a new one
                 traceback.print_exc()

@@ -1,10 +1,10 @@
+import functools
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from runs import script
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
@@ -19,7 +19,9 @@ CLI = CliRunner()
 SEVEN_B = ["model=openvla_7b", "cluster=1xh200", "env.num_processes=8", "env.train.total_num_envs=64"]
 
 
+@functools.cache
 def plan_of(*arguments):
+    """Return the plan of a configuration, which nobody changes."""
     return make_plan(load_config(list(arguments), verb="plan"))
 
 
@@ -54,7 +56,7 @@ def test_memory_of_the_7b_by_hand():
     positions = 256 + config.model.architecture.max_prompt_tokens + 7
     assert gpu.needed["KV cache"] == 64 * 2 * 32 * 4096 * positions * 2
     assert 7.2e9 < gpu.needed["gradients"] / 2 < 7.7e9
-    assert gpu.needed["optimizer"] == 2 * gpu.needed["gradients"]
+    assert 5.99 < gpu.needed["optimizer"] / gpu.needed["gradients"] < 6  # 3 x 4 bytes, but of the value head 2 x 4
     assert gpu.needed["rollout weights"] == 0
     assert memory_of(plan, HOST).needed["simulator"] == 8 * 600 * MIB + 64 * 5 * MIB
     assert plan.fits
@@ -67,7 +69,7 @@ def test_a_memory_that_is_too_small_is_named_with_remedies():
     assert not gpu.fits and gpu.total > gpu.available > 139 * GIB and memory_of(plan, HOST).fits
     text = " ".join(plan.memory.hints)
     assert "actor.param_dtype=bf16 with model.trainable=lora" in text and "gradient_checkpointing" in text
-    assert "rounds most small updates away" in text
+    assert "saves little beside the optimizer's float32 copies" in text
 
 
 def test_bf16_is_recommended_without_reserve_only_for_adapters():
@@ -139,15 +141,17 @@ def test_a_plan_that_does_not_fit_exits_with_1_and_says_so():
     assert "does not fit" in result.stdout and "hint: actor.param_dtype=bf16" in result.stdout
 
 
-def test_no_simulator_is_imported():
+def test_no_simulator_is_imported(tmp_path):
     code = """
 import sys
+assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 from embodrl.config import load_config
 from embodrl.preflight.plan import make_plan
 make_plan(load_config(["cluster=8xh100"], verb="plan"))
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    (tmp_path / "plan.py").write_text(code)
+    script(tmp_path / "plan.py")
 
 
 APART = (*SEVEN_B, "actor.own_process=true", "actor.param_dtype=bf16", "actor.micro_batch_size=4")
