@@ -36,8 +36,6 @@ _SHOWN = 8
 _SHOWN_TEXT = 8000  # characters of an error that a simulator reports
 _OOM_SCORE_ADJ = 300
 """If memory runs out, the kernel ends a simulator, which is restarted, before it ends the driver."""
-_BOOTSTRAP = Path(bootstrap.__file__)
-_SERVER = "embodrl.envs.pool.worker_main"
 # One simulator process is bound to one core: thread pools would only compete for it.
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
@@ -190,7 +188,7 @@ class EnvManager:
         self._memory_fd = os.memfd_create("embodrl-env", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             self._process = ChildProcess(
-                [self.python or sys.executable, str(_BOOTSTRAP), _SERVER],
+                [self.python or sys.executable, bootstrap.__file__, "embodrl.envs.pool.worker_main"],
                 self._config | {"memory_fd": self._memory_fd},
                 environ={**SINGLE_THREADED, **self._environ},
                 log_path=self._log_path,
