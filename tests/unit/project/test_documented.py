@@ -138,6 +138,9 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
         if key in ("model.warm_start", "model.model_path") and value.startswith(("outputs/", "DIR")):
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text("{}", encoding="utf-8")
+        if key == "model.lora_path":
+            Path(value).mkdir(parents=True)
+            Path(value, "adapter_config.json").write_text("{}", encoding="utf-8")
     Path("my_task").mkdir()
     tutorial.write_files(directory / "my_task")
     for name in ("new_model.py", "small_vla.py"):
