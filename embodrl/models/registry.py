@@ -30,6 +30,7 @@ class SupportedModel(RegisteredName):
     PI05: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
     SMOLVLA: ClassVar[SupportedModel]
+    LEROBOT: ClassVar[SupportedModel]
 
     @classmethod
     def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:
