@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load_measured
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load_measured
 
 
-def sft(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+def sft(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
     """Fine-tune a policy on demonstrations.
 
     \b
@@ -15,7 +15,7 @@ def sft(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = F
     """
 
     def action() -> int | None:
-        loaded = load_measured(overrides, config, lambda config: config.sft.eval_interval > 0, "sft")
+        loaded = load_measured(overrides, config, lambda config: config.sft.eval_interval > 0, "sft", trust)
         from embodrl.runs import sft as verb
 
         return verb.sft(loaded)
