@@ -71,6 +71,13 @@ class Spec(Entry):
         return "" if is_names else "a list of names"
 
 
+EXAMPLE_CAMERA: dict[str, object] = {
+    **{"name": "camera", "height": 64, "width": 64},
+    **{"fov_rad": None, "eye": None, "target": None},
+}
+"""For the ``example`` of a ``SimulatorSpec``."""
+
+
 @dataclass(frozen=True)
 class TaskSuite:
     """Tasks that are evaluated together.

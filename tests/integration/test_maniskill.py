@@ -429,7 +429,7 @@ def test_videos_are_named_after_the_outcome_and_decode(env: Any, tmp_path: Path)
 
 
 def test_doctor_makes_an_environment(env: Any) -> None:
-    from embodrl.preflight.doctor import check_maniskill
+    from embodrl.preflight.simulators import check_simulator
 
-    found = check_maniskill(can_draw=True)
+    found = check_simulator("maniskill")
     assert found.status == "ok" and "one environment and one frame" in found.detail, found
