@@ -5,6 +5,7 @@ A simulator is proved by making one environment and drawing one frame, in the in
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
@@ -116,7 +118,17 @@ def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: boo
     hint = f"reinstall it: {_install_hint(spec)}{' --force' * spec.isolated}" if env_type in ENVS.builtin else ""
     hint += f"; or try another Vulkan driver: {MESA}" * (spec.draws_with == "vulkan")
     frame = draw_frame(env_type, env_type, spec.example, python, extensions, hint)
+    frame = replace(frame, detail=f"{_versions(spec)}{frame.detail}")
     return frame if env_type == REQUIRED else optional(frame)
+
+
+def _versions(spec: SimulatorSpec) -> str:
+    """Return the versions of a simulator's packages in this environment, as the beginning of a text."""
+    found: list[str] = []
+    for name in spec.needs:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return f"{', '.join(found)}: " if found else ""
 
 
 def _own_python(env_type: str) -> str | None:
