@@ -22,8 +22,9 @@ train: setup ## train OpenVLA on ManiSkill PushCube
 	@$(BIN)/embodrl train env=maniskill model=openvla $(ARGS)
 
 # One thread per process: the workers already use all cores (one worker more than cores, since many tests wait for
-# subprocesses). All tests of a file run in one process; the many small unit tests run last.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# subprocesses). All tests of a file run in one process; the many small unit tests run last. Bytecode is kept, since
+# every worker and every process that the tests start would compile the same files.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 SPREAD := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup ## run the tests, but for the long ones (8 minutes on two cores)
 	@$(PYTEST) $(SPREAD) -m "not long" $(ARGS)

@@ -118,6 +118,8 @@ class SimulatorSpec(Spec):
         probe: ``probe(settings, python)``, from the section ``env`` (None: `embodrl doctor` without a configuration)
             and the simulators' interpreter (None: this one) to pairs of what is missing and how to get it; or
             ``module:function``. Called before anything is started, so it has to be quick.
+        warnings: ``module:function`` from the simulators' interpreter (None: this one) to triples of a name, what is
+            odd there although it runs, and a hint.
         example: keyword arguments of ``target`` (without ``num_envs``) for the environment that `embodrl doctor` makes.
         process_bytes: memory of a simulator process without environments.
         env_bytes: memory of an environment.
@@ -144,6 +146,7 @@ class SimulatorSpec(Spec):
     isolated: bool = False
     draws_with: str = ""
     probe: Callable[[EnvConfig | None, str | None], Sequence[tuple[str, str]]] | str | None = None
+    warnings: str = ""
     example: Mapping[str, object] | None = None
     process_bytes: int = 0
     env_bytes: int = 0
@@ -267,6 +270,32 @@ class PipelineSpec(Entry):
     setting: tuple[str, object] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProtocolSpec(Entry):
+    """How published success rates were measured: settings that ``protocol=NAME`` gives in place of the presets'.
+
+    Attributes:
+        env_type: the environment that it is about.
+        source: where it is written down.
+        settings: dotted key -> value, whatever the model.
+        models: model family -> further settings.
+        step_limits: model family, or "" for the others -> suite -> ``env.max_episode_steps``.
+        episodes_per_task: of an evaluation.
+        camera_px: height and width of all cameras, in pixels.
+        differs: what it does that embodrl does not repeat; "" for nothing that is known.
+    """
+
+    target: Callable[..., object] | str = ""
+    env_type: str
+    source: str
+    settings: Mapping[str, object]
+    models: Mapping[str, Mapping[str, object]] = field(default_factory=dict[str, Mapping[str, object]])
+    step_limits: Mapping[str, Mapping[str, int]]
+    episodes_per_task: int
+    camera_px: int
+    differs: str = ""
+
+
 class FunctionRegistry(Registry[FunctionSpec]):
     """A registry whose names may also be ``module:function``: what validation needs follows from the signature.
 
@@ -370,6 +399,16 @@ PIPELINES = Registry(
     builtin={
         name: f"embodrl.pipelines.builtin:{name.upper()}"
         for name in ("srpo", "dapo", "cpgd", "gspo", "ppo", "grpo", "rloo", "reinforce_pp")
+    },
+)
+
+
+PROTOCOLS = Registry(
+    "protocol",
+    ProtocolSpec,
+    builtin={
+        name: f"embodrl.envs.libero.protocols:{name.upper()}"
+        for name in ("openvla", "openvla_oft", "openpi", "simplevla", "rlinf")
     },
 )
 

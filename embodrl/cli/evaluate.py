@@ -33,6 +33,15 @@ def evaluate(
         ),
     ] = None,
     json: JsonFile = None,
+    harness_format: Annotated[
+        Path | None,
+        typer.Option(
+            "--harness-format",
+            metavar="FILE",
+            help="write the results there, too, in the format of vla-evaluation-harness",
+            show_default=False,
+        ),
+    ] = None,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
@@ -47,6 +56,7 @@ def evaluate(
       embodrl eval outputs/my-run/checkpoints/step_20 env.eval.num_episodes=256
       embodrl eval env=maniskill_pull env.eval.num_episodes=256 --json result.json
       embodrl eval model.warm_start=outputs/my-policy -o outputs/my-eval
+      embodrl eval env=libero_spatial model=openvla_libero model.model_path=DIR protocol=openvla
     """
 
     def action() -> int | None:
@@ -55,7 +65,7 @@ def evaluate(
             loaded = load_measured(rest, config, verb="eval", trust=trust)
             from embodrl.runs import evaluate as verb
 
-            return verb.evaluate(loaded, json, output).exit_code
+            return verb.evaluate(loaded, json, output, harness_path=harness_format).exit_code
         from embodrl.runs import evaluate as verb
         from embodrl.runs.policies import find_policy
 
@@ -66,6 +76,7 @@ def evaluate(
         else:
             loaded = source.load_config(rest, trust)
             show_notes(loaded.notes)
-        return verb.evaluate(loaded, json, output, source.make_policy, str(path)).exit_code
+        result = verb.evaluate(loaded, json, output, source.make_policy, str(path), harness_format)
+        return result.exit_code
 
     execute(action, debug)

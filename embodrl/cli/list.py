@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +16,7 @@ from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import ConfigFile, Debug, JsonOutput, Trust, execute
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.errors import ConfigError, ConfigProblem
-from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, SimulatorSpec, Spec
+from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SimulatorSpec, Spec
 
 MODEL_FACTS = {
     "sizes": "parameters",
@@ -37,6 +38,7 @@ class Kind(StrEnum):
     envs = "envs"
     algorithms = "algorithms"
     pipelines = "pipelines"
+    protocols = "protocols"
     presets = "presets"
 
 
@@ -79,7 +81,7 @@ def list_names(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines and presets.
+    """List models, environments, algorithms, pipelines, evaluation protocols and presets.
 
     \b
     Examples:
@@ -211,6 +213,27 @@ def pipelines() -> list[Entry]:
     return [Entry(name, PIPELINES.entry(name).description) for name in PIPELINES]
 
 
+def protocols() -> list[Entry]:
+    """Return the evaluation protocols, each with what it sets and where that is written down."""
+    found: list[Entry] = []
+    for spec in PROTOCOLS.all():
+        facts = [("", _assignments(spec.settings))]
+        facts += [(name, _assignments(settings)) for name, settings in spec.models.items()]
+        for name, limits in spec.step_limits.items():
+            steps = ", ".join(f"{suite} {steps}" for suite, steps in limits.items())
+            facts.append((f"steps, {name}" if name else "steps", steps))
+        facts.append(
+            ("episodes", f"{spec.episodes_per_task} a task, cameras of {spec.camera_px} x {spec.camera_px} pixels")
+        )
+        facts += [("differs", spec.differs)] if spec.differs else []
+        found.append(Entry(spec.name, spec.description, [*facts, ("source", spec.source)]))
+    return found
+
+
+def _assignments(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
 def presets() -> list[Entry]:
     """Return the presets of every group with the first line of their comment."""
     from embodrl.config import compose
@@ -227,5 +250,6 @@ SECTIONS = {
     Kind.envs: envs,
     Kind.algorithms: algorithms,
     Kind.pipelines: pipelines,
+    Kind.protocols: protocols,
     Kind.presets: presets,
 }

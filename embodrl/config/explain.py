@@ -88,7 +88,7 @@ def to_yaml(config: Config, origins: dict[str, Origin] | None) -> str:
 def summary(config: Config) -> str:
     """Return the arithmetic of a run in a few lines."""
     train, runner, algorithm, actor = config.env.train, config.runner, config.algorithm, config.actor
-    chunks_an_env = train.max_steps_per_rollout_epoch // config.model.num_action_chunks * algorithm.rollout_epoch
+    chunks_an_env = config.rollout_chunks * algorithm.rollout_epoch
     chunks = train.total_num_envs * chunks_an_env
     steps = chunks * config.model.num_action_chunks
     updates = -(-chunks // actor.global_batch_size) * algorithm.update_epoch

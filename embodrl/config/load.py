@@ -15,6 +15,7 @@ from embodrl.config.check import allowed_values, prune, schema_of, validate
 from embodrl.config.compose import Composition, compose, compose_resolved, replace_former_values
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
+from embodrl.config.protocol import fill_protocol
 from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import Context, Rule, what_is
 from embodrl.config.rules.model import BUILTIN
@@ -188,6 +189,7 @@ def finish(
     removed = remove_special(tree, schema_of(tree))
     renamed = replace_former_values(tree)
     fill_derived(tree)
+    fill_protocol(tree)
     removed += resolve_references(tree, schema_of(tree))
     problems = composition.problems + removed + not_imported
     schema = schema_of(tree)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.provenance import describe_simulator
 from embodrl.errors import EnvError
 from embodrl.types import EnvSpec, EnvStep, Observation
 
@@ -28,6 +29,9 @@ class VectorEnv(ABC):
     spec: EnvSpec
     REQUESTS = (
         "set_auto_reset",
+        "set_ignore_terminations",
+        "solved_now",
+        "describe",
         "rebuild",
         "mark",
         "rewind",
@@ -80,7 +84,19 @@ class VectorEnv(ABC):
         """Say whether the next episode begins at the end of the chunk in which one has ended."""
         raise NotImplementedError(f"{type(self).__name__} has no set_auto_reset")
 
-    # The next six are optional: a simulator without history, cameras for people or experts has nothing to do.
+    def set_ignore_terminations(self, value: bool) -> None:
+        """Say whether only a step limit ends an episode."""
+        raise NotImplementedError(f"{type(self).__name__} has no set_ignore_terminations")
+
+    def describe(self) -> dict[str, object]:
+        """Return versions and graphics driver of this process; see ``describe_simulator``."""
+        return describe_simulator()
+
+    # The next seven are optional: a simulator without history, cameras for people or experts has nothing to do.
+
+    def solved_now(self) -> NDArray[np.bool_] | None:
+        """Return ``bool[B]``: the task was solved after the last step of an environment; None if that is not known."""
+        return None
 
     def check_state(self) -> None:  # noqa: B027
         """Raise what ``get_state`` will raise whenever it is asked: a run wants to know before it begins."""

@@ -120,6 +120,7 @@ class SteppingEnv(VectorEnv):
         self._elapsed = np.zeros(batch, np.int32)
         self._returned = np.zeros(batch, np.float32)
         self._solved = np.zeros(batch, np.bool_)
+        self._solved_now = np.zeros(batch, np.bool_)
         self.episode_seed = np.full(batch, -1, np.int64)
         self._potential = np.zeros(batch, np.float32)
         self._video = VideoWriter(spec.control_hz if video_fps is None else video_fps)
@@ -200,6 +201,7 @@ class SteppingEnv(VectorEnv):
         """Execute an action in running rows; return reward ``float32[B]``, terminated and truncated ``bool[B]``."""
         result = self.step_rows(actions, running)
         first_success = running & result.success & ~self._solved
+        self._solved_now = np.where(running, result.success, self._solved_now)
         self._solved |= first_success
         reward = self.rules.success_bonus * first_success.astype(np.float32)
         if self.rules.uses_change:
@@ -305,6 +307,12 @@ class SteppingEnv(VectorEnv):
 
     def set_auto_reset(self, value: bool) -> None:
         self.rules = replace(self.rules, auto_reset=value)
+
+    def set_ignore_terminations(self, value: bool) -> None:
+        self.rules = replace(self.rules, ignore_terminations=value)
+
+    def solved_now(self) -> NDArray[np.bool_]:
+        return self._solved_now.copy()
 
     def start_video(self, row: int, path: str) -> None:
         self._video.start(row, path)

@@ -132,7 +132,7 @@ class ModelFigures:
 def chunks_of(config: Config) -> int:
     """Return the chunks of an iteration, over all environments."""
     train = config.env.train
-    steps = train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+    steps = config.rollout_chunks
     return train.total_num_envs * steps * config.algorithm.rollout_epoch
 
 

@@ -131,6 +131,13 @@ def _versions(spec: SimulatorSpec) -> str:
     return f"{', '.join(found)}: " if found else ""
 
 
+def find_warnings(env_type: str, python: str | None) -> list[Finding]:
+    """Return what is odd about a simulator that runs."""
+    called = ENVS.entry(env_type).warnings
+    found = import_function(called)(python) if called else []
+    return [Finding(name, "warning", message, hint) for name, message, hint in found]
+
+
 def _own_python(env_type: str) -> str | None:
     """Return the interpreter that ``env.python: auto`` finds for a simulator; None is this one."""
     python = installed_python(env_type)
@@ -286,6 +293,8 @@ def check_simulators(extensions: Sequence[str] = (), vulkan_draws: bool = True) 
         for spec in _checked()
         if not _is_absent(spec)
     ]
+    for spec in _checked():
+        findings += [] if _is_absent(spec) else find_warnings(spec.name, _own_python(spec.name))
     if importlib.util.find_spec("mujoco") is not None:
         findings.append(check_mujoco_rendering())
     return findings

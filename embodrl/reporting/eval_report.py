@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from embodrl.config.protocol import ProtocolReport
 from embodrl.reporting.charts import histogram
 from embodrl.reporting.intervals import CONFIDENCE_TEXT
 from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
@@ -33,6 +34,7 @@ class EpisodeFigures(TypedDict):
     task: str
     instruction: str
     success: bool
+    success_at_end: bool | None
     episode_return: float
     length: int
 
@@ -41,6 +43,7 @@ class EvalContent(TypedDict):
     """What eval.json has; rate and means are None without an episode."""
 
     success_rate: float | None
+    success_at_end: float | None
     interval: tuple[float, float]
     confidence: float
     successes: int
@@ -52,6 +55,10 @@ class EvalContent(TypedDict):
     seed: int
     tasks: dict[str, TaskFigures]
     settings: dict[str, object]
+    protocol: ProtocolReport | None
+    versions: dict[str, str]
+    simulator: dict[str, object]
+    first_pictures: dict[str, str]
     per_episode: list[EpisodeFigures]
 
 
@@ -90,11 +97,16 @@ def _figures(content: EvalContent) -> str:
         found = [
             (f"{100 * (content['success_rate'] or 0.0):.1f} %", "success rate"),
             (f"{100 * low:.1f} to {100 * high:.1f} %", f"{CONFIDENCE_TEXT} interval"),
+            (_rate(content["success_at_end"]), "solved at the end"),
             *found,
             (f"{content['mean_return'] or 0.0:.3g}", "mean return"),
             (f"{content['mean_length'] or 0.0:.1f}", "mean length, steps"),
         ]
     return figures(found)
+
+
+def _rate(value: float | None) -> str:
+    return "not known" if value is None else f"{100 * value:.1f} %"
 
 
 def bars(rows: Sequence[tuple[str, TaskFigures]]) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import platform
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
 
+import embodrl
+from embodrl.config.protocol import protocol_of
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.reporting.eval_grid import Tile, write_grid
 from embodrl.reporting.eval_report import EpisodeFigures, EvalContent, TaskFigures, eval_page
+from embodrl.reporting.harness import harness_result
 from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_interval
-from embodrl.runs.provenance import describe_process
+from embodrl.runs.provenance import describe_process, versions
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
 from embodrl.workers.env import check_videos
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
@@ -34,6 +39,7 @@ class EvalOutput:
 
     Attributes:
         directory: where everything goes.
+        simulator: versions and driver of a simulator process, as it has told.
         video_dir: where simulators put their videos; None without.
 
     Raises:
@@ -45,6 +51,7 @@ class EvalOutput:
         self.config = config
         self.weights = weights or config.model.model_path or config.model.warm_start or "random"
         self.weights_sha256 = ""
+        self.simulator: dict[str, object] = {}
         check_videos(config, here=True)
         self.directory = directory or self._new_directory()
         if self.directory.is_dir() and any(self.directory.iterdir()):
@@ -76,6 +83,7 @@ class EvalOutput:
         solved, some = sum(result.successes), result.episodes > 0  # JSON has no NaN: None without an episode
         return {
             "success_rate": result.success_rate if some else None,
+            "success_at_end": None if math.isnan(result.success_at_end) else result.success_at_end,
             "interval": wilson_interval(solved, result.episodes),
             "confidence": CONFIDENCE,
             "successes": solved,
@@ -87,8 +95,21 @@ class EvalOutput:
             "seed": self.config.env.eval.seed,
             "tasks": {task: _task(records) for task, records in by_task.items()},
             "settings": self._settings(result),
+            "protocol": protocol_of(self.config),
+            "versions": {"embodrl": embodrl.__version__, "python": platform.python_version(), **versions()},
+            "simulator": self.simulator,
+            "first_pictures": result.first_pictures,
             "per_episode": [EpisodeFigures(**vars(record)) for record in result.records],
         }
+
+    def harness_content(self, result: EvalResult) -> dict[str, object]:
+        """Return the same for vla-evaluation-harness."""
+        env, content = self.config.env, self.content(result)
+        benchmark = str(getattr(env, "suite", None) or env.env_type)
+        kept: dict[str, object] = {name: content[name] for name in ("settings", "protocol", "versions", "simulator")}
+        kept |= {"params": {"seed": env.eval.seed}}
+        episodes = content["per_episode"]
+        return harness_result(benchmark, env.tasks, episodes, env.eval.num_episodes, env.eval.seed, kept)
 
     def _settings(self, result: EvalResult) -> dict[str, object]:
         env, model, process = self.config.env, self.config.model, describe_process()
@@ -102,6 +123,8 @@ class EvalOutput:
             "actions": "greedy (most probable)",
             "actions per chunk": model.num_action_chunks,
             "step limit": env.max_episode_steps,
+            "protocol": self.config.protocol or "none",
+            "drawn by": self.simulator.get("driver") or "not known",
             "reset seeds": seeds,
             "interval": f"Wilson score, {CONFIDENCE_TEXT}",
             "seconds in simulators and policy": round(result.env_s + result.policy_s, 1),
@@ -126,7 +149,7 @@ class EvalOutput:
         page = eval_page(content, title, self.directory, grid, videos)
         write_text_file(self.directory / HTML_FILE, page)
         lines = (
-            [_line("success rate", content["interval"], result.episodes, result.success_rate)]
+            [_line("success rate", content["interval"], result.episodes, result.success_rate), *_at_end(result)]
             if result.episodes
             else ["no episode was completed"]
         )
@@ -173,6 +196,12 @@ def _line(name: str, interval: tuple[float, float], episodes: int, rate: float) 
     low, high = interval
     shown = f"{CONFIDENCE_TEXT} interval {100 * low:.1f} to {100 * high:.1f} %"
     return f"{name} {100 * rate:.1f} % of {episodes} episodes ({shown})"
+
+
+def _at_end(result: EvalResult) -> list[str]:
+    """Return a line where fewer episodes ended solved than were solved at some time."""
+    differs = result.success_at_end < result.success_rate
+    return [f"solved at the end {100 * result.success_at_end:.1f} %"] if differs else []
 
 
 def weights_hash(policy: nn.Module) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.intervals import wilson_interval
@@ -26,6 +30,7 @@ class EvaluationResult:
 
     Attributes:
         success_rate: fraction of the episodes in which the task was solved; NaN without an episode.
+        success_at_end: fraction that ended solved; NaN without an episode, or where the environment does not tell.
         interval: 95 % Wilson score interval of it.
         per_task: success rate by task.
         episodes: one record per episode that was completed, ordered by seed.
@@ -39,6 +44,7 @@ class EvaluationResult:
     episodes: list[EpisodeRecord]
     lost_episodes: int
     output_dir: Path | None = None
+    success_at_end: float = float("nan")
 
     @property
     def exit_code(self) -> int:
@@ -65,7 +71,17 @@ def evaluation_of(result: EvalResult, output_dir: Path | None = None) -> Evaluat
         result.records,
         result.lost_episodes,
         output_dir,
+        result.success_at_end,
     )
+
+
+def described(pool: EnvPool) -> dict[str, object]:
+    """Return what a simulator process tells of itself: versions and driver; nothing if it has just died."""
+    with suppress(EnvWorkerDied, EnvTimeout):
+        answer = pool.call_one(0, "describe")
+        if isinstance(answer, dict):
+            return cast(dict[str, object], answer)
+    return {}
 
 
 def evaluate(
@@ -74,6 +90,7 @@ def evaluate(
     output_dir: Path | None = None,
     make_policy: Callable[[Config], VLAPolicy] = build_policy,
     weights: str | None = None,
+    harness_path: Path | None = None,
 ) -> EvaluationResult:
     """`embodrl eval`: measure a policy on fixed seeds.
 
@@ -84,6 +101,7 @@ def evaluate(
             outputs/ where that is auto.
         make_policy: returns the policy; by default the one that ``config.model`` names.
         weights: where those of ``make_policy`` come from, for the report.
+        harness_path: a file for the same as vla-evaluation-harness writes it.
 
     Raises:
         OutputError: a result can't be written; raised before anything has started.
@@ -91,8 +109,8 @@ def evaluate(
         MissingDependencyError: videos are to be written, and what writes them is not installed.
     """
     config = loaded.config
-    if json_path is not None:
-        check_json_file(json_path)
+    for path in filter(None, (json_path, harness_path)):
+        check_json_file(path)
     output = EvalOutput(config, output_dir, weights)
     with removed_if_empty(output.directory):
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
@@ -104,8 +122,11 @@ def evaluate(
             output.identify(policy)
             engine = make_rollout_engine(config, policy, num_threads(config))
             result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
+            output.simulator = described(pool)
             for line in output.write(result):
                 progress.message(line)
     if json_path is not None:
         write_json_file(json_path, output.content(result))
+    if harness_path is not None:
+        write_json_file(harness_path, output.harness_content(result))
     return evaluation_of(result, output.directory)

@@ -76,7 +76,7 @@ def describe_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": versions(),
     }
 
 
@@ -117,7 +117,8 @@ def _git(directory: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that matter and are installed."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:

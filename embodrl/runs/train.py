@@ -272,7 +272,7 @@ class Runner:
         config, chunks = self.config, 0
         local = not self.deployment.rolls_out_in_processes and config.rollout.workflow is None
         if role == "rollout" and local and config.runner.max_staleness == 0:
-            steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+            steps = config.rollout_chunks
             chunks = config.algorithm.rollout_epoch * steps
         elif role == "evaluation" and local:
             waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs)

@@ -179,7 +179,7 @@ class SyncCollector:
     ) -> None:
         self.config, self.pool, self.engine, self.should_stop = config, pool, engine, should_stop
         self.schedule = EpisodeSchedule(config, pool.spec.num_envs * share.count, len(pool.spec.tasks), share)
-        self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+        self.num_steps = config.rollout_chunks
         self.keep_frames = keep_frames
         self.seconds, self.stats = Seconds(), EpisodeStats()
         # Random numbers at the mark that an interrupted rollout goes back to; None until an update has its first one.

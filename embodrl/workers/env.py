@@ -27,12 +27,12 @@ def check_simulator(config: Config) -> None:
     Raises:
         MissingDependencyError: names the missing package.
     """
-    from embodrl.preflight.simulators import preflight
+    from embodrl.preflight.simulators import find_warnings, preflight
 
     preflight(config.env.env_type, interpreter_of(config), config.env)
     outdated = check_pins(config.env.env_type) if config.env.python == AUTO else None
-    if outdated is not None:
-        logger.warning("%s: %s; %s", outdated.name, outdated.detail, outdated.hint)
+    for warning in filter(None, (outdated, *find_warnings(config.env.env_type, interpreter_of(config)))):
+        logger.warning("%s: %s; %s", warning.name, warning.detail, warning.hint)
 
 
 def check_videos(config: Config, here: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from embodrl.envs.pool.faults import forget_refused
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.types import EnvStep
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class EpisodeRecord:
         task: name.
         instruction: in words.
         success: the task was solved at some time.
+        success_at_end: it was solved after the last step; None if the environment does not tell.
         episode_return: sum of rewards.
         length: environment steps.
     """
@@ -43,6 +46,7 @@ class EpisodeRecord:
     task: str
     instruction: str
     success: bool
+    success_at_end: bool | None
     episode_return: float
     length: int
 
@@ -60,6 +64,7 @@ class EvalResult:
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
         records: the episodes, in the order of their seeds.
         lost_episodes: how many a fault of the simulator ended, each time that they were run.
+        first_pictures: task -> SHA-256 over the pictures of the first observation of its first episode.
     """
 
     success_rate: float
@@ -71,6 +76,13 @@ class EvalResult:
     policy_s: float = 0.0
     records: list[EpisodeRecord] = field(default_factory=list)
     lost_episodes: int = 0
+    first_pictures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def success_at_end(self) -> float:
+        """Part of the episodes that ended solved; NaN if that is not known of each, or there is none."""
+        known = [record.success_at_end for record in self.records if record.success_at_end is not None]
+        return float(np.mean(known)) if known and len(known) == len(self.records) else float("nan")
 
     @property
     def successes(self) -> list[bool]:
@@ -97,13 +109,16 @@ class EpisodeResults:
     """What became of some episodes.
 
     Attributes:
-        outcome: ``float64[n,3]``: success, return and length; NaN where a fault ended the episode.
+        outcome: ``float64[n,4]``: success, return, length, success at the end; NaN where a fault ended the episode,
+            and at the end where the environment does not tell.
         instructions: of each.
+        pictures: SHA-256 over those of its first observation, of each among the first of their tasks; else "".
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
     """
 
     outcome: NDArray[np.float64]
     instructions: list[str]
+    pictures: list[str]
     env_s: float = 0.0
     policy_s: float = 0.0
 
@@ -150,10 +165,15 @@ class Evaluator:
             InterruptedError: as ``run``.
         """
         spec = self.pool.spec
-        self._results = results = EpisodeResults(np.full((len(episodes), 3), np.nan), [""] * len(episodes))
+        self._results = results = EpisodeResults(
+            np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes)
+        )
         self.pool.call("rebuild", restart=True)
         self.pool.call("mark", restart=True)
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
+        goes_on = self.config.env.eval.to_step_limit
+        if goes_on:
+            self.pool.call("set_ignore_terminations", {"value": True}, restart=True)
         left = np.arange(len(episodes))
         for attempt in range(MAX_ATTEMPTS):
             if attempt and len(left):
@@ -172,6 +192,9 @@ class Evaluator:
                     self.progress(done, f"success {_mean(results.outcome[:, 0]):.0%}")
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
+        if goes_on:
+            value = self.config.env.train.ignore_terminations
+            self.pool.call("set_ignore_terminations", {"value": value}, restart=True)
         self.pool.call("rebuild", restart=True)
         self.engine.offload()
         return results
@@ -188,6 +211,8 @@ class Evaluator:
         observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
         for row in rows:
             results.instructions[places[row]] = observation.instruction[row]
+            if wave[row] < num_tasks:
+                results.pictures[places[row]] = hashlib.sha256(observation.images[row].tobytes()).hexdigest()
         if video_dir is not None:
             self._film(wave, video_dir)
         active = np.zeros(spec.num_envs, np.bool_)
@@ -202,11 +227,28 @@ class Evaluator:
             clock = self._lap("policy", clock)
             step = self.pool.step(actions, active)
             observation = step.observation
-            for row in np.flatnonzero(active & step.done & step.valid.any(axis=1)):
-                found = step.success[row], step.episode_return[row], step.episode_length[row]
+            ended = np.flatnonzero(active & step.done & step.valid.any(axis=1))
+            at_end = self._solved_at_end(step, ended)
+            for row in ended:
+                found = step.success[row], step.episode_return[row], step.episode_length[row], at_end[row]
                 results.outcome[places[row]] = found
             active = active & ~step.done
         self._lap("env", clock)
+
+    def _solved_at_end(self, step: EnvStep, ended: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return ``float64[B]``: whether an episode ended solved; NaN where the environment does not tell.
+
+        Only one that went on after a success needs to be asked about.
+        """
+        at_end = step.success.astype(np.float64)
+        asked = ended[step.success[ended] & ~step.terminated[ended].any(axis=1)]
+        if len(asked):
+            at_end[asked] = np.nan
+            with suppress(EnvWorkerDied, EnvTimeout):  # the next step finds it
+                answers = [answer for answer in self.pool.call("solved_now") if isinstance(answer, np.ndarray)]
+                if len(answers) == len(self.pool.managers):
+                    at_end[asked] = np.concatenate(answers)[asked]
+        return at_end
 
     def _film(self, wave: np.ndarray, video_dir: Path) -> None:
         size = self.pool.spec.num_envs // len(self.pool.managers)
@@ -248,6 +290,7 @@ def evaluation_result(config: Config, tasks: Sequence[str], results: EpisodeResu
             task=tasks[int(task)],
             instruction=results.instructions[number],
             success=bool(row[0]),
+            success_at_end=None if np.isnan(row[3]) else bool(row[3]),
             episode_return=float(row[1]),
             length=int(row[2]),
         )
@@ -263,6 +306,9 @@ def evaluation_result(config: Config, tasks: Sequence[str], results: EpisodeResu
         policy_s=results.policy_s,
         records=records,
         lost_episodes=num_lost,
+        first_pictures={
+            tasks[number]: results.pictures[number] for number in range(min(len(tasks), len(results.pictures)))
+        },
     )
 
 

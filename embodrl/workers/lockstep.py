@@ -199,7 +199,7 @@ class LockstepRunner:
     def __init__(self, config: Config, pool: EnvPool, engine: RolloutEngine, rows: slice, keep_frames: bool) -> None:
         self.config, self.pool, self.engine, self.rows = config, pool, engine, rows
         self.keep_frames = keep_frames
-        self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+        self.num_steps = config.rollout_chunks
         self.auto_reset = config.env.train.auto_reset
         self.needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
         self.seconds = Seconds()

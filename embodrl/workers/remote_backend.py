@@ -110,6 +110,7 @@ class Evaluated(Answer):
 
     outcome: NDArray[np.float64]
     instructions: list[str]
+    pictures: list[str]
     env_s: float
     policy_s: float
 
@@ -415,6 +416,7 @@ class RemoteBackend(RolloutBackend):
         results = EpisodeResults(
             np.concatenate([part["outcome"] for part in parts]),
             [text for part in parts for text in part["instructions"]],
+            [text for part in parts for text in part["pictures"]],
             max(part["env_s"] for part in parts),
             max(part["policy_s"] for part in parts),
         )

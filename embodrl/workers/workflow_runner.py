@@ -85,7 +85,7 @@ class WorkflowRunner:
             workflow = cast("RolloutWorkflow", import_workflow(config.rollout.workflow))
         self.workflow: RolloutWorkflow = workflow
         self.num_envs = pool.spec.num_envs
-        self.num_steps = config.env.train.max_steps_per_rollout_epoch // config.model.num_action_chunks
+        self.num_steps = config.rollout_chunks
         self.needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
         self.bootstrap = self.needs_values and config.algorithm.bootstrap_type == "truncation"
 

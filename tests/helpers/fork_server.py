@@ -9,6 +9,7 @@ simulators (``WarmPopen`` takes the place of ``subprocess.Popen``). EMBODRL_TEST
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -29,7 +30,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -49,6 +50,7 @@ _CLONE_PARENT = 0x8000
 _CLONE_SYSCALL = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = str(Path(__file__).resolve().parents[2] / "embodrl") + os.sep
+_EXIT = os._exit  # embodrl puts another in its place
 COLD = bool(os.environ.get("EMBODRL_TESTS_COLD")) or _CLONE_SYSCALL is None
 
 
@@ -303,12 +305,33 @@ def main() -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             request = serve(theirs)
-    if request["kind"] == "child":
-        run_child(request)
-        return
-    from embodrl.cli.main import main as command_line
+    try:
+        if request["kind"] == "child":
+            run_child(request)
+        else:
+            from embodrl.cli.main import main as command_line
 
-    command_line()
+            command_line()
+    except SystemExit as leaving:
+        leave(leaving.code)
+    leave(0)
+
+
+def leave(code: object) -> NoReturn:
+    """End as the interpreter does, but for taking every module apart, which takes longer than a short run.
+
+    With EMBODRL_TESTS_COLD it does that as well.
+    """
+    if os.environ.get("EMBODRL_TESTS_COLD"):
+        sys.exit(code)  # type: ignore[arg-type]
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)
+    _EXIT(int(code or 0) if isinstance(code, int | None) else 1)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ Needs `embodrl env install libero` (EMBODRL_LIBERO_ENV names another place) and 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +183,34 @@ def test_nothing_is_written_into_the_home_directory(tmp_path: Path):
     caches = {".cache"}  # of the graphics driver
     assert {path.name for path in tmp_path.iterdir()} <= {"tmp"} | caches
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("suite", ["libero_goal", "libero_spatial"])
+def test_fixtures_stand_where_published_evaluations_put_them(suite: str):
+    """LIBERO's environment, seeded once and reset before each initial state, has them at the same places."""
+    command = [str(PYTHON), str(Path(__file__).with_name("libero_fixtures.py")), suite, next(iter(SUITES[suite].tasks))]
+    found = json.loads(subprocess.check_output([*command, "7", ASSETS], text=True).splitlines()[-1])
+    assert found["distance"] == 0.0
+    assert found["moved"] > 0.001
+
+
+def assets_fingerprint() -> str:
+    files = sorted(path for path in Path(ASSETS).rglob("*") if path.is_file())
+    listed = "".join(f"{path.relative_to(ASSETS)} {path.stat().st_size}\n" for path in files)
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("suite", list(SUITES))
+def test_pictures_are_those_of_the_pinned_mujoco(suite: str):
+    """Stored: MuJoCo 3.3.2, first task, seed 0. 3.8.1 is 34 grey levels darker in libero_object, 2 off in libero_10."""
+    stored = np.load(Path(__file__).with_name("libero_frames.npz"))
+    if stored["assets"].item() != assets_fingerprint():
+        pytest.skip("the pictures were stored with another tree of assets")
+    camera = {"name": "agentview", "height": 64, "width": 64}
+    options = {"num_envs": 1, "suite": suite, "tasks": [next(iter(SUITES[suite].tasks))], "cameras": [camera]}
+    with closing(start(**options, render_detail="full")) as manager:
+        found = manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32), copy=True).images[0, 0]
+    assert np.abs(found.astype(int) - stored[suite].astype(int)).mean() < 1.5
 
 
 def test_missing_assets_are_named(tmp_path: Path):

@@ -241,12 +241,10 @@ def sampling_explores(context: Context) -> Iterator[Finding]:
 def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
     """A rollout is a whole number of optimizer steps."""
     config = context.config
-    train, chunk, batch = config.env.train, config.model.num_action_chunks, config.actor.global_batch_size
-    if train.max_steps_per_rollout_epoch % chunk:
-        return  # has a rule of its own
+    train, batch = config.env.train, config.actor.global_batch_size
     if not train.auto_reset or config.algorithm.filter.enabled:
         return  # how many chunks there are shows when they have been run; batches are made as even as can be
-    chunks = train.max_steps_per_rollout_epoch // chunk
+    chunks = config.rollout_chunks
     total = train.total_num_envs * chunks * config.algorithm.rollout_epoch
     if total % batch:
         yield Finding(

@@ -76,8 +76,8 @@ def every_task_has_a_group(context: Context) -> Iterator[Finding]:
 
 
 @rule("env.train", "env.max_episode_steps", "model.num_action_chunks")
-def chunks_fill_episodes(context: Context) -> Iterator[Finding]:
-    """Episodes and rollouts are whole chunks."""
+def chunks_fit_into_episodes(context: Context) -> Iterator[Finding]:
+    """A chunk is no longer than an episode or a rollout."""
     config = context.config
     chunk = config.model.num_action_chunks
     for key, steps in (
@@ -92,15 +92,15 @@ def chunks_fill_episodes(context: Context) -> Iterator[Finding]:
                 f"1 to {steps}",
                 others=(key,),
             )
-        elif steps % chunk:
-            yield Finding(
-                key,
-                f"{steps} steps are not a whole number of chunks of model.num_action_chunks = {chunk}:"
-                f" {steps} / {chunk} leaves {steps % chunk}",
-                f"set it to {multiples(steps, chunk)}, or change model.num_action_chunks",
-                f"a multiple of {chunk}",
-                others=("model.num_action_chunks",),
-            )
+
+
+@note("env.train", "model.num_action_chunks")
+def rollouts_are_whole_chunks(context: Context) -> Iterator[Finding]:
+    """Rollouts are rounded up to whole chunks."""
+    chunk, key = context.config.model.num_action_chunks, "env.train.max_steps_per_rollout_epoch"
+    steps = context.config.env.train.max_steps_per_rollout_epoch
+    if steps % chunk and context.by_user(key):
+        yield Finding(key, f"{steps} steps become {context.config.rollout_chunks * chunk}, whole chunks of {chunk}", "")
 
 
 @rule("env.train", "env.max_episode_steps")

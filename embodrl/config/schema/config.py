@@ -37,9 +37,19 @@ class Config(Section):
     runner: RunnerConfig = Field(default=RunnerConfig(), description="loop, evaluation, checkpoints, logs")
     collect: CollectConfig = Field(default=CollectConfig(), description="demonstrations by scripted experts")
     sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
+    protocol: str | None = Field(
+        default=None,
+        description="a name of `embodrl list protocols`: settings of a published evaluation, which win over presets and"
+        " defaults and give way to yours; null for none",
+    )
     extensions: tuple[str, ...] = Field(
         default=(), description="modules imported first, which may register models and environments"
     )
+
+    @property
+    def rollout_chunks(self) -> int:
+        """Chunks of an environment in a rollout, its steps rounded up to whole chunks."""
+        return -(-self.env.train.max_steps_per_rollout_epoch // self.model.num_action_chunks)
 
     @field_validator("env", "model", mode="before")
     @classmethod

@@ -32,7 +32,7 @@ class EnvTrainConfig(Section):
 
     total_num_envs: PositiveInt = Field(default=32, le=1_000_000, description="environments over all processes")
     max_steps_per_rollout_epoch: PositiveInt = Field(
-        default=100, description="environment steps per environment and rollout epoch"
+        default=100, description="environment steps per environment and rollout epoch, rounded up to whole chunks"
     )
     auto_reset: bool = Field(
         default=True, description="start a new episode when one has ended, at the end of its chunk"
@@ -58,6 +58,9 @@ class EnvEvalConfig(Section):
         default=128, le=10_000_000, description="episodes an evaluation, spread evenly over the tasks"
     )
     seed: Seed = Field(default=1_000_000, description="reset seed of the first episode; episode i uses seed + i")
+    to_step_limit: bool = Field(
+        default=False, description="go on after a success until the step limit, to see whether it lasts"
+    )
 
 
 class VideoConfig(Section):

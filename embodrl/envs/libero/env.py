@@ -25,6 +25,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         max_chunk: largest number of actions in a chunk.
         libero_assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.
         settle_steps: steps without motion after a reset, before the first observation and not counted.
+        fixture_seed, fixtures_redrawn: where fixtures stand; see ``sim.SceneOptions``.
         render_detail: full, fast, or auto (fast where the CPU draws).
         video_size: height and width in pixels of videos.
         video_fps: frames per second of videos; None is the rate of control.
@@ -41,6 +42,8 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         max_chunk: int = 8,
         libero_assets: str | None = None,
         settle_steps: int = 10,
+        fixture_seed: int | None = None,
+        fixtures_redrawn: bool = True,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
@@ -56,6 +59,8 @@ class LiberoVectorEnv(SimulatorVectorEnv):
             video_size=(int(video_size[0]), int(video_size[1])),
             render_detail=render_detail,
             settle_steps=settle_steps,
+            fixture_seed=fixture_seed,
+            fixtures_redrawn=fixtures_redrawn,
         )
         self._scenes: dict[str, LiberoScene] = {}
         episodes = EpisodeRules(**rules)

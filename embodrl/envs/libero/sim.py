@@ -53,6 +53,8 @@ class SceneOptions:
         video_size: height and width in pixels of videos.
         render_detail: full, fast, or auto (fast where the CPU draws).
         settle_steps: control steps without motion after a reset.
+        fixture_seed: fixtures are placed as if LIBERO's environment were seeded with it once; None: by the reset seed.
+        fixtures_redrawn: initial state k then has the placement of reset k + 1 after seeding; else of the first.
     """
 
     suite: str
@@ -64,6 +66,8 @@ class SceneOptions:
     video_size: tuple[int, int]
     render_detail: str
     settle_steps: int
+    fixture_seed: int | None = None
+    fixtures_redrawn: bool = True
 
     def facts(self, task: str) -> TaskFacts:
         """Return what is known of a task without its scene."""
@@ -173,16 +177,21 @@ class LiberoScene:
         """Return robosuite's wrapper of a new ``MjData``."""
         return self._binding.MjData(self.env.sim.model)
 
-    def place(self, seed: int) -> None:
-        """Reset as LIBERO does; fixtures are placed at random, by the seed."""
+    def place(self, seed: int, resets: int = 1) -> None:
+        """Reset as LIBERO does; fixtures are placed at random, by the seed, and anew by each of ``resets``."""
         np.random.seed(seed % 2**32)
-        while True:
-            try:
-                with contextlib.redirect_stdout(None):
-                    self.env.reset()
-                return
-            except self._randomization_error:
-                continue  # LIBERO, too, tries again until everything has found a place
+        while resets:
+            with contextlib.redirect_stdout(None), contextlib.suppress(self._randomization_error):
+                self.env.reset()
+                resets -= 1  # LIBERO, too, tries again until everything has found a place
+
+    def place_for(self, seed: int, init_state: int) -> None:
+        """Place the fixtures of an episode; see ``SceneOptions.fixture_seed``."""
+        fixed = self.options.fixture_seed
+        if fixed is None:
+            self.place(seed)
+        else:
+            self.place(fixed, init_state + 1 if self.options.fixtures_redrawn else 1)
 
     def activate(self, sim: LiberoSim) -> None:
         """Let the data and the fixtures of one environment be the scene's."""
@@ -231,7 +240,7 @@ class LiberoSim(Simulator):
         scene, model = self.scene, self.scene.model
         init_state = init_state_of(seed, scene.options.num_tasks)
         scene.activate(self)
-        scene.place(seed)
+        scene.place_for(seed, init_state)
         self.fixtures = model.body_pos.copy(), model.body_quat.copy()
         scene.env.sim.set_state_from_flattened(scene.init_states[init_state])
         self._propagate()

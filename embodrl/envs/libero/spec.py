@@ -28,6 +28,15 @@ class LiberoConfig(EnvConfig):
     settle_steps: NonNegativeInt = Field(
         default=10, description="steps without motion after a reset, not counted; 10 as published"
     )
+    fixture_seed: NonNegativeInt | None = Field(
+        default=None,
+        description="where cabinet, stove and other fixtures stand: null: by the reset seed; a number: as in published"
+        " evaluations, which seed LIBERO with it once and reset it before each initial state",
+    )
+    fixtures_redrawn: bool = Field(
+        default=True,
+        description="with fixture_seed: each initial state has a placement of its own; false: all the first",
+    )
 
 
 def derive(env: Mapping[str, object]) -> tuple[dict[str, object], str]:
@@ -135,6 +144,7 @@ SPEC = SimulatorSpec(
     isolated=True,
     draws_with="mujoco",
     probe="embodrl.envs.libero.probe:find_problems",
+    warnings="embodrl.envs.libero.probe:find_warnings",
     example={
         "suite": next(iter(SUITES)),
         "tasks": [next(iter(next(iter(SUITES.values())).tasks))],

@@ -34,7 +34,7 @@ _FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
 _LOSSES = (EnvWorkerDied, EnvTimeout)
 R = TypeVar("R")
 # Requests with a lasting effect: they are repeated to a restarted process.
-_LASTING = ("set_auto_reset",)
+_LASTING = ("set_auto_reset", "set_ignore_terminations")
 
 
 class EnvPool:

@@ -241,7 +241,8 @@ def fill(
         load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore)
         return
     model.to(dtype).to_empty(device=device)
-    init_weights()
+    if device.type != "meta":
+        init_weights()
     report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
 
 

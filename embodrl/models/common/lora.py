@@ -43,14 +43,16 @@ def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vis
     names = target_names(policy, config.target_modules, freeze_vision)
     alpha = min(config.rank, MAX_DEFAULT_ALPHA) if config.alpha is None else config.alpha
     settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=names)
-    peft.inject_adapter_in_model(settings, policy, ADAPTER)
     device = policy.device
+    is_meta = device.type == "meta"
+    peft.inject_adapter_in_model(settings, policy, ADAPTER, low_cpu_mem_usage=is_meta)  # it builds them on the CPU
     generator = new_generator(device, seed)
     for name in names:
         layer: Any = policy.get_submodule(name)
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.float()
-        layer.lora_A[ADAPTER].weight.data.normal_(0.0, 1.0 / config.rank, generator=generator)
+        if not is_meta:
+            layer.lora_A[ADAPTER].weight.data.normal_(0.0, 1.0 / config.rank, generator=generator)
     return names
 
 

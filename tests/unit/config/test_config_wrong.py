@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -31,31 +32,63 @@ def _machine_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.chdir(tmp_path)
 
 
-def refuse(case: Wrong, tmp_path: Path) -> ConfigError:
-    """Return the error of a wrong configuration."""
-    (tmp_path / "file").write_text("")
-    path = None
-    if case.text is not None:
-        path = tmp_path / "mine.yaml"
-        path.write_text(case.text)
-    base = BASE if case in RULES else ()
-    if any(arg.startswith(("model=", "model.model_type=")) for arg in case.args):  # the sizes are OpenVLA's
-        base = tuple(arg for arg in base if not arg.startswith("model.architecture."))
-    arguments = [*base, *(arg.replace("{tmp}", str(tmp_path)) for arg in case.args)]
-    with pytest.raises(ConfigError) as caught:
-        load_config(arguments, path)
-    return caught.value
+class Refusals:
+    """The errors of the cases, each loaded once, and the rules that they break."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.broken: set[str] = set()
+        self._errors: dict[str, ConfigError] = {}
+        (folder / "file").write_text("")
+
+    def error(self, case: Wrong) -> ConfigError:
+        """Return the error of a wrong configuration."""
+        if case.name not in self._errors:
+            self._errors[case.name] = self._refuse(case)
+        return self._errors[case.name]
+
+    def arguments(self, case: Wrong) -> list[str]:
+        return [argument.replace("{tmp}", str(self.folder)) for argument in case.args]
+
+    def _refuse(self, case: Wrong) -> ConfigError:
+        path = None
+        if case.text is not None:
+            path = self.folder / "mine.yaml"
+            path.write_text(case.text)
+        base = BASE if case in RULES else ()
+        if any(arg.startswith(("model=", "model.model_type=")) for arg in case.args):  # the sizes are OpenVLA's
+            base = tuple(arg for arg in base if not arg.startswith("model.architecture."))
+        rules = [self._watched(rule) for rule in rule_package.RULES]
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
+            patch.setattr(rule_package, "RULES", rules)
+            load_config([*base, *self.arguments(case)], path)
+        return caught.value
+
+    def _watched(self, rule: rule_package.Rule) -> rule_package.Rule:
+        @functools.wraps(rule.check)  # a rule's code is the name of its function
+        def check(context):  # type: ignore[no-untyped-def]
+            findings = list(rule.check(context))
+            if findings:
+                self.broken.add(rule.check.__name__)
+            return iter(findings)
+
+        return dataclasses.replace(rule, check=check)
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> Refusals:
+    return Refusals(tmp_path_factory.mktemp("refusals"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_wrong_configuration_is_refused(case: Wrong, tmp_path: Path) -> None:
-    error = refuse(case, tmp_path)
+def test_wrong_configuration_is_refused(case: Wrong, refusals: Refusals) -> None:
+    error = refusals.error(case)
     assert {problem.key for problem in error.problems} == {case.key, *case.more}
     report = error.report()
     [paragraph] = [part for part in report.split("\n\n") if part.split(". ", 1)[-1].startswith(f"{case.key}: ")]
     assert case.names in paragraph
     assert "     hint:   " in paragraph
-    origin = f"mine.yaml:{case.line}" if case.line else f"command line: {case.args[0].replace('{tmp}', str(tmp_path))}"
+    origin = f"mine.yaml:{case.line}" if case.line else f"command line: {refusals.arguments(case)[0]}"
     assert origin in paragraph
     [problem] = [problem for problem in error.problems if problem.key == case.key]
     assert problem.code == case.code
@@ -67,31 +100,18 @@ def test_there_are_enough_cases() -> None:
     assert len(set(names)) == len(names) >= 100
 
 
-def test_most_reports_name_what_is_allowed(tmp_path: Path) -> None:
-    problems = [problem for case in CASES for problem in refuse(case, tmp_path).problems]
+def test_most_reports_name_what_is_allowed(refusals: Refusals) -> None:
+    problems = [problem for case in CASES for problem in refusals.error(case).problems]
     assert sum(bool(p.allowed or p.nearest) for p in problems) > 0.6 * len(problems)
 
 
-def test_every_rule_is_broken_by_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: set[str] = set()
-
-    def watched(rule: rule_package.Rule) -> rule_package.Rule:
-        def check(context):  # type: ignore[no-untyped-def]
-            findings = list(rule.check(context))
-            if findings:
-                broken.add(rule.check.__name__)
-            return iter(findings)
-
-        return dataclasses.replace(rule, check=check)
-
-    names = {rule.check.__name__ for rule in rule_package.RULES}
-    monkeypatch.setattr(rule_package, "RULES", [watched(rule) for rule in rule_package.RULES])
+def test_every_rule_is_broken_by_a_case(refusals: Refusals) -> None:
     for case in RULES:
-        refuse(case, tmp_path)
+        refusals.error(case)
     # these want a model, a directory, a package or a verb that is not there by default, and have tests of their own
     elsewhere = {"model_has_value_heads", "outputs_can_be_written", "vllm_is_installed"}
     elsewhere |= {"vllm_serves_what_it_can", "vllm_sleeps_on_gpus", "experts_show_the_tasks"}
-    assert names - broken <= elsewhere
+    assert {rule.check.__name__ for rule in rule_package.RULES} - refusals.broken <= elsewhere
 
 
 @pytest.fixture

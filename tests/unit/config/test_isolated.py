@@ -13,7 +13,7 @@ import pytest
 
 from embodrl.config import isolated as places
 from embodrl.config import load_config
-from embodrl.envs.libero.probe import find_package
+from embodrl.envs.libero import probe
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.preflight import isolated, simulators
 from embodrl.preflight.findings import Finding, can_train
@@ -154,15 +154,27 @@ def test_packages_of_this_environment_are_not_those_of_another(tmp_path: Path, m
     (tmp_path / "here" / "libero").mkdir(parents=True)
     (tmp_path / "here" / "libero" / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "here"))
-    assert find_package(str(places.installed_python("libero"))) is None
+    assert probe.find_package(str(places.installed_python("libero"))) is None
 
 
 def test_all_that_libero_lacks_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
     install()
     python = str(places.installed_python("libero"))
-    assert find_package(python) is None
+    assert probe.find_package(python) is None
     settings = load_config(["env=libero"]).config.env.model_copy(update={"libero_assets": str(tmp_path)})
     with pytest.raises(EmbodrlError, match=r"(?s)not installed.*assets are not in.*embodrl env install libero"):
         simulators.preflight("libero", python, settings)
     assert os.access(python, os.X_OK)
+
+
+@pytest.mark.parametrize(("found", "warns"), [("3.2.3", False), ("3.3.2", False), ("3.3.3", True), ("3.10.0", True)])
+def test_a_mujoco_that_draws_libero_otherwise_is_told(monkeypatch: pytest.MonkeyPatch, found: str, warns: bool):
+    monkeypatch.setattr(probe.metadata, "version", lambda _: found)
+    findings = simulators.find_warnings("libero", None)
+    assert [(finding.name, finding.status) for finding in findings] == [("mujoco-version", "warning")] * warns
+
+
+def test_an_interpreter_without_mujoco_is_not_warned_of():
+    install()
+    assert probe.find_warnings(str(places.installed_python("libero"))) == []

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import json
 import sys
@@ -20,7 +19,6 @@ from embodrl.preflight.libraries import missing_libraries
 from embodrl.preflight.presets import Machine, lacks, preset_lacks
 
 GIB = 1 << 30
-EXTRAS = functools.cache(doctor.check_extras)  # starts an interpreter for each extra
 
 
 def machine(
@@ -162,7 +160,7 @@ def test_run_doctor_as_json(
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan_status, [], "as told"))
     monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
     monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("system libraries", "ok", ""))
-    monkeypatch.setattr(doctor, "check_extras", EXTRAS)
+    monkeypatch.setattr(doctor, "check_extras", lambda: [frame("extra some")])
     drawn: list[str] = []
     monkeypatch.setattr(simulators, "draw_frame", lambda name, *rest, **options: drawn.append(name) or frame(name))
     monkeypatch.setattr(doctor, "check_shared_memory", lambda: Finding("shared memory", "ok", "enough"))

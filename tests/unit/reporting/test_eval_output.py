@@ -11,6 +11,7 @@ import torch
 from expect import raises_code
 
 from embodrl.config import load_config
+from embodrl.envs.provenance import describe_simulator
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.preflight import simulators
 from embodrl.reporting.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
@@ -42,7 +43,10 @@ def test_a_wilson_interval_of_other_confidence() -> None:
 def records() -> list[EpisodeRecord]:
     solved = (True, False, True, True, True)
     return [
-        EpisodeRecord(i, 70 + i, ("red", "<b>green")[i % 2], f"go to {i % 2}", solved[i], float(i), 5) for i in range(5)
+        EpisodeRecord(
+            i, 70 + i, ("red", "<b>green")[i % 2], f"go to {i % 2}", solved[i], solved[i] and i != 4, float(i), 5
+        )
+        for i in range(5)
     ]
 
 
@@ -190,3 +194,28 @@ def test_the_page_shows_the_videos(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "grid.mp4").stat().st_size > 0
     (output.video_dir / "episode_001_failure.mp4").rename(output.video_dir / ".episode_001_failure.partial.mp4")
     assert "videos: only 1 of 2 could be written" in output.write(result())
+
+
+def test_the_json_tells_what_it_was_measured_with(tmp_path: Path) -> None:
+    output = EvalOutput(settings(), tmp_path / "out")
+    output.simulator = describe_simulator()
+    found = result()
+    found.first_pictures = {"red": "ab"}
+    content = output.content(found)
+    assert content["success_at_end"] == 0.6 and content["first_pictures"] == {"red": "ab"}
+    assert content["versions"]["torch"] == torch.__version__ and content["protocol"] is None
+    assert content["simulator"]["versions"]["numpy"] == np.__version__
+    assert "solved at the end 60.0 %" in output.write(found)
+
+
+def test_the_harness_counts_lost_episodes_as_failures(tmp_path: Path) -> None:
+    """As ``ResultCollector`` of vla-evaluation-harness: 6 episodes of 2 tasks, number 5 lost; worked out by hand."""
+    config = settings("env.tasks=[reach-red,reach-green]", "env.eval.num_episodes=6")
+    content = EvalOutput(config, tmp_path / "out").harness_content(result())
+    red, green = content["tasks"]
+    assert red["task"] == "go to 0" and [e["episode_id"] for e in red["episodes"]] == [0, 1, 2]
+    assert (red["mean_success"], red["mean_success_at_end"], red["avg_steps"]) == (1.0, 0.6667, 5.0)
+    assert green["episodes"][2]["failure_reason"] and green["num_errors"] == 1
+    assert (green["mean_success"], green["num_episodes"], green["avg_steps"]) == (0.3333, 3, 10 / 3)
+    assert content["mean_success"] == 0.6667 and content["seed"] == 70 and content["benchmark"] == "toy"
+    json.dumps(content)

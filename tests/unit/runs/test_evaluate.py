@@ -1,3 +1,5 @@
+import hashlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -162,3 +164,48 @@ def test_an_evaluation_that_lost_everything_has_no_rate():
     result = Evaluator(config, pool, Expert(pool.env)).run()
     assert (result.episodes, result.lost_episodes, result.per_task) == (0, 4, {})
     assert np.isnan(result.success_rate) and np.isnan(result.mean_return)
+
+
+class Fickle(Expert):
+    """Solves its task, and runs from the goal afterwards where the seed is even."""
+
+    def act_greedily(self, observation):
+        rows = [int(np.flatnonzero((self.env.position == state).all(axis=1))[0]) for state in observation.state]
+        leaves = self.env._solved & (self.env.episode_seed % 2 == 0)
+        actions = np.where(leaves[:, None], np.eye(7, dtype=np.float32)[0], self.env.expert_actions())[rows]
+        return PolicyOutput(np.repeat(actions[:, None], 2, axis=1), None, None, {})
+
+
+def evaluate_fickle(to_step_limit: bool):
+    section = CONFIG.env.model_copy(
+        update={"max_episode_steps": 40, "eval": CONFIG.env.eval.model_copy(update={"to_step_limit": to_step_limit})}
+    )
+    pool = LocalPool()
+    pool.env.rules = replace(pool.env.rules, max_episode_steps=40)
+    config = CONFIG.model_copy(update={"env": section})
+    return Evaluator(config, pool, Fickle(pool.env)).run(), pool
+
+
+def test_success_at_the_end_is_another_figure_where_episodes_go_on():
+    result, pool = evaluate_fickle(to_step_limit=True)
+    assert result.success_rate == 1.0 and all(record.length == 40 for record in result.records)
+    assert [record.success_at_end for record in result.records] == [record.seed % 2 == 1 for record in result.records]
+    assert result.success_at_end == 0.5
+    assert ("set_ignore_terminations", {"value": False}) in pool.calls[-3:]  # as it was before
+    ended, pool = evaluate_fickle(to_step_limit=False)
+    assert ended.success_rate == ended.success_at_end == 1.0 and max(r.length for r in ended.records) < 40
+    assert not any(name in ("solved_now", "set_ignore_terminations") for name, _ in pool.calls)
+
+
+def test_an_environment_that_does_not_tell_leaves_the_end_unknown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ToyVectorEnv, "solved_now", lambda self: None)
+    result, _ = evaluate_fickle(to_step_limit=True)
+    assert {record.success_at_end for record in result.records} == {None} and np.isnan(result.success_at_end)
+
+
+def test_the_first_picture_of_each_task_is_identified():
+    pool = LocalPool()
+    found = Evaluator(CONFIG, pool, Expert(pool.env)).run().first_pictures
+    images = pool.reset(np.array([70, 71, 72, 73]), np.array([0, 1, 0, 1], np.int32)).images
+    names = ("reach-red", "reach-green")
+    assert found == {name: hashlib.sha256(images[row].tobytes()).hexdigest() for row, name in enumerate(names)}

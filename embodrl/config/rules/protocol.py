@@ -1,0 +1,44 @@
+"""The evaluation protocol: it exists, fits the environment, and what of it does not hold is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from embodrl.config.protocol import protocol_of
+from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.names import nearest
+from embodrl.specs import PROTOCOLS
+
+
+@rule("protocol", "env.env_type")
+def protocol_is_of_the_environment(context: Context) -> Iterator[Finding]:
+    """The protocol has a name in the registry, and is about the environment."""
+    name, env_type = context.config.protocol, context.config.env.env_type
+    if name is None:
+        return
+    if name not in PROTOCOLS:
+        near = nearest(name, PROTOCOLS.names())
+        hint = f"write protocol={near}" if near else "see `embodrl list protocols`"
+        yield Finding("protocol", f"there is no protocol '{name}'", hint, ", ".join(PROTOCOLS), near)
+    elif PROTOCOLS.entry(name).env_type != env_type:
+        wanted = PROTOCOLS.entry(name).env_type
+        message = f"'{name}' is an evaluation in {wanted}, not in {env_type}"
+        yield Finding("protocol", message, f"choose env={wanted}, or leave it out", others=("env.env_type",))
+
+
+@note("protocol", "env", "model")
+def protocol_holds(context: Context) -> Iterator[Finding]:
+    """What differs from the protocol that is named."""
+    config, name = context.config, context.config.protocol
+    if name is None or name not in PROTOCOLS or PROTOCOLS.entry(name).env_type != config.env.env_type:
+        return
+    spec, report = PROTOCOLS.entry(name), protocol_of(config)
+    assert report is not None
+    for key, value in report["changed"].items():
+        message = f"is {value}, and protocol={name} has {report['settings'][key]}"
+        yield Finding(key, message, "leave it out to follow the protocol", others=("protocol",))
+    if not report["covers_model"]:
+        message = f"'{name}' says nothing of {config.model.model_type}: crop, filter, gripper and chunk are the model's"
+        yield Finding("protocol", message, f"it is about {', '.join(spec.models)}", others=("model.model_type",))
+    if spec.differs:
+        yield Finding("protocol", f"not repeated of '{name}': {spec.differs}", "see docs/evaluation.md")

@@ -1,0 +1,36 @@
+"""What draws and simulates in this process: versions and the graphics driver, for those who compare results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import import_module, metadata
+
+PACKAGES = ("numpy", "mujoco", "robosuite", "hf-libero", "mani_skill", "sapien", "metaworld", "gymnasium")
+
+
+def describe_simulator() -> dict[str, object]:
+    """Return ``versions`` of Python and what simulates, and the ``driver`` of OpenGL or Vulkan; "" if not known."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"versions": versions, "driver": _vulkan() if "sapien" in sys.modules else _opengl()}
+
+
+def _vulkan() -> str:
+    summary = str(import_module("sapien").render.get_device_summary())
+    devices = [line.removeprefix("GPU:").strip() for line in summary.splitlines() if line.startswith("GPU:")]
+    return f"Vulkan: {', '.join(devices)}" if devices else ""
+
+
+def _opengl() -> str:
+    """Return renderer and version of the context that is current."""
+    if "mujoco" not in sys.modules or "OpenGL" not in sys.modules:
+        return ""
+    gl = import_module("OpenGL.GL")
+    parts = [(gl.glGetString(name) or b"").decode() for name in (gl.GL_RENDERER, gl.GL_VERSION)]
+    return f"OpenGL ({os.environ.get('MUJOCO_GL', 'default')}): {', '.join(parts)}" if all(parts) else ""
