@@ -69,6 +69,7 @@ def leak(*_):
 signal.signal(signal.SIGUSR2, leak)
 """
 FSDP = ("actor.training_backend=fsdp", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}")
+AHEAD = "runner.max_staleness=1"  # rollouts run while the policy trains
 FAULTS = ("kill", "stop", "slow", "memory", "disconnect")
 
 
@@ -88,6 +89,8 @@ class Kind:
 KINDS = {
     "simulator": Kind("bootstrap.py"),
     "rollout process": Kind("rollout_", ("rollout.own_process=true",)),
+    "simulator (asynchronous)": Kind("bootstrap.py", (AHEAD,)),
+    "rollout process (asynchronous)": Kind("rollout_", (AHEAD, "rollout.own_process=true")),
     "actor process": Kind("actor_", ("actor.own_process=true",)),
     "trainer rank 1 (FSDP)": Kind("actor_1", FSDP),
     "driver": Kind(""),

@@ -1,7 +1,8 @@
 """A long run under random faults: do memory, files and processes stay what they are, and is every step counted?
 
-Simulator processes are killed (SIGKILL) or stopped (SIGSTOP, so that they hang) at random; so is, if asked for, the
-training process, which is then resumed from its last checkpoint.
+Simulator processes get the faults of fault_matrix.py at random: killed, stopped, slow for a while, out of memory,
+disconnected. So does, if asked for, the rollout process; the training process is killed, and the run resumed from its
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from fault_matrix import FAULTS, LEAK, inflict
 from rich.console import Console
 from rich.table import Table
 from soak_verdict import Check, Sample, check_faults, check_leaks, check_memory, check_steps
@@ -32,9 +35,10 @@ MIB = 1 << 20
 MARK = "EMBODRL_SOAK"
 POLL_S = 0.2
 SAMPLE_S = 2.0
-STOPPED_PART = 0.25  # of the faults: stopped, not killed
+SLOW_S = 10.0  # how long a process is slow
 NUM_ENVS, STEPS, CHUNK = 8, 40, 5
 END_S = 300.0
+TRAINING_KILLED = "training: kill"
 WARM_ITERATIONS = 3  # before the time counts, and before the first fault
 SETTINGS = (
     "model=openvla",
@@ -47,6 +51,7 @@ SETTINGS = (
     f"env.max_episode_steps={STEPS // 2}",
     f"env.eval.total_num_envs={NUM_ENVS}",
     "env.max_restarts=1000000",
+    "rollout.max_restarts=1000000",
     f"actor.global_batch_size={NUM_ENVS * STEPS // CHUNK}",
     "actor.micro_batch_size=16",
     "actor.optim.critic_warmup_iterations=0",  # what training needs is there from the first iteration on
@@ -68,6 +73,7 @@ class Plan:
         output: new directory of the run and of the results.
         settings: arguments of ``embodrl train``, such as env=maniskill.
         fault_every_s: mean time between two faults of simulators.
+        rollout_fault_every_s: mean time between two faults of the rollout process; 0: the driver collects rollouts.
         kill_training_every_s: time between two deaths of the training process; 0 for none.
         seed: of the faults.
     """
@@ -76,6 +82,7 @@ class Plan:
     output: Path
     settings: tuple[str, ...]
     fault_every_s: float = 20.0
+    rollout_fault_every_s: float = 0.0
     kill_training_every_s: float = 0.0
     seed: int = 0
 
@@ -87,7 +94,6 @@ class Record:
     Attributes:
         samples: of the processes.
         faults: time in seconds, and what was done.
-        pids: of all processes that the run has had.
         resumed: how often the run was resumed.
         exit_code: of the last process of the run.
     """
@@ -117,32 +123,39 @@ class Soak:
         self._driver: subprocess.Popen[bytes] | None = None
         # One simulator lives as long as the training process: those that are killed are too young to show a leak.
         self._spared = 0
+        self._over = threading.Event()  # for processes that are slow
 
     def run(self) -> Record:
         """Train until the time is over, with faults."""
         self.plan.output.mkdir(parents=True, exist_ok=True)
-        self._launch("train", f"runner.output_dir={self.run_dir}", *SETTINGS, *self.plan.settings)
+        (self.plan.output / "leak.py").write_text(LEAK)
+        own = [f"rollout.own_process={str(self._own_rollout).lower()}", "extensions=[leak]"]
+        self._launch("train", f"runner.output_dir={self.run_dir}", *SETTINGS, *own, *self.plan.settings)
         every = self.plan.kill_training_every_s
         try:
-            while len(read_metrics(self.run_dir / METRICS_FILE)) < WARM_ITERATIONS and self._process.poll() is None:
-                time.sleep(POLL_S)
+            self._wait_for(WARM_ITERATIONS)
             self._start = time.monotonic()
             end = self._start + 60 * self.plan.minutes
-            next_fault, next_sample = self._next_fault(), self._start
+            next_fault, next_sample = self._after(self.plan.fault_every_s), self._start
+            next_rollout_fault = self._after(self.plan.rollout_fault_every_s)
             next_death = self._start + every if every else float("inf")
             while (now := time.monotonic()) < end and self._process.poll() is None:
                 if now >= next_sample:
                     self._sample()
                     next_sample = now + SAMPLE_S
-                if now >= next_fault and self._fault():
-                    next_fault = self._next_fault()
+                if now >= next_fault and self._fault_of_simulator():
+                    next_fault = self._after(self.plan.fault_every_s)
+                if now >= next_rollout_fault and self._fault_of_rollout():
+                    next_rollout_fault = self._after(self.plan.rollout_fault_every_s)
                 if now >= next_death and list(self.run_dir.glob("checkpoints/step_*")):
                     self._kill_training()
                     next_death = time.monotonic() + every
                 time.sleep(POLL_S)
+            self._over.set()
             self._process.terminate()
             self.record.exit_code = self._process.wait(END_S)
         finally:
+            self._over.set()
             self._process.kill()
             self._process.wait()
         return self.record
@@ -160,37 +173,57 @@ class Soak:
         return found
 
     @property
+    def _iterations(self) -> int:
+        return len(read_metrics(self.run_dir / METRICS_FILE))
+
+    def _wait_for(self, iterations: int) -> None:
+        while self._iterations < iterations and self._process.poll() is None:
+            time.sleep(POLL_S)
+
+    @property
+    def _own_rollout(self) -> bool:
+        return self.plan.rollout_fault_every_s > 0
+
+    @property
     def _process(self) -> subprocess.Popen[bytes]:
         assert self._driver is not None
         return self._driver
 
     def _launch(self, *arguments: str) -> None:
-        environ = {**os.environ, MARK: self._token, "OMP_NUM_THREADS": "1"}
+        path = f"{self.plan.output}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        environ = {**os.environ, MARK: self._token, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         command = [sys.executable, "-m", "embodrl", *arguments]
         with (self.plan.output / "output.log").open("ab") as log:
             self._driver = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
 
-    def _next_fault(self) -> float:
-        return time.monotonic() + self._dice.uniform(0.5, 1.5) * self.plan.fault_every_s
+    def _after(self, mean_s: float) -> float:
+        return time.monotonic() + self._dice.uniform(0.5, 1.5) * mean_s if mean_s else float("inf")
 
-    def _simulators(self) -> list[psutil.Process]:
-        """Return the simulator processes that are ready, the oldest first: they have mapped what they share."""
+    def _descendants(self, script: str) -> list[psutil.Process]:
+        """Return the processes of the run that execute a script and share memory with simulators, the oldest first."""
         found: list[psutil.Process] = []
         try:
-            children = sorted(psutil.Process(self._process.pid).children(), key=lambda child: child.create_time())
-        except psutil.Error:
-            return found
-        for child in children:
-            try:
-                if shared_memories(child.pid):
+            children = psutil.Process(self._process.pid).children(recursive=True)
+            for child in sorted(children, key=lambda child: child.create_time()):
+                if any(script in part for part in child.cmdline()) and shared_memories(child.pid):
                     found.append(child)
-            except OSError:
-                continue  # it has just gone
+        except (psutil.Error, OSError):
+            return []  # one of them has just gone
         return found
+
+    def _simulators(self) -> list[psutil.Process]:
+        """Return the simulator processes that are ready: they have mapped what they share."""
+        return self._descendants("bootstrap.py")
+
+    def _owner(self) -> psutil.Process | None:
+        """Return the process that the simulators belong to, if it is there."""
+        if not self._own_rollout:
+            return psutil.Process(self._process.pid)
+        return next(iter(self._descendants("process_main")), None)
 
     def _sample(self) -> None:
         try:
-            driver = psutil.Process(self._process.pid)
+            driver, owner = psutil.Process(self._process.pid), self._owner()
             workers = tuple(child.memory_full_info().uss / MIB for child in self._simulators())
             self.record.samples.append(
                 Sample(
@@ -198,15 +231,15 @@ class Soak:
                     round(driver.memory_full_info().uss / MIB, 2),
                     tuple(round(size, 2) for size in workers),
                     driver.num_fds(),
-                    len(shared_memories(driver.pid)),
-                    len(driver.children()),
+                    0 if owner is None else len(shared_memories(owner.pid)),
+                    len(driver.children(recursive=True)),
                 )
             )
         except (psutil.Error, OSError):
             pass  # one of them has just gone
 
-    def _fault(self) -> bool:
-        """Kill or stop a simulator other than the one that is spared; return whether there was one."""
+    def _fault_of_simulator(self) -> bool:
+        """Let a simulator other than the one that is spared have a fault; return whether there was one."""
         ready = self._simulators()
         if not ready:
             return False
@@ -215,38 +248,52 @@ class Soak:
         others = [process for process in ready if process.pid != self._spared]
         if not others:
             return False
-        victim = self._dice.choice(others)
-        stop = self._dice.random() < STOPPED_PART
+        return self._inflict(self._dice.choice(others), "simulator")
+
+    def _fault_of_rollout(self) -> bool:
+        """Let the rollout process have a fault; return whether it was there."""
+        found = self._descendants("process_main")
+        return bool(found) and self._inflict(found[0], "rollout")
+
+    def _inflict(self, victim: psutil.Process, kind: str) -> bool:
+        fault, over = self._dice.choice(FAULTS), threading.Event()
         try:
             if victim.status() == psutil.STATUS_STOPPED:
                 return False  # it has had its fault
-            victim.send_signal(signal.SIGSTOP if stop else signal.SIGKILL)
-        except psutil.Error:
-            return False
-        self.record.faults.append((round(time.monotonic() - self._start, 1), "stopped" if stop else "killed"))
+            inflict(fault, victim, False, over)
+        except (psutil.Error, OSError, ValueError):
+            return False  # it has just gone
+        if fault == "slow":
+            threading.Timer(SLOW_S, over.set).start()
+        self.record.faults.append((round(time.monotonic() - self._start, 1), f"{kind}: {fault}"))
         return True
 
     def _kill_training(self) -> None:
         self._process.kill()
         self._process.wait()
-        self.record.faults.append((round(time.monotonic() - self._start, 1), "training killed"))
+        self.record.faults.append((round(time.monotonic() - self._start, 1), TRAINING_KILLED))
         self.record.resumed += 1
+        done = self._iterations
         self._launch("resume", str(self.run_dir))
+        self._wait_for(done + 1)  # what fails while a run starts ends it at once, by design
 
 
 def judge(soak: Soak, processes: int = 2) -> list[Check]:
     """Return all checks of a soak that is over."""
     record, rows = soak.record, read_metrics(soak.run_dir / METRICS_FILE)
-    sent = sum(1 for _, what in record.faults if what != "training killed")
+    sent = sum(1 for _, what in record.faults if what != TRAINING_KILLED and not what.endswith("slow"))
+    of_rollout = sum(1 for _, what in record.faults if what.startswith("rollout"))
     left = soak.leftovers()
     code = record.exit_code
     checks = [Check("the run ends as it should", code == 128 + signal.SIGTERM, f"exit code {code} after SIGTERM")]
     checks.append(Check("no process is left", not left, ", ".join(map(str, left)) or "none"))
     if len(record.samples) < 2:
         return [*checks, Check("samples", False, f"{len(record.samples)}: it ended too soon, see output.log")]
-    checks += [*check_memory(record.samples), *check_leaks(record.samples, processes)]
+    checks += [*check_memory(record.samples), *check_leaks(record.samples, processes, processes + bool(of_rollout))]
     log = (soak.plan.output / "output.log").read_text(errors="replace")
-    faults = check_faults(len(re.findall(r"restart \d+ of", log)), sent, processes * (1 + record.resumed))
+    # A fault just before the end of the process that would have noticed it is not noticed.
+    unnoticed = processes * (1 + record.resumed + of_rollout)
+    faults = check_faults(len(re.findall(r"restart \d+ of", log)), sent, unnoticed)
     return [*checks, *check_steps(rows, NUM_ENVS * STEPS, CHUNK), faults]
 
 
@@ -263,7 +310,7 @@ def draw(record: Record, path: Path, title: str) -> None:
     spared = [s.workers_mib[0] if s.workers_mib else float("nan") for s in record.samples]
     axis.plot(minutes, spared, label="the simulator process that is spared")
     for time_s, what in record.faults:
-        axis.axvline(time_s / 60, color="tab:red" if what == "training killed" else "0.85", lw=0.8, zorder=0)
+        axis.axvline(time_s / 60, color="tab:red" if what == TRAINING_KILLED else "0.85", lw=0.8, zorder=0)
     axis.set(xlabel="minutes", ylabel="memory of its own (MiB)", title=title, ylim=(0, None))
     axis.legend(loc="lower right")
     figure.savefig(path, dpi=120)
@@ -307,6 +354,7 @@ def plan() -> Plan:
     parser = argparse.ArgumentParser(description="Train for a long time while processes are killed at random.")
     parser.add_argument("--minutes", type=float, default=120.0, help="how long")
     parser.add_argument("--fault-every-s", type=float, default=20.0, help="mean time between two faults of simulators")
+    parser.add_argument("--rollout-fault-every-s", type=float, default=0.0, help="0: no rollout process of its own")
     parser.add_argument("--kill-training-every-s", type=float, default=0.0, help="0: the training process lives")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--output", type=Path, help="new directory; by default outputs/soak-<date and time>")
@@ -317,7 +365,13 @@ def plan() -> Plan:
         parser.error(f"{output} is there already; name a new directory")
     settings = tuple(given.settings)
     return Plan(
-        given.minutes, output.absolute(), settings, given.fault_every_s, given.kill_training_every_s, given.seed
+        given.minutes,
+        output.absolute(),
+        settings,
+        given.fault_every_s,
+        given.rollout_fault_every_s,
+        given.kill_training_every_s,
+        given.seed,
     )
 
 

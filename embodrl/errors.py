@@ -21,9 +21,11 @@ class EmbodrlError(Exception):
 
     Attributes:
         code: stable identifier in kebab case. A class that sets none gets its own name without ``Error``.
+        exit_code: of a command that ends with the error.
     """
 
     code: str = "embodrl"
+    exit_code: int = 1
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -112,6 +114,8 @@ class UnknownNameError(EmbodrlError):
 
 class UsageError(EmbodrlError):
     """The command line asks for something that there is not; nothing was started."""
+
+    exit_code = 2
 
 
 class MissingDependencyError(EmbodrlError):

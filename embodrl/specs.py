@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_ENV, DEFAULT_MODEL = "maniskill", "openvla"
 
+REWARD_MODES = ("dense_delta", "potential", "dense", "sparse")
+"""Values of ``env.reward_mode``."""
 READABLE = ("cameras", "image_size", "reward_mode", "success_bonus", "render_detail", "action_dim", "video")
 """Common settings that only some VectorEnv classes take as constructor arguments."""
 
@@ -106,7 +108,7 @@ class SimulatorSpec(Spec):
         action_dim: numbers of an action; None if the configuration says it.
         batched_by: setting and value with which one process simulates all environments.
         gpu_settings: settings with the value that needs a GPU.
-        reward_modes: values of ``env.reward_mode`` that it has; None: all.
+        reward_modes: values of ``env.reward_mode`` that it has; None: all but ``potential``.
         cameras: names of cameras with a pose; None: any name.
         posed_cameras: cameras of other names can be placed with eye and target.
         camera_poses: the pose and field of view of cameras can be set.

@@ -4,11 +4,17 @@ Hilton et al. 2021, arXiv 2110.00641, eq. 4, and AReaL, arXiv 2505.24298, sec. 5
 proximal policy prox (the weights when the update began) and the present one theta, the loss is
 ``sum(w * surrogate(u, A)) / N`` with ``u = exp(logp_theta - logp_prox)`` and ``w = exp(logp_prox - logp_b)``.
 
+``algorithm.recompute_logprobs`` is the same with one cause: the weights are those that acted, but another engine, or
+another precision, gave their log-probs. There w is cut at ``algorithm.engine_weight_cap``: truncated importance
+sampling (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", eq.
+of TIS, whose C is 2 in verl's examples).
+
 Legend: T policy steps (chunks), B environments, N chunks, C actions in a chunk, A action dimensions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +31,8 @@ OnExceed = Literal["mask", "clamp"]
 
 # Columns of a flattened rollout that carry what is known before the update.
 PROX, LOG_WEIGHTS, STALENESS = "prox_logprobs", "behavior_log_weights", "policy_staleness"
+MISMATCH, MISMATCH_COUNT, MISMATCH_MAX = "logprob_mismatch", "logprob_mismatch_count", "logprob_mismatch_max"
+MISMATCH_TERMS = (MISMATCH, MISMATCH_COUNT, MISMATCH_MAX)
 COLUMNS = (PROX, LOG_WEIGHTS, STALENESS)
 
 
@@ -35,12 +43,13 @@ class Proximal:
     Attributes:
         logprobs: ``float32[N,C,A]`` under the proximal policy, without gradient.
         weights: ``float32[N,C,A]`` or ``float32[N,1,1]``, w after the cap, without gradient; 0 where masked by it.
+            None for all 1.
         metrics: ``behavior_weight_mean``, ``behavior_weight_max`` and, with a cap, ``behavior_masked_fraction`` or
             ``behavior_clamped_fraction``; see ``weight_metrics``.
     """
 
     logprobs: Tensor
-    weights: Tensor
+    weights: Tensor | None
     metrics: dict[str, Tensor]
 
 
@@ -70,6 +79,29 @@ def staleness_metrics(staleness: Tensor, valid: Tensor) -> dict[str, float]:
     if not len(live):
         return {"staleness/mean": 0.0, "staleness/max": 0.0}
     return {"staleness/mean": float(live.double().mean()), "staleness/max": float(live.max())}
+
+
+def mismatch_terms(logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, staleness: Tensor) -> dict[str, Tensor]:
+    """Return sum, count and largest of the differences between log-probs in training and in the rollout.
+
+    Args:
+        logprobs: ``float32[N,C,A]`` by the weights that acted, in training, without gradient.
+        old_logprobs: ``float32[N,C,A]`` of the rollout.
+        valid: ``bool[N,C]``.
+        staleness: ``int64[N]``; chunks of older weights do not count.
+    """
+    counts = (valid & (staleness == 0).unsqueeze(-1)).unsqueeze(-1)
+    apart = torch.where(counts, (logprobs - old_logprobs).abs(), 0.0)
+    largest = apart.max() if apart.numel() else apart.sum()
+    return {MISMATCH: apart.sum(), MISMATCH_COUNT: counts.sum().float() * apart.shape[-1], MISMATCH_MAX: largest}
+
+
+def mismatch_metrics(terms: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return mean and largest difference of ``mismatch_terms``; nothing where nothing counts."""
+    count = float(terms[MISMATCH_COUNT])
+    if not count:
+        return {}
+    return {MISMATCH: float(terms[MISMATCH]) / count, MISMATCH_MAX: float(terms[MISMATCH_MAX])}
 
 
 def loglinear_logprobs(logprobs: Tensor, old_logprobs: Tensor, staleness: Tensor) -> Tensor:
@@ -186,7 +218,7 @@ def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None
 
 
 def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, staleness: Tensor) -> dict[str, Tensor]:
-    """Return the columns ``[T,B,...]`` that minibatches carry for ``proximal_terms``; none without decoupling.
+    """Return the columns ``[T,B,...]`` that minibatches carry for ``proximal_terms``; none without proximal log-probs.
 
     Args:
         batch: the rollout.
@@ -198,7 +230,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
     """
     decoupled = algorithm.decoupled
     if not decoupled.enabled:
-        return {}
+        return {} if batch.prox_logprobs is None else {PROX: batch.prox_logprobs}
     if decoupled.prox == "loglinear":
         if decoupled.level == "episode":
             raise EmbodrlError(
@@ -222,7 +254,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
 def proximal_terms(
     micro: TrajectoryBatch, logprobs: Tensor, algorithm: AlgorithmConfig, counts: LossCounts
 ) -> Proximal | None:
-    """Return the proximal log-probs and behaviour weights of a micro-batch; None without decoupling.
+    """Return the proximal log-probs and behaviour weights of a micro-batch; None without either.
 
     Args:
         micro: flat, with what ``proximal_columns`` gave.
@@ -231,20 +263,23 @@ def proximal_terms(
         counts: of the whole minibatch.
     """
     decoupled = algorithm.decoupled
-    if not decoupled.enabled:
-        return None
     old, valid = micro.logprobs, micro.valid
     prox = micro.prox_logprobs
+    per_token, cap, on_exceed = decoupled.level == "token", decoupled.cap, decoupled.on_exceed
+    if not decoupled.enabled:
+        if prox is None or algorithm.engine_weight_cap is None:
+            return None if prox is None else Proximal(prox, None, {})
+        per_token, cap, on_exceed = algorithm.logprob_type == "token_level", algorithm.engine_weight_cap, "clamp"
     if prox is None:
         prox = loglinear_logprobs(logprobs, old, micro[STALENESS])
     log_weights = micro.get(LOG_WEIGHTS)
     if log_weights is None:
         normalized = algorithm.length_normalized_ratio and algorithm.logprob_type != "token_level"
-        log_weights = log_behavior_weights(prox, old, valid, decoupled.level == "token", normalized)
-    weights, exceeds = cap_weights(log_weights, decoupled.cap, decoupled.on_exceed)
+        log_weights = log_behavior_weights(prox, old, valid, per_token, normalized)
+    weights, exceeds = cap_weights(log_weights, cap, on_exceed)
     mask = reduce_to_level(old, valid, algorithm.logprob_type)[1]
     metrics = weight_metrics(log_weights, weights, exceeds, mask, counts.policy)
     fraction = metrics.pop("exceeds")
-    if decoupled.cap is not None:
-        metrics["behavior_masked_fraction" if decoupled.on_exceed == "mask" else "behavior_clamped_fraction"] = fraction
+    if cap is not None:
+        metrics["behavior_masked_fraction" if on_exceed == "mask" else "behavior_clamped_fraction"] = fraction
     return Proximal(prox, weights, metrics)

@@ -15,7 +15,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.flow import denoising_times
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.token_policy import TokenPolicy
@@ -80,7 +79,7 @@ def _denoise(policy: FlowPolicy, observation: Observation) -> NDArray[np.float32
     inputs = policy.preprocess(observation)
     steps = policy.flow.num_steps
     x = policy.get_buffer("_evaluation_noise").to(policy.device).expand(observation.batch_size, -1, -1)
-    for tau in denoising_times(steps)[:-1]:
+    for tau in type(policy).euler_times(steps)[:-1]:
         network = policy.velocity(policy.encode(inputs))
         v, _ = network(x, torch.full((len(x),), tau, device=x.device))
         x = x - v.float() / steps

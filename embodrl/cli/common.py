@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from embodrl.cli.app import complete_settings
-from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, UsageError
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.reporting.terminal import safe_streams
 from embodrl.storage.atomic import FILE_SIZE_HINT
 
@@ -161,7 +161,7 @@ def leaving(debug: bool = False) -> Iterator[Outcome]:
             if debug:
                 traceback.print_exc()
             print(f"error: {describe_memory_limit(error) or error}", file=sys.stderr)
-            outcome.code = EXIT_CONFIG if isinstance(error, UsageError) else EXIT_ERROR
+            outcome.code = error.exit_code
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             outcome.code = EXIT_SIGINT

@@ -20,6 +20,9 @@ from embodrl.cli.resume import resume
 from embodrl.cli.sft import sft
 from embodrl.cli.train import train
 
+SIGNALLED = 128
+"""Exit codes above it are 128 + the signal that has stopped the command."""
+
 app = make_app("embodrl", completion=True)
 
 
@@ -79,5 +82,12 @@ add(app, parity)
 
 
 def main() -> None:
-    """Run the command line."""
-    app(prog_name="embodrl")
+    """Run the command line. What a signal has stopped ends soon: its time is limited."""
+    try:
+        app(prog_name="embodrl")
+    except SystemExit as leaving:
+        if not isinstance(leaving.code, int) or leaving.code <= SIGNALLED:
+            raise
+        from embodrl.processes.ending import leave
+
+        leave(leaving.code)

@@ -22,7 +22,6 @@ from embodrl.errors import EnvError
 from embodrl.processes.codec import decode, encode
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
-REWARD_MODES = ("dense_delta", "dense", "sparse")
 _BOOKS = ("task_id", "_elapsed", "_returned", "_solved", "episode_seed", "_potential", "_images", "_state")
 
 
@@ -46,6 +45,8 @@ class RewardOptions(TypedDict, total=False):
     """The fields of ``EpisodeRules`` but the number of steps, as keyword arguments."""
 
     reward_mode: str
+    shaping_gamma: float
+    discounts_actions: bool
     success_bonus: float
     auto_reset: bool
     ignore_terminations: bool
@@ -64,10 +65,14 @@ class EpisodeRules:
     Attributes:
         max_episode_steps: environment steps after which an episode is truncated.
         reward_mode: ``dense`` is the simulator's own reward, ``dense_delta`` its change from step to step, ``sparse``
-            nothing but the bonus.
+            nothing but the bonus. ``potential`` is the change with the later one discounted, and 0 where the episode
+            terminates, ``gamma phi' - phi``: it leaves the best policy what it is for the bonus alone (Ng, Harada &
+            Russell 1999, theorem 1; Grzes 2017 for the end). ``dense_delta`` does so at a discount of 1 only.
         success_bonus: added at the first success of an episode, in every mode.
         auto_reset: begin the next episode at the end of the chunk in which one has ended.
         ignore_terminations: neither success nor failure ends an episode, only a step limit.
+        shaping_gamma: discount of ``potential`` per reward step: the chunk, or the action if ``discounts_actions``.
+        discounts_actions: see ``shaping_gamma``.
     """
 
     max_episode_steps: int = 50
@@ -75,10 +80,12 @@ class EpisodeRules:
     success_bonus: float = 1.0
     auto_reset: bool = True
     ignore_terminations: bool = False
+    shaping_gamma: float = 1.0
+    discounts_actions: bool = False
 
     @property
     def uses_change(self) -> bool:
-        return self.reward_mode == "dense_delta"
+        return self.reward_mode in ("dense_delta", "potential")
 
 
 @dataclass(frozen=True)
@@ -191,35 +198,46 @@ class SteppingEnv(VectorEnv):
             if not running.any():
                 break
             valid[:, column] = running
-            reward[:, column], terminated[:, column], truncated[:, column] = self._substep(actions[:, column], running)
+            reward[:, column], terminated[:, column], truncated[:, column] = self._substep(
+                actions[:, column], running, last=column == chunk - 1
+            )
             running &= ~(terminated[:, column] | truncated[:, column])
         return self._finish(active, reward, valid, terminated, truncated)
 
     def _substep(
-        self, actions: NDArray[np.float32], running: NDArray[np.bool_]
+        self, actions: NDArray[np.float32], running: NDArray[np.bool_], last: bool
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Execute an action in running rows; return reward ``float32[B]``, terminated and truncated ``bool[B]``."""
+        """Execute an action, the last of its chunk or not, in running rows.
+
+        Returns:
+            reward ``float32[B]``, terminated and truncated ``bool[B]``.
+        """
         result = self.step_rows(actions, running)
         first_success = running & result.success & ~self._solved
         self._solved_now = np.where(running, result.success, self._solved_now)
         self._solved |= first_success
-        reward = self.rules.success_bonus * first_success.astype(np.float32)
-        if self.rules.uses_change:
-            reward += np.where(running, result.reward - self._potential, 0)
-            self._potential = np.where(running, result.reward, self._potential)
-        elif self.rules.reward_mode == "dense":
-            reward += np.where(running, result.reward, 0)
-        broken = ~np.isfinite(result.reward)  # also where the reward mode ignores the reward
-        reward[running & (broken if result.diverged is None else broken | result.diverged)] = np.nan
         self._elapsed += running
-        self._returned += reward
-        for row in self._video.rows(running):
-            self._video.add(row, self.film(row))
         terminated = first_success if result.terminated is None else first_success | running & result.terminated
         terminated = terminated & (not self.rules.ignore_terminations)
         at_limit = self._elapsed >= self.rules.max_episode_steps
         truncated = at_limit if result.truncated is None else at_limit | result.truncated
-        return reward, terminated, running & ~terminated & truncated
+        truncated = running & ~terminated & truncated
+        reward = self.rules.success_bonus * first_success.astype(np.float32)
+        if self.rules.uses_change:
+            reward += np.where(running, result.reward - self._potential, 0)
+            self._potential = np.where(running, result.reward, self._potential)
+            if self.rules.reward_mode == "potential":
+                counts = truncated | last | self.rules.discounts_actions
+                kept = np.where(terminated, 0.0, np.where(counts, self.rules.shaping_gamma, 1.0))
+                reward -= np.where(running, (1 - kept) * self._potential, 0).astype(np.float32)
+        elif self.rules.reward_mode == "dense":
+            reward += np.where(running, result.reward, 0)
+        broken = ~np.isfinite(result.reward)  # also where the reward mode ignores the reward
+        reward[running & (broken if result.diverged is None else broken | result.diverged)] = np.nan
+        self._returned += reward
+        for row in self._video.rows(running):
+            self._video.add(row, self.film(row))
+        return reward, terminated, truncated
 
     def _finish(
         self,

@@ -121,10 +121,13 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
+    def proximal(
+        self, batch: TrajectoryBatch, algorithm: AlgorithmConfig, every_chunk: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the present weights.
 
-        Chunks acted with these weights keep those of the rollout, bit-exact. A loss without values gets None.
+        Chunks acted with these weights keep those of the rollout, bit-exact; with ``every_chunk`` they keep values
+        alone. A loss without values gets None for them, and so does one without ``algorithm.decoupled``.
 
         Raises:
             EmbodrlError: a chunk has a version above the engine's.

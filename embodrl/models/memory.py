@@ -30,7 +30,8 @@ class TrainingMemory:
     Attributes:
         weights: parameters and buffers, and their copies in the type of autocast.
         gradients: of what trains.
-        optimizer: AdamW's two moments, in the type of the weights.
+        optimizer: AdamW's two moments, in the type of the weights; of weights in half precision, in float32 with a
+            copy of the weights.
         activations: kept for the backward pass of one micro-batch.
     """
 
@@ -53,6 +54,7 @@ def estimate_training_memory(
     param_dtype: torch.dtype = torch.float32,
     compute_dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
+    master_weights: bool = True,
 ) -> TrainingMemory:
     """Estimate the memory of ``embodrl train`` or ``sft`` for a model.
 
@@ -63,13 +65,14 @@ def estimate_training_memory(
         param_dtype: of the weights, ``actor.param_dtype``.
         compute_dtype: of the forward pass; bfloat16 with autocast.
         gradient_checkpointing: ``actor.gradient_checkpointing``.
+        master_weights: ``actor.optim.master_weights``.
 
     Raises:
         CheckpointError: see the family's builder.
     """
     policy, _ = build_policy(config, device="meta", dtype=param_dtype, seed=0)
     counts = token_counts(policy, num_cameras)
-    return estimate(policy, counts, micro_batch_size, compute_dtype, gradient_checkpointing)
+    return estimate(policy, counts, micro_batch_size, compute_dtype, gradient_checkpointing, master_weights)
 
 
 def estimate(
@@ -78,6 +81,7 @@ def estimate(
     micro_batch_size: int,
     compute_dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
+    master_weights: bool = True,
 ) -> TrainingMemory:
     """Estimate the memory of a policy that exists, on whatever device.
 
@@ -87,6 +91,7 @@ def estimate(
         micro_batch_size: B.
         compute_dtype: of the forward pass.
         gradient_checkpointing: blocks keep their input only, and one at a time is computed again.
+        master_weights: weights in half precision that train have a float32 copy.
     """
     trained = [p for group in policy.trainable_groups().values() for p in group]
     weights = sum(_bytes(tensor) for tensor in (*policy.parameters(), *policy.buffers()))
@@ -96,9 +101,12 @@ def estimate(
         if isinstance(linear, nn.Linear) and linear.weight.dtype.itemsize > compute_dtype.itemsize
     )
     gradients = sum(map(_bytes, trained))
+    halves = [p for p in trained if master_weights and p.dtype.itemsize < FLOAT32_BYTES]
+    optimizer = ADAMW_MOMENTS * (gradients - sum(map(_bytes, halves)))
+    optimizer += (ADAMW_MOMENTS + 1) * FLOAT32_BYTES * sum(p.numel() for p in halves)
     kept = _Kept(policy, tokens, compute_dtype)
     activations = kept.checkpointed() if gradient_checkpointing else kept.all()
-    return TrainingMemory(weights, gradients, ADAMW_MOMENTS * gradients, micro_batch_size * activations)
+    return TrainingMemory(weights, gradients, optimizer, micro_batch_size * activations)
 
 
 def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, int]]:
@@ -117,6 +125,7 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
         patches = num_cameras * policy.model.config.num_patches
         text = policy.processor.max_prompt_tokens + policy.num_action_chunks * policy.action_dim
         counts += [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
+        counts += [(parts[name], policy.num_action_chunks) for name in parts if name == "action_head"]
     elif isinstance(policy, PiPolicy):
         patches = num_cameras * policy.model.config.siglip.num_patches
         prefix = patches + policy.model.config.max_prompt_tokens

@@ -82,7 +82,7 @@ def _add_logprobs(pipeline: Pipeline, config: Config, batch: str) -> str:
     if config.algorithm.kl.coef > 0:
         pipeline.add_node("reference", f"{NODES}:reference", (batch,), "reference")
         batch = "reference"
-    if config.algorithm.decoupled.needs_proximal:
+    if config.needs_proximal:
         pipeline.add_node("proximal", f"{NODES}:proximal", (batch,), "proximal")
         batch = "proximal"
     return batch

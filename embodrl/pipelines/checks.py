@@ -18,7 +18,8 @@ ROLES: dict[str, str] = {
     "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
     "reward": "judges episodes; goes with reward.fn and algorithm.srpo.enabled",
     "reference": "log-probs under the starting policy; goes with algorithm.kl.coef",
-    "proximal": "log-probs and values of the weights that the update begins with; goes with algorithm.decoupled",
+    "proximal": "log-probs and values of the weights that the update begins with; goes with algorithm.decoupled and"
+    " algorithm.recompute_logprobs",
     "advantage": "advantages and returns",
     "train": "updates the weights; exactly one",
     "sync": "hands the new weights to the rollout; at least one, after the node that trains",

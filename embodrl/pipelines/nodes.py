@@ -42,10 +42,11 @@ def reference(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def proximal(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Add the log-probs, and put in the values, of the weights that this update begins with (decoupled PPO)."""
+    """Add the log-probs, and with decoupled PPO put in the values, of the weights that this update begins with."""
     from embodrl.algorithms.decoupled import set_proximal
 
-    set_proximal(batch, *context.engine.proximal(batch, context.config.algorithm))
+    config = context.config
+    set_proximal(batch, *context.engine.proximal(batch, config.algorithm, config.recomputes_logprobs))
     return batch
 
 

@@ -44,9 +44,9 @@ NEEDS = (
     ),
     Need(
         "proximal",
-        "algorithm.decoupled with prox=recompute",
-        lambda c: c.algorithm.decoupled.needs_proximal,
-        "algorithm.decoupled.enabled=false",
+        "algorithm.decoupled with prox=recompute, or algorithm.recompute_logprobs",
+        lambda c: c.needs_proximal,
+        "algorithm.decoupled.enabled=false and algorithm.recompute_logprobs=false",
         True,
     ),
     Need("reward", "reward.fn", lambda c: c.reward.fn is not None, "reward.fn=null", False),

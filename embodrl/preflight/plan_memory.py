@@ -35,7 +35,7 @@ ESTIMATED_BY = {
     "weights": "counted: parameters and buffers, and a copy in the type of autocast; of fsdp the part of a process and"
     " what is gathered at a time",
     "gradients": "counted: one for every trained parameter, in its type; of fsdp whole while micro-batches add up",
-    "optimizer": "counted: AdamW's two moments of every trained parameter",
+    "optimizer": "counted: AdamW's two moments of every trained parameter; of those in bf16 also a float32 copy",
     "reference": "counted: a copy of the trained parameters where algorithm.kl.coef is above 0",
     "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
     "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's, unless vLLM copies"
@@ -159,6 +159,7 @@ def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigur
         config.actor.micro_batch_size,
         compute_dtype,
         config.actor.gradient_checkpointing,
+        config.actor.optim.master_weights is not False,
     )
     plain = sum(t.numel() * t.element_size() for t in (*policy.parameters(), *policy.buffers()))
     rows = -(-config.env.train.total_num_envs // (num_rollouts * config.rollout.pipeline_stages))
@@ -388,8 +389,8 @@ def _training_remedies(config: Config, memory: MemoryOf, component: str, figures
             yield (
                 "actor.param_dtype=bf16 halves the weights; adapters stay in float32"
                 if adapters
-                else "actor.param_dtype=bf16 with model.trainable=lora halves the weights; alone it halves gradients"
-                " and optimizer, too, but rounds most small updates away"
+                else "actor.param_dtype=bf16 with model.trainable=lora halves the weights; alone it saves little beside"
+                " the optimizer's float32 copies"
             )
     elif figures is not None:
         rest = HEADROOM * memory.available - (memory.total - memory.needed[component])

@@ -21,9 +21,10 @@ from typing import BinaryIO
 
 from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.codec import PLAIN, Codec
+from embodrl.processes.ending import OUT_OF_MEMORY
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, socket_pair, wait_for
 from embodrl.processes.guard import VARIABLE, end_family, family
-from embodrl.processes.liveness import Limits, Liveness
+from embodrl.processes.liveness import Limits, Liveness, hurry
 
 LOG_TAIL_BYTES = 8192  # the last words and a dump of every thread's stack
 LOG_BYTES = 8 << 20
@@ -31,7 +32,7 @@ LOG_BYTES = 8 << 20
 _LOG_KEPT_BYTES = 1 << 20
 _LOOK_S = 1.0
 _NUMBERS = itertools.count()
-_STACK_DUMP_S = 2.0
+_STACK_DUMP_S, _HURRIED_DUMP_S = 2.0, 0.3
 _STACK_DUMP_PAUSE_S = 0.05  # the dump comes in several writes; a pause as long as this ends it
 _REAP_S = 10.0
 
@@ -192,6 +193,8 @@ class ChildProcess:
         """
         self.wait_ended(_REAP_S)
         code = self.end_group()
+        if code == OUT_OF_MEMORY:
+            return "could not allocate memory, and ended"
         if code >= 0:
             return f"exited with code {code}"
         reason = f"was killed by {signal.Signals(-code).name}"
@@ -215,7 +218,7 @@ class ChildProcess:
         before = size = os.fstat(self._log.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + _STACK_DUMP_S
+        deadline = time.monotonic() + (_HURRIED_DUMP_S if hurry.is_set() else _STACK_DUMP_S)
         while time.monotonic() < deadline:
             time.sleep(_STACK_DUMP_PAUSE_S)
             last, size = size, os.fstat(self._log.fileno()).st_size

@@ -142,7 +142,7 @@ def build(
     rollouts: RolloutBackend
     if pool is not None:
         pool.wait_started()
-        pool.call("check_state")
+        pool.call("check_state", restart=True)
         threads = deployment.threads_of(deployment.of("rollout")[0])
         acting = make_rollout_engine(config, policy, threads, memory=memory)
         collector = make_collector(config, pool, acting, should_stop, keep_frames)

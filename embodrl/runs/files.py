@@ -138,10 +138,7 @@ def what_is_left(run_dir: Path, iteration: int) -> str:
     """Say where a run continues whose last save, after ``iteration``, failed."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
     where = "start over (no checkpoint was saved yet)" if checkpoint is None else f"continue from {checkpoint.path}"
-    return (
-        f"could not save iteration {iteration}, the last; after freeing disk space, `embodrl resume {run_dir}` will"
-        f" {where}"
-    )
+    return f"could not save iteration {iteration}, the last; `embodrl resume {run_dir}` will {where}"
 
 
 def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,13 @@ from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EmbodrlE
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import EngineState, counters_of
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
-from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
-from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics, restore_metrics
+from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics
 from embodrl.reporting.report import write_report
 from embodrl.reporting.sinks import MetricsLogger
 from embodrl.runs.build import Parts, build, check_machine
@@ -53,6 +52,8 @@ from embodrl.runs.files import (
 from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
+from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
+from embodrl.runs.result import TrainResult, already_complete
 from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible, write_settings
 from embodrl.runs.stop import StopSignal, named_exit
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
@@ -68,31 +69,6 @@ WEIGHTS_DIR = "weights"
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
 )
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a training run leaves behind.
-
-    Attributes:
-        run_dir: configuration, metrics, checkpoints, videos, report.html and, if finished, ``policy/``.
-        exit_code: 0 finished, 1 the last iteration could not be saved, 128 + N stopped by signal N.
-        policy: as trained so far, on its device; None where ``resume`` found nothing left to do.
-    """
-
-    run_dir: Path
-    exit_code: int
-    policy: VLAPolicy | None = field(repr=False)  # its text is that of every layer
-
-    @property
-    def metrics(self) -> list[Row]:
-        """One dictionary per iteration, as in metrics.jsonl."""
-        return read_metrics(self.run_dir / METRICS_FILE)
-
-    @property
-    def videos(self) -> list[Path]:
-        """Videos of evaluation episodes, oldest first."""
-        return sorted(self.run_dir.glob("videos/*/[!.]*.mp4"))
 
 
 class Runner:
@@ -196,7 +172,9 @@ class Runner:
         try:
             yield
         except (Exception, SystemExit) as error:  # a user's function may raise anything; raised again
-            if not self.stop:  # a second signal ends at once
+            if self.stop:  # there was no time, or what holds the state hangs
+                self._say_what_is_lost()
+            elif not lost_trainers(self.engine):
                 self._save_complete_state()
             if isinstance(error, SystemExit) and not self.stop:
                 raise named_exit(error) from error
@@ -224,6 +202,10 @@ class Runner:
             self._save()
         except Exception as error:  # noqa: BLE001  (the first error is reported; what it broke may not be known)
             logger.error("the state after iteration %d could not be saved: %s", self.iteration, error)
+
+    def _say_what_is_lost(self) -> None:
+        if self.iteration and not self.saved:
+            logger.error("%s", what_is_left(self.run_dir, self.iteration))
 
     def _context(self) -> Context:
         return Context(self.config, self.iteration, self.engine, self.collector, self.rewards, self.shuffle)
@@ -448,7 +430,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
-            return _execute(loaded, run_dir, lock, None, logged_until=None)
+            return _restarting(loaded, run_dir, lock, None)
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -490,7 +472,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
                 "start a new run; remove the checkpoints to start this one over",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
-        return _execute(loaded, directory, lock, None, logged_until=-1, old_settings=saved.text)
+        return _restarting(loaded, directory, lock, None, saved.text)
     refuse_impossible(config, checkpoint.state.text(STATE_KEY, None))
     done, pending = checkpoint.state.integer("iteration"), _pending(checkpoint.state)
     if done > config.runner.max_iterations:
@@ -499,33 +481,28 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
             [ConfigProblem("runner.max_iterations", message, hint="raise it", code="iterations-already-done")]
         )
     if done == config.runner.max_iterations and pending is None and has_results(directory):
-        return _already_complete(config, directory, checkpoint, done, overrides)
-    logged_until = done if pending is None else done - 1
-    return _execute(loaded, directory, lock, checkpoint, logged_until, old_settings=saved.text)
+        return already_complete(config, directory, checkpoint, done, overrides)
+    return _restarting(loaded, directory, lock, checkpoint, saved.text)
 
 
-def _already_complete(
-    config: Config, directory: Path, checkpoint: Checkpoint, done: int, overrides: list[str]
+def _restarting(
+    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None = None
 ) -> TrainResult:
-    """Say that a run has nothing left to do; its metrics are restored where they are damaged."""
-    restore_metrics(directory / METRICS_FILE, done, saved_metrics(checkpoint))
-    with Console(config.runner.logger.console, done, directory.name) as console:
-        console.restore(read_metrics(directory / METRICS_FILE))
-        console.message(
-            f"run already complete ({done}/{done} iterations); to train further, pass runner.max_iterations={2 * done}"
-        )
-        if overrides:
-            console.message(f"nothing was trained, so these settings had no effect: {' '.join(overrides)}")
-    return TrainResult(directory, 0, None)
+    """As ``_execute``; training processes that are lost are restarted."""
+
+    def execute(at: Checkpoint | None, restarted: bool) -> TrainResult:
+        return _execute(loaded, run_dir, lock, at, loaded.to_yaml() if restarted else old_settings)
+
+    return with_restarts(execute, loaded.config, run_dir, checkpoint)
+
+
+def _last_logged(checkpoint: Checkpoint) -> int:
+    """Return the last iteration whose metrics are kept: an evaluation may still be pending."""
+    return checkpoint.state.integer("iteration") - (_pending(checkpoint.state) is not None)
 
 
 def _execute(
-    loaded: LoadedConfig,
-    run_dir: Path,
-    lock: RunLock,
-    checkpoint: Checkpoint | None,
-    logged_until: int | None,
-    old_settings: str | None = None,
+    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None
 ) -> TrainResult:
     """Bring up the parts of a run, walk through it, and write the report.
 
@@ -534,9 +511,14 @@ def _execute(
         run_dir: its directory.
         lock: of the directory.
         checkpoint: where to continue.
-        logged_until: last iteration whose metrics are kept; None for a new run.
         old_settings: those of the process before; None for a new run.
+
+    Raises:
+        TrainersLostError: the training processes have died or hung.
+        EmbodrlError: anything else has failed.
     """
+    logged_until = None if old_settings is None else -1 if checkpoint is None else _last_logged(checkpoint)
+    runner: Runner | None = None
     config, deployment = loaded.config, loaded.deployment
     device = configure_torch(config, deployment.main_place)
     if deployment.main_place is None:  # it keeps a policy for checkpoints, publishing and export alone
@@ -571,6 +553,10 @@ def _execute(
                     console.message(line)
                 code = runner.run(write_settings(run_dir, config_yaml, changes_so_far(run_dir)))
         except EmbodrlError as error:
+            if stop:
+                error.exit_code = stop.exit_code
+            elif runner is not None and lost_trainers(runner.engine):
+                raise TrainersLostError(error) from error
             if not isinstance(error, (ConfigError, OutputError)):
                 error.add_hint(how_to_go_on(run_dir))
             raise

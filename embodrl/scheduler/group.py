@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -11,15 +12,13 @@ from typing import Any, Self
 
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
-from embodrl.processes.liveness import hurry
+from embodrl.processes.ending import closing_grace_s
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, settle
 from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
 
 START_TIMEOUT_S = 180.0
-CLOSE_GRACE_S = 5.0
-HURRIED_GRACE_S = 1.0
 _NOTICE_S = 5.0
 """Within which the death of a process is noticed."""
 
@@ -209,9 +208,9 @@ class WorkerGroup:
         self._workers[rank] = self._launcher.start(self._jobs[rank], self._on_death)
         self._await_start([rank], timeout_s)
 
-    def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """End the workers, by force those that do not go by themselves, sooner if this process is to end soon."""
-        grace_s = min(grace_s, HURRIED_GRACE_S) if hurry.is_set() else grace_s
+    def close(self, grace_s: float = math.inf) -> None:
+        """End the workers, by force those that do not go by themselves, at the latest after ``closing_grace_s``."""
+        grace_s = min(grace_s, closing_grace_s())
         if self._workers:
             with ThreadPoolExecutor(len(self._workers)) as threads:  # one that hangs takes its whole grace
                 list(threads.map(lambda worker: worker.close(grace_s), self._workers))

@@ -180,9 +180,11 @@ class ActorWorker(SendingWorker):
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
-    def proximal(self, batch: TrajectoryBatch, algorithm: str) -> tuple[Tensor, Tensor | None] | None:
+    def proximal(
+        self, batch: TrajectoryBatch, algorithm: str, every_chunk: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
         """From rank 0 alone."""
-        found = self.engine.proximal(batch, AlgorithmConfig.model_validate_json(algorithm))
+        found = self.engine.proximal(batch, AlgorithmConfig.model_validate_json(algorithm), every_chunk)
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")

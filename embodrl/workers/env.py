@@ -85,7 +85,7 @@ def env_kwargs(config: Config) -> dict[str, object]:
     readable: dict[str, dict[str, object]] = {
         "cameras": {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]},
         "image_size": {"image_size": env.cameras[0].height},
-        "reward_mode": {"reward_mode": env.reward_mode},
+        "reward_mode": {"reward_mode": env.reward_mode} | _shaping(config),
         "success_bonus": {"success_bonus": env.success_bonus},
         "render_detail": {"render_detail": env.render_detail},
         "action_dim": {"action_dim": config.model.action_dim},
@@ -103,6 +103,13 @@ def env_kwargs(config: Config) -> dict[str, object]:
         kwargs |= readable[name]
     own = set(type(env).model_fields) - set(EnvConfig.model_fields)
     return kwargs | env.model_dump(mode="json", include=own)
+
+
+def _shaping(config: Config) -> dict[str, object]:
+    if config.env.reward_mode != "potential":
+        return {}
+    per_action = config.algorithm.reward_type == "action_level"
+    return {"shaping_gamma": config.algorithm.gamma, "discounts_actions": per_action}
 
 
 def make_pool(

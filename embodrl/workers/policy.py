@@ -58,7 +58,10 @@ def check_memory(
     model = model.model_copy(update={"warm_start": None})
     device = resolve_device(config) if device is None else device
     estimate = estimate_training_memory(
-        model, micro_batch_size=config.actor.micro_batch_size, param_dtype=param_dtype(config)
+        model,
+        micro_batch_size=config.actor.micro_batch_size,
+        param_dtype=param_dtype(config),
+        master_weights=config.actor.optim.master_weights is not False,
     )
     needed = estimate.weights + training * (estimate.gradients + estimate.optimizer)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
@@ -78,8 +81,7 @@ def check_memory(
 def _memory_hint(config: Config, training: bool) -> str:
     smaller = "choose a smaller model or a larger device"
     if training and config.model.trainable != "lora":
-        rounding = "bf16 without lora rounds most small updates away"
-        return f"set model.trainable=lora with actor.param_dtype=bf16, or {smaller} ({rounding})"
+        return f"set model.trainable=lora with actor.param_dtype=bf16, or {smaller}"
     return smaller if config.actor.param_dtype == "bf16" else f"set actor.param_dtype=bf16, or {smaller}"
 
 

@@ -63,7 +63,7 @@ class RolloutProcess(Worker):
         try:
             self.policy = build_policy(config)
             self.pool.wait_started()
-            self.pool.call("check_state")
+            self.pool.call("check_state", restart=True)
         except BaseException:  # a signal too must not leave simulators; raised again
             self.pool.close()
             raise

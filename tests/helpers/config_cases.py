@@ -276,6 +276,12 @@ RULES = [
         ("env.reward_mode=dense_delta", "env=gymnasium"),
     ),
     Wrong(
+        "potentials of gymnasium",
+        "env.reward_mode",
+        "env-has-the-reward",
+        ("env.reward_mode=potential", "env=gymnasium"),
+    ),
+    Wrong(
         "camera of another simulator",
         "env.cameras.0.name",
         "env-has-the-cameras",

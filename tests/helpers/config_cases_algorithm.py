@@ -106,6 +106,21 @@ ALGORITHMS = [
         names="minibatch",
     ),
     Wrong(
+        "float32 copies of float32 weights",
+        "actor.optim.master_weights",
+        "masters-have-a-use",
+        ("actor.optim.master_weights=true",),
+    ),
+    Wrong(
+        "float32 copies sometimes", "actor.optim.master_weights", "config-choice", ("actor.optim.master_weights=no",)
+    ),
+    Wrong(
+        "recomputed log-probs between two policies",
+        "algorithm.decoupled.prox",
+        "recomputed-is-not-interpolated",
+        ("algorithm.decoupled={enabled: true,prox: loglinear}", "algorithm.recompute_logprobs=true"),
+    ),
+    Wrong(
         "loss without behaviour weights",
         "algorithm.loss_type",
         "decoupled-reaches-the-loss",

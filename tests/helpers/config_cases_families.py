@@ -78,6 +78,12 @@ FAMILIES = [
         names="env.include_state",
     ),
     Wrong(
+        "an L1 head under PPO",
+        "model.action_head",
+        "l1-head-has-no-density",
+        ("model.action_head=l1", "model=openvla_oft"),
+    ),
+    Wrong(
         "weights that nobody ships",
         "model.warm_start",
         "family-has-shipped-weights",

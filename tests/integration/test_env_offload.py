@@ -130,3 +130,17 @@ def test_what_was_asked_for_good_lasts_where_simulators_were_away(ends: bool, as
             assert_same_step(step, twin.step(actions_of(number, 4)))
         assert step.done.all() and step.episode_seed.tolist() == [0, 1, 2, 3], "no episode has begun"
         assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
+
+
+def test_a_process_that_dies_before_the_first_episode_or_a_saved_state_is_replaced() -> None:
+    pool, twin = pools()
+    with pool, twin:
+        begin(twin)
+        twin.step(actions_of(0, 4))
+        kill(pool.managers[0].pid)
+        pool.call("check_state", restart=True)
+        kill(pool.managers[1].pid)
+        pool.set_state(twin.get_state())
+        assert pool.faults.restarts == 2
+        for number in range(1, 4):
+            assert_same_step(pool.step(actions_of(number, 4)), twin.step(actions_of(number, 4)))

@@ -113,6 +113,14 @@ def test_a_saved_state_goes_on_cut_up_otherwise(two: WorkerGroup) -> None:
         assert found["other"] < EQUAL and found["native"] < EQUAL
 
 
+def test_float32_copies_of_bf16_weights_go_on_to_the_bit(two: WorkerGroup) -> None:
+    bf16 = {"param_dtype": "bf16", "precision": "bf16"}
+    other = fsdp_config(actor={"tensor_parallel_size": 2} | bf16)
+    for found in two.go_on(fsdp_config(actor=bf16), other).result(CALL_S):
+        assert found["same"] == found["weights"] == 0
+        assert found["other"] < 0.1 and found["native"] < 0.1
+
+
 @pytest.mark.parametrize("actor", [{}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor parallel"])
 @pytest.mark.parametrize("reference", [pytest.param(False, marks=pytest.mark.long), True])
 def test_offload_between_updates_changes_no_bit(two: WorkerGroup, actor: dict[str, Any], reference: bool) -> None:

@@ -24,8 +24,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(config: Path, run_dir: Path, *arguments: str, stop_at: str = "") -> Outcome:
-    return embodrl("train", "--config", config, f"runner.output_dir={run_dir}", *FLOAT32, *arguments, stop_at=stop_at)
+def train(config: Path, run_dir: Path, *arguments: str, stop_at: str = "", children: Path | None = None) -> Outcome:
+    command = ("train", "--config", config, f"runner.output_dir={run_dir}", *FLOAT32, *arguments)
+    return embodrl(*command, stop_at=stop_at, children=children)
 
 
 @pytest.fixture(scope="module")
@@ -58,18 +59,17 @@ def test_native_in_its_own_process_is_the_same_run(config: Path, tmp_path: Path)
     assert all(left[name].equal(right[name]) for name in left | right)
 
 
-def test_a_killed_training_process_stops_the_run_which_resumes_to_the_same_numbers(
+def test_a_run_whose_training_process_was_killed_goes_on_from_its_checkpoint_to_the_same_numbers(
     config: Path, whole: Path, tmp_path: Path
 ) -> None:
     before = set(psutil.pids())
-    outcome = train(config, tmp_path / "run", *TWO, stop_at="fsdp_step:10:SIGKILL:rank_1")  # in iteration 3
-    assert outcome.code == 1
-    assert "actor[1] was killed by SIGKILL" in outcome.stderr
-    assert "embodrl resume" in outcome.stderr and "step_2" in outcome.stderr
+    stop_at = "fsdp_step:10:SIGKILL:rank_1_once"  # in iteration 3
+    outcome = train(config, tmp_path / "run", *TWO, stop_at=stop_at, children=tmp_path / "children")
+    assert outcome.code == 0, outcome.stderr
+    assert "restart 1 of 3 of the training processes" in outcome.stderr
+    assert "step_2: actor[1] was killed by SIGKILL" in outcome.stderr
     mine = {pid for pid in set(psutil.pids()) - before if is_running(pid) and str(tmp_path) in _command(pid)}
     assert not mine
-    resumed = embodrl("resume", tmp_path / "run")
-    assert resumed.code == 0, resumed.stderr
     assert metrics(tmp_path / "run") == metrics(whole)
     left, right = (load_file(path / "policy" / "model.safetensors") for path in (tmp_path / "run", whole))
     assert all(left[name].equal(right[name]) for name in left | right)
@@ -80,7 +80,7 @@ def test_a_process_killed_while_it_writes_a_checkpoint_costs_no_other(
     config: Path, whole: Path, tmp_path: Path
 ) -> None:
     """It writes weights and optimizer state: the third file is of the second checkpoint."""
-    outcome = train(config, tmp_path / "run", *TWO, stop_at="write_shard:3:SIGKILL:rank_1")
+    outcome = train(config, tmp_path / "run", *TWO, "actor.max_restarts=0", stop_at="write_shard:3:SIGKILL:rank_1")
     assert outcome.code == 1
     assert "actor[1] was killed by SIGKILL" in outcome.stderr and "step_2" in outcome.stderr
     visible = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")]

@@ -204,7 +204,7 @@ def test_ranks_meet_in_torch_distributed(launcher):
         assert group.total(2.0).result(CALL_S) == [6.0, 6.0]
 
 
-def test_one_can_be_started_anew(launcher):
+def test_a_worker_can_be_restarted(launcher):
     with WorkerGroup(Adder, "again", offset=1).launch(PLACES, launcher, timeout_s=START_S) as group:
         group.note("before").result(CALL_S)
         group.restart(1, timeout_s=START_S)

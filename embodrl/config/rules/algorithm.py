@@ -201,7 +201,7 @@ def _not_taken_by_the_loss(context: Context, *names: str) -> list[str]:
     return [] if taken is None else [name for name in names if name not in taken]
 
 
-@rule("algorithm.decoupled", "algorithm.loss_type")
+@rule("algorithm.decoupled", "algorithm.recompute_logprobs", "algorithm.loss_type", "rollout.backend")
 def decoupled_reaches_the_loss(context: Context) -> Iterator[Finding]:
     """A loss of the user's applies the behaviour weights."""
     algorithm = context.config.algorithm
@@ -213,6 +213,33 @@ def decoupled_reaches_the_loss(context: Context) -> Iterator[Finding]:
             f"name both in its signature (see {USER_FUNCTIONS}), or set algorithm.decoupled.enabled=false",
             others=("algorithm.decoupled.enabled",),
         )
+    elif context.config.recomputes_logprobs and missing:
+        yield Finding(
+            "algorithm.loss_type",
+            f"log-probs are recomputed, and the loss has no parameter {' or '.join(missing)} to use them with",
+            f"name both in its signature (see {USER_FUNCTIONS}), or set algorithm.recompute_logprobs=false",
+            others=("algorithm.recompute_logprobs", "rollout.backend"),
+        )
+
+
+@rule("algorithm.recompute_logprobs", "algorithm.decoupled", "rollout.backend")
+def recomputed_is_not_interpolated(context: Context) -> Iterator[Finding]:
+    """Log-probs of the proximal policy come from one place."""
+    decoupled = context.config.algorithm.decoupled
+    if context.config.recomputes_logprobs and decoupled.enabled and decoupled.prox == "loglinear":
+        message = "log-probs are recomputed by the engine that trains, and loglinear interpolates instead"
+        hint = "set algorithm.decoupled.prox=recompute, or algorithm.recompute_logprobs=false"
+        others = ("algorithm.recompute_logprobs", "rollout.backend")
+        yield Finding("algorithm.decoupled.prox", message, hint, "recompute", others=others)
+
+
+@note("algorithm.recompute_logprobs", "rollout.backend")
+def engines_disagree(context: Context) -> Iterator[Finding]:
+    """Ratios between two engines do not begin at 1."""
+    backend = context.config.rollout.backend
+    if backend != "native" and not context.config.recomputes_logprobs:
+        message = f"is false: ratios are relative to log-probs of {backend}, and are not 1 before the first step"
+        yield Finding("algorithm.recompute_logprobs", message, "leave it out, and watch train/logprob_mismatch")
 
 
 @rule("algorithm.kl", "algorithm.loss_type")
@@ -328,7 +355,7 @@ def kl_has_a_gradient(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.kl.estimator", message, "set it to k2 or k3, or algorithm.kl.placement=reward")
 
 
-@note("algorithm", "actor.optim", "model.add_value_head")
+@note("algorithm", "actor.optim", "model.add_value_head", "rollout.backend")
 def algorithm_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that do nothing beside the others."""
     for key, idle, reason in _inert(context):
@@ -368,6 +395,8 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
             if name not in ("coef", "enabled"):
                 yield f"algorithm.{section}.{name}", not used, f"algorithm.{section}.{switch}"
     yield "algorithm.decoupled.on_exceed", algorithm.decoupled.cap is None, "algorithm.decoupled.cap is null"
+    weighted = config.recomputes_logprobs and not algorithm.decoupled.enabled
+    yield "algorithm.engine_weight_cap", not weighted, "no log-probs are recomputed, or decoupled.cap counts"
     encoder = algorithm.srpo.encoder
     yield "algorithm.srpo.encoder_path", encoder != "vjepa2", f"algorithm.srpo.encoder is '{encoder}'"
     # A function of the user's gets the settings that its parameters name, and no others.

@@ -208,19 +208,42 @@ def device_has_the_dtype(context: Context) -> Iterator[Finding]:
         yield Finding("actor.precision", message, hint, "auto, bf16", others=("actor.param_dtype",))
 
 
-@note("actor.param_dtype", "actor.optim", "model.trainable")
+MASTERS = "actor.optim.master_weights"
+
+
+@note("actor.param_dtype", "actor.optim", "actor.training_backend", "cluster", "model.trainable")
 def bf16_weights_lose_updates(context: Context) -> Iterator[Finding]:
-    """Small updates of weights in bf16 are rounded away."""
-    model = context.config.model
-    if context.config.actor.param_dtype == "bf16" and model.trainable != "lora":
-        yield Finding(
-            "actor.param_dtype",
-            f"is bf16 with model.trainable={model.trainable}: weights that train are held in bf16, without a copy in"
-            " float32, and 80 to 90 % of their movement is rounded away at learning rates of 1e-5 and below",
-            "set model.trainable=lora, whose adapters stay in float32, or actor.param_dtype=fp32",
-            others=("actor.optim",),
-            at="actor.param_dtype",
-        )
+    """Small updates of weights in bf16 are rounded away, unless the optimizer has them in float32."""
+    actor, model = context.config.actor, context.config.model
+    if actor.param_dtype != "bf16" or model.trainable == "lora":
+        return
+    lost = "and 80 to 90 % of the movement is rounded away at learning rates of 1e-5 and below"
+    if actor.training_backend == "megatron":
+        on_gpu = bool(context.solution.gpus_per_node)
+        message = f"is bf16, and megatron has no float32 copy of weights on a CPU, {lost}"
+        if on_gpu:
+            message = "is bf16: megatron's float32 copies of the weights are not in checkpoints, so that a resumed run"
+            message += " goes on from rounded weights"
+        hint = "set actor=fsdp, which saves them, or actor.param_dtype=fp32"
+        yield Finding("actor.param_dtype", message, hint, others=("actor.training_backend",))
+    elif actor.optim.master_weights is False:
+        message = f"is false: weights that train (model.trainable={model.trainable}) are held in bf16 alone, {lost}"
+        yield Finding(MASTERS, message, "leave it out, or set model.trainable=lora, whose adapters stay in float32")
+
+
+@rule(MASTERS, "actor.training_backend", "actor.param_dtype", "model.trainable")
+def masters_have_a_use(context: Context) -> Iterator[Finding]:
+    """Float32 copies are asked for where there are weights in half precision, of an engine that has the choice."""
+    actor = context.config.actor
+    if actor.training_backend == "megatron" and actor.optim.master_weights != "auto":
+        message = f"is {str(actor.optim.master_weights).lower()}, and megatron-core decides by itself: copies on CUDA,"
+        message += " none on a CPU"
+        yield Finding(MASTERS, message, "leave it out, or set actor=fsdp", "auto", others=("actor.training_backend",))
+    elif actor.optim.master_weights is True and (
+        actor.param_dtype == "fp32" or context.config.model.trainable == "lora"
+    ):
+        message = "is true, and all that trains is in float32 already"
+        yield Finding(MASTERS, message, "leave it out", "auto", others=("actor.param_dtype", "model.trainable"))
 
 
 @note("cluster.hardware")

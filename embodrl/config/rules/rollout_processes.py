@@ -100,12 +100,16 @@ def weights_get_there(context: Context) -> Iterator[Finding]:
         yield Finding(SYNC, message, "leave it at auto, or set rollout.own_process=true", "auto, shared")
 
 
-@note("rollout.max_restarts", "rollout.own_process", KEY, "cluster.launcher")
+@note("rollout.max_restarts", "rollout.own_process", "actor.max_restarts", "actor.own_process", KEY, "cluster.launcher")
 def restarts_are_of_processes(context: Context) -> Iterator[Finding]:
     """The main process can't be restarted."""
-    key, deployment = "rollout.max_restarts", context.deployment
-    if context.by_user(key) and deployment is not None and not deployment.rolls_out_in_processes:
+    deployment = context.deployment
+    if deployment is None:
+        return
+    if context.by_user(key := "rollout.max_restarts") and not deployment.rolls_out_in_processes:
         yield Finding(key, "has no effect: rollouts run in the main process", "leave it out")
+    if context.by_user(key := "actor.max_restarts") and not deployment.trains_in_processes:
+        yield Finding(key, "has no effect: the main process trains", "leave it out")
 
 
 @note("rollout.pipeline_stages", "runner.max_staleness", "rollout.own_process", KEY, "cluster.launcher")

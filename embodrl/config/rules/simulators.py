@@ -68,6 +68,11 @@ def env_has_the_reward(context: Context) -> Iterator[Finding]:
         lack = "reward of which the change could be taken" if "dense" in modes else "dense reward"
         message, hint = f"{env.env_type} has no {lack}", f"set it to {modes[0]}"
         yield Finding("env.reward_mode", message, hint, ", ".join(modes), others=("env.env_type",))
+    elif modes is None and env.reward_mode == "potential" and env.env_type not in ENVS.builtin:
+        message = f"{env.env_type} does not say that it discounts potentials"
+        hint = "set it to dense_delta, or register it with 'potential' in reward_modes=(...); its class then takes"
+        hint += " shaping_gamma and discounts_actions as well"
+        yield Finding("env.reward_mode", message, hint, "dense_delta, dense, sparse", others=("env.env_type",))
 
 
 @rule("env.env_type", "env.cameras")

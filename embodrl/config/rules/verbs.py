@@ -22,7 +22,7 @@ _ROLLOUT_LOOP = (
 )
 _TRAINER = (
     *("optim", "fsdp", "global_batch_size", "enable_offload", "own_process", "tensor_parallel_size"),
-    *("training_backend", "precision", "gradient_checkpointing"),
+    *("training_backend", "precision", "gradient_checkpointing", "max_restarts"),
 )
 _ALGORITHM = ("algorithm", "reward", "pipeline")
 

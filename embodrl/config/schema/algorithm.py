@@ -97,7 +97,7 @@ class DecoupledConfig(Section):
 
     @property
     def needs_proximal(self) -> bool:
-        """A rollout needs log-probs under the weights that its update begins with."""
+        """Stale chunks need log-probs under the weights that their update begins with."""
         return self.enabled and self.prox == "recompute"
 
 
@@ -164,6 +164,17 @@ class AlgorithmConfig(Section):
     srpo: SrpoConfig = Field(default=SrpoConfig(), description="rewards of failures by their likeness to successes")
     decoupled: DecoupledConfig = Field(
         default=DecoupledConfig(), description="decoupled PPO, for rollouts of older policies"
+    )
+    recompute_logprobs: Literal["auto"] | bool = Field(
+        default="auto",
+        description="take the log-probs of all chunks, which ratios are relative to, from the engine that trains, by a"
+        " forward pass before the update; auto: where another engine acts (rollout.backend vllm)",
+    )
+    engine_weight_cap: float | None = Field(
+        default=2.0,
+        gt=1,
+        description="with recompute_logprobs: each ratio is weighted by its probability in training over that in the"
+        " rollout, at most this (truncated importance sampling); null: no weights",
     )
     target_kl: PositiveFloat | None = Field(
         default=None,

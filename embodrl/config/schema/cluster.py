@@ -70,5 +70,5 @@ class ClusterConfig(Section):
     )
     restart_window_s: PositiveFloat = Field(
         default=3600.0,
-        description="restarts that lie further back do not count towards env.max_restarts and rollout.max_restarts",
+        description="restarts that lie further back do not count towards max_restarts of env, rollout and actor",
     )

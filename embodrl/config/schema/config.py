@@ -47,6 +47,17 @@ class Config(Section):
     )
 
     @property
+    def recomputes_logprobs(self) -> bool:
+        """The log-probs of all chunks come from the engine that trains."""
+        wanted = self.algorithm.recompute_logprobs
+        return self.rollout.backend != "native" if wanted == "auto" else wanted
+
+    @property
+    def needs_proximal(self) -> bool:
+        """A rollout needs log-probs by the engine that trains, under the weights that its update begins with."""
+        return self.algorithm.decoupled.needs_proximal or self.recomputes_logprobs
+
+    @property
     def rollout_chunks(self) -> int:
         """Chunks of an environment in a rollout, its steps rounded up to whole chunks."""
         return -(-self.env.train.max_steps_per_rollout_epoch // self.model.num_action_chunks)

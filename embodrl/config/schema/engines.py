@@ -25,6 +25,12 @@ class OptimConfig(Section):
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW weight decay")
+    master_weights: Literal["auto"] | bool = Field(
+        default="auto",
+        description="keep a float32 copy of weights that train in half precision, which the optimizer changes and the"
+        " weights are rounded from; auto: where there are any (actor.param_dtype=bf16 without model.trainable=lora)."
+        " false loses most updates at small learning rates. megatron keeps its own on CUDA, and none on a CPU",
+    )
     clip_grad: PositiveFloat = Field(default=1.0, description="largest gradient norm")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
         default="linear", description="after the warm-up, over schedule_iterations"
@@ -87,14 +93,21 @@ class ActorConfig(Section):
     )
     param_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32",
-        description="dtype of weights and optimizer state; bf16 halves the memory and is for model.trainable=lora,"
-        " whose adapters stay in float32: weights that train in bf16 lose most of their small updates to rounding",
+        description="dtype of weights; bf16 halves their memory. Adapters of model.trainable=lora stay in float32, and"
+        " other weights that train get a float32 copy (actor.optim.master_weights), with which they take as much as in"
+        " fp32",
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass")
     enable_offload: bool = Field(
         default=False,
         description="keep what only training needs in main memory while rollouts are run: optimizer state,"
         " gradients, reference, and weights that no rollout uses; on a CPU it is moved as well, which saves nothing",
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="times that a run continues from its newest checkpoint, within cluster.restart_window_s, after a"
+        " training process of its own has died or hung",
     )
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 

@@ -92,10 +92,11 @@ class EnvConfig(Section):
     max_episode_steps: PositiveInt = Field(
         default=50, description="environment steps after which an episode is truncated"
     )
-    reward_mode: Literal["dense_delta", "dense", "sparse"] = Field(
+    reward_mode: Literal["dense_delta", "potential", "dense", "sparse"] = Field(
         default="dense_delta",
-        description="dense: the simulator's own reward; dense_delta: its change from step to step; sparse: none; each"
-        " plus success_bonus",
+        description="dense: the simulator's own reward; dense_delta: its change from step to step; potential: that"
+        " with algorithm.gamma on what comes later, per reward step, and 0 after the end, which leaves the best policy"
+        " what it is without; sparse: none; each plus success_bonus",
     )
     success_bonus: NonNegativeFloat = Field(default=1.0, description="reward at the first success of an episode")
     cameras: tuple[CameraConfig, ...] = Field(

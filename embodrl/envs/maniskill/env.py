@@ -36,6 +36,8 @@ class ManiSkillVectorEnv(SteppingEnv):
         mesh_decimation: see ``ManiSkillSim``.
         video_size: height and width in pixels of videos.
         video_fps: frames per second of videos; None is the rate of control.
+        shaping_gamma: see ``EpisodeRules``.
+        discounts_actions: see ``EpisodeRules``.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class ManiSkillVectorEnv(SteppingEnv):
         mesh_decimation: float | str | None = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
+        shaping_gamma: float = 1.0,
+        discounts_actions: bool = False,
     ) -> None:
         self._fleet = Fleet(
             num_envs,
@@ -77,7 +81,9 @@ class ManiSkillVectorEnv(SteppingEnv):
         bounds = (first.action_low, first.action_high)
         state_dim = first.state_dim if include_state else 0
         spec = make_spec(num_envs, tasks, cameras, bounds, state_dim, max_chunk, first.control_hz)
-        rules = EpisodeRules(max_episode_steps, reward_mode, success_bonus, auto_reset, ignore_terminations)
+        ends = (auto_reset, ignore_terminations)
+        shaping = (shaping_gamma, discounts_actions)
+        rules = EpisodeRules(max_episode_steps, reward_mode, success_bonus, *ends, *shaping)
         super().__init__(spec, rules, video_fps)
 
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:

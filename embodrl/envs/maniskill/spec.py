@@ -10,7 +10,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig, Fraction
 from embodrl.envs.maniskill.tasks import INSTRUCTIONS
-from embodrl.specs import EXAMPLE_CAMERA, SimulatorSpec
+from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
 MIB = 1 << 20
 
@@ -124,6 +124,7 @@ SPEC = SimulatorSpec(
     settings=ManiSkillConfig,
     rules=(RULES,),
     reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),
+    reward_modes=REWARD_MODES,
     tasks=INSTRUCTIONS,
     action_dim=7,
     batched_by=("sim_backend", "physx_cuda"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from embodrl.envs.metaworld.tasks import INSTRUCTIONS
-from embodrl.specs import EXAMPLE_CAMERA, SimulatorSpec
+from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
 SPEC = SimulatorSpec(
     name="metaworld",
     target="embodrl.envs.metaworld.env:MetaWorldVectorEnv",
     description="Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
     reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),
+    reward_modes=REWARD_MODES,
     tasks=INSTRUCTIONS,
     action_dim=4,
     cameras=("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV"),

@@ -22,15 +22,15 @@ from embodrl.envs.stepping import next_seed
 from embodrl.errors import EmbodrlError, EnvError, EnvProtocolError, EnvRaised, EnvTimeout, EnvWorkerDied, MessageError
 from embodrl.fields import Fields
 from embodrl.processes.child import ChildHungError, ChildProcess
+from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
-from embodrl.processes.liveness import Limits, hurry
+from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import resident_bytes
 from embodrl.specs import ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
 
-_CLOSE_GRACE_S, _HURRIED_GRACE_S = 5.0, 1.0
 _SHOWN = 8
 _SHOWN_TEXT = 8000  # characters of an error that a simulator reports
 _OOM_SCORE_ADJ = 300
@@ -284,20 +284,35 @@ class EnvManager:
             self._drop()
             raise
 
-    def close(self) -> None:
-        """End the process; a pending request is given up."""
-        process, pending = self._process, self._pending
+    def close_async(self) -> None:
+        """Ask the process to end, or kill it if a request is in progress; ``close`` waits for it."""
+        if self._process is None or (self._pending is not None and self._pending.kind == Kind.CLOSE):
+            return
+        if self._pending is not None:
+            self._drop()
+            return
+        try:
+            self._request(Kind.CLOSE)
+        except EnvError as error:
+            logger.warning("%s", error)
+
+    def close(self, deadline: float | None = None) -> None:
+        """End the process; a pending request is given up.
+
+        Args:
+            deadline: of ``time.monotonic()``, when it is killed; None gives it some seconds.
+        """
+        self.close_async()
+        process = self._process
         if process is None:
             return
-        if pending is None:
-            grace_s = _HURRIED_GRACE_S if hurry.is_set() else _CLOSE_GRACE_S
-            try:
-                self._request(Kind.CLOSE)
-                self._receive(Kind.CLOSE, grace_s)
-                if not process.wait_ended(grace_s) or process.end_group() != 0:
-                    logger.warning("%s did not end by itself after close; it was killed", self)
-            except EnvError as error:
-                logger.warning("%s", error)
+        deadline = time.monotonic() + closing_grace_s() if deadline is None else deadline
+        try:
+            self._receive(Kind.CLOSE, max(0.0, deadline - time.monotonic()))
+            if not process.wait_ended(max(0.0, deadline - time.monotonic())) or process.end_group() != 0:
+                logger.warning("%s did not end by itself after close; it was killed", self)
+        except EnvError as error:
+            logger.warning("%s", error)
         self._drop()
 
     def __enter__(self) -> EnvManager:

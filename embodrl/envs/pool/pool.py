@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
 
@@ -196,9 +198,12 @@ class EnvPool:
         ]
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes, those that hang within the time of one."""
         for manager in self.managers:
-            manager.close()
+            manager.close_async()
+        deadline = time.monotonic() + closing_grace_s()
+        for manager in self.managers:
+            manager.close(deadline)
 
     def offload(self, end_processes: bool = True) -> SimulatorMemory | None:
         """Take the states out and free the simulators; the next request brings them back, as does ``onload``.
@@ -232,15 +237,15 @@ class EnvPool:
         return pack_states([manager.spec for manager in self.managers], states)
 
     def set_state(self, states: Sequence[bytes]) -> None:
-        """Continue bit-exactly from states of ``get_state``.
+        """Continue bit-exactly from states of ``get_state``; a process that has died is restarted first.
 
         Raises:
             CheckpointError: they are of other environments.
         """
         self.onload()
         fitting = unpack_states([manager.spec for manager in self.managers], states)
-        for manager, state in zip(self.managers, fitting, strict=True):
-            manager.set_state(state)
+        for rank, state in enumerate(fitting):
+            self._answer(rank, lambda manager, state=state: manager.set_state(state), restart=True)
 
     def call(
         self, method: str, arguments: Mapping[str, object] | None = None, *, restart: bool = False

@@ -16,6 +16,7 @@ from embodrl.envs.pool.transport import Ring, compute_layout, spec_to_dict
 from embodrl.errors import EmbodrlError, EnvError
 from embodrl.fields import Fields
 from embodrl.names import import_object
+from embodrl.processes.ending import leave
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, bind_to_cores, describe_error, report_exits
 from embodrl.specs import ENVS
@@ -31,10 +32,10 @@ def main(socket_fd: int) -> None:
         frame = Frame(Kind.START)
         while server.answer(frame) or frame.kind not in (Kind.START, Kind.ONLOAD):
             if frame.kind == Kind.CLOSE:
-                return
+                leave(0)
             frame = connection.receive()
     except PeerGoneError:
-        sys.exit(0)
+        leave(0)
     sys.exit(1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from embodrl.errors import CheckpointError
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+FLOAT32_BYTES = 4
+MASTER = "master"
+"""What the optimizer keeps of weights in half precision besides: they in float32."""
 HINT = "resume with the model settings that the checkpoint was made with"
 
 Shapes = dict[str, tuple[int, ...]]
@@ -34,17 +37,23 @@ class StateShapes:
 
     @classmethod
     def of(
-        cls, policy: nn.Module, trained: Mapping[str, nn.Parameter], reference: Mapping[str, Tensor] | None = None
+        cls,
+        policy: nn.Module,
+        trained: Mapping[str, nn.Parameter],
+        reference: Mapping[str, Tensor] | None = None,
+        masters: Iterable[str] = (),
     ) -> Self:
-        """Return the shapes of a policy's state; those of sharded tensors are of the whole."""
+        """Return the shapes of a policy's state; those of sharded tensors are of the whole.
+
+        Of ``masters``, among ``trained``, there are a float32 copy and moments in float32.
+        """
         weights = dict(policy.state_dict())
-        kept = [*weights.values(), *(reference or {}).values(), *trained.values(), *trained.values()]
-        return cls(
-            _shapes(weights),
-            _shapes(trained),
-            _shapes(reference or {}),
-            sum(tensor.numel() * tensor.element_size() for tensor in kept),
-        )
+        names = set(masters)
+        moments = [p for name, p in trained.items() if name not in names]
+        kept = [*weights.values(), *(reference or {}).values(), *moments, *moments]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        num_bytes += sum(3 * FLOAT32_BYTES * trained[name].numel() for name in names)
+        return cls(_shapes(weights), _shapes(trained), _shapes(reference or {}), num_bytes)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
@@ -63,8 +72,11 @@ def check_fit(saved: Mapping[str, Mapping[str, Tensor]], shapes: StateShapes) ->
     moments = dict(saved.get("optimizer", {}))
     for name, shape in shapes.trained.items():
         found = [t for key in ADAM_STATE if (t := moments.pop(f"{key}.{name}", None)) is not None]
+        copy = moments.pop(f"{MASTER}.{name}", None)
         if not found:
             continue  # not trained yet when the checkpoint was made
+        if copy is not None:
+            found.append(copy)
         if len(found) < len(ADAM_STATE) or any(tuple(tensor.shape) != shape for tensor in found[1:]):
             raise CheckpointError(f"the checkpoint's optimizer state does not fit '{name}'", HINT)
     if moments:

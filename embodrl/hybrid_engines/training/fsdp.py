@@ -92,7 +92,7 @@ class FsdpTrainEngine(SharedTrainEngine):
             if parameter.grad is not None:
                 dist.all_reduce(held(parameter.grad), group=self.tensor_group)
         for parameter, leaf in self.leaves.items():
-            leaf.grad = None if parameter.grad is None else held(parameter.grad)
+            leaf.grad = None if parameter.grad is None else held(parameter.grad).to(leaf.dtype)
         return self._clip_leaves()
 
     def _num_copies(self, parameter: nn.Parameter) -> int:

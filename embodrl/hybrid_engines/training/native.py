@@ -74,7 +74,10 @@ class NativeTrainEngine(PolicyTrainEngine):
         chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
         trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
         total, outputs = add_gradients(
-            [lambda rows=rows: compute(rows) for rows in chosen], trained, self.num_threads, self.niceness
+            [lambda rows=rows: compute(rows) for rows in chosen],
+            {p: self.leaves[p] for p in trained},
+            self.num_threads,
+            self.niceness,
         )
         metrics: dict[str, Tensor] = {}
         for output in outputs:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embodrl.algorithms.advantages import Advantages
-from embodrl.algorithms.decoupled import COLUMNS, proximal_terms
+from embodrl.algorithms.decoupled import COLUMNS, STALENESS, mismatch_terms, proximal_terms
 from embodrl.algorithms.episodes import element_weights, split_episodes
 from embodrl.algorithms.losses import LossCounts, LossOutput, element_counts
 from embodrl.config.schema import AlgorithmConfig
@@ -145,6 +145,7 @@ def make_loss(
             "counts": counts,
         }
         loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
-        return LossOutput(loss.loss, loss.metrics | proximal.metrics) if proximal else loss
+        apart = mismatch_terms(logprobs.detach(), micro.logprobs, micro.valid, micro[STALENESS])
+        return LossOutput(loss.loss, loss.metrics | apart | (proximal.metrics if proximal else {}))
 
     return compute

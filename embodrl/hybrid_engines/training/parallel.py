@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -43,15 +43,15 @@ def _be_nice(niceness: int) -> None:
 
 def add_gradients(
     losses: Sequence[Callable[[], tuple[Tensor, T]]],
-    parameters: Sequence[nn.Parameter],
+    leaves: Mapping[nn.Parameter, nn.Parameter],
     num_threads: int,
     niceness: int = 0,
 ) -> tuple[Tensor, list[T]]:
-    """Add the gradients of several losses to ``parameters``.
+    """Add the gradients of several losses to those of leaves, in the precision of these.
 
     Args:
         losses: each computes a scalar loss and something to return; they must not share a graph.
-        parameters: with ``requires_grad``.
+        leaves: parameters with ``requires_grad`` -> what gets their gradients.
         num_threads: cores to use.
         niceness: see ``on_threads``.
 
@@ -61,19 +61,19 @@ def add_gradients(
 
     def differentiate(compute: Callable[[], tuple[Tensor, T]]) -> tuple[Tensor, T, tuple[Tensor | None, ...]]:
         loss, extra = compute()
-        return loss.detach(), extra, torch.autograd.grad(loss, parameters, allow_unused=True)
+        return loss.detach(), extra, torch.autograd.grad(loss, list(leaves), allow_unused=True)
 
     if num_threads <= 1 and not niceness:
         results = list(map(differentiate, losses))
     else:
         results = on_threads([partial(differentiate, compute) for compute in losses], num_threads, niceness)
     for _, _, gradients in results:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for leaf, gradient in zip(leaves.values(), gradients, strict=True):
             if gradient is None:
                 continue
-            if parameter.grad is None:
-                parameter.grad = gradient.clone()
+            if leaf.grad is None:
+                leaf.grad = gradient.to(leaf.dtype, copy=True)
             else:
-                parameter.grad += gradient
+                leaf.grad += gradient
     total = torch.stack([loss for loss, _, _ in results]).sum()
     return total, [extra for _, extra, _ in results]

@@ -19,14 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.algorithms.advantages import Advantages, explained_variance
-from embodrl.algorithms.decoupled import proximal_columns, staleness_metrics, staleness_of
+from embodrl.algorithms.decoupled import (
+    MISMATCH_TERMS,
+    STALENESS,
+    mismatch_metrics,
+    proximal_columns,
+    staleness_metrics,
+    staleness_of,
+)
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, NonFiniteError, StepResult, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, StateShapes, check_fit
+from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, MASTER, StateShapes, check_fit
 from embodrl.hybrid_engines.training.objective import (
     chunk_weights,
     flatten_chunks,
@@ -101,6 +108,8 @@ class PolicyTrainEngine(TrainEngine):
         self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
         self.leaves = self._make_leaves()
+        self.masters = self._make_masters()
+        self.leaves |= self.masters
         self.optimizer = self._build_optimizer()
         self.memory = Offload(self.offloadable)
 
@@ -109,6 +118,29 @@ class PolicyTrainEngine(TrainEngine):
     def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return, for every parameter that trains, what the optimizer changes: the same memory."""
         return {p: p for p in (*self.policy_parameters, *self.value_parameters)}
+
+    def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return float32 copies of what trains in half precision: the optimizer changes these.
+
+        Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.1: an update below 2^-9 of a
+        bf16 weight rounds to none. The weights are rounded from their copies after every step.
+        """
+        if self.config.optim.master_weights is False:
+            return {}
+        halves = [p for p in self.leaves if p.dtype.itemsize < torch.float32.itemsize]
+        return {p: nn.Parameter(held(p).detach().float()) for p in halves}
+
+    @torch.no_grad()
+    def _round_masters(self) -> None:
+        for parameter, master in self.masters.items():
+            held(parameter).copy_(master)
+
+    @torch.no_grad()
+    def _take_masters(self, names: Container[str]) -> None:
+        """Let the copies of weights that were loaded be these."""
+        for name, parameter in self.trained().items():
+            if name in names and parameter in self.masters:
+                self.masters[parameter].copy_(held(parameter))
 
     def evaluate(self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, **wanted: bool) -> EvalOutput:
         """Return what ``VLAPolicy.evaluate_actions`` does."""
@@ -166,15 +198,19 @@ class PolicyTrainEngine(TrainEngine):
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
         loss_fn = make_loss(self.evaluate, algorithm, needs_values)
         staleness = staleness_of(batch.policy_version, batch.valid, self.version)
-        proximal = proximal_columns(batch, algorithm, self._policy_staleness(batch, algorithm))
+        aged = self._policy_staleness(batch, algorithm)
+        columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged)
         weights = chunk_weights(batch, trained_chunks(batch, advantages), algorithm)
-        chunks = flatten_chunks(batch.replace(**proximal), advantages, weights)
+        chunks = flatten_chunks(batch.replace(**columns), advantages, weights)
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
         first_kl: Tensor | float | None = None
+        mismatch: dict[str, float] | None = None
         for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
             counts = self._counts(minibatch, algorithm)
             loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
+            apart = {name: metrics.pop(name) for name in MISMATCH_TERMS}
+            mismatch = mismatch_metrics(apart) if mismatch is None else mismatch  # before the first step
             if first_kl is None and not bool(staleness.any()):
                 first_kl = metrics.get("approx_kl")  # no step yet: 0 if rollout and training agree on log-probs
             if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
@@ -199,6 +235,7 @@ class PolicyTrainEngine(TrainEngine):
             result["train/explained_variance"] = explained_variance(
                 batch["values"], advantages.returns, advantages.valid
             )
+        result |= {f"train/{name}": value for name, value in (mismatch or {}).items()}
         if first_kl is not None:
             result["train/first_minibatch_kl"] = float(first_kl)
         return result | {
@@ -275,6 +312,7 @@ class PolicyTrainEngine(TrainEngine):
         applied = math.isfinite(grad_norm) and math.isfinite(float(loss))
         if applied:
             self.optimizer.step()
+            self._round_masters()
             self.nonfinite_in_row = 0
         else:
             self.nonfinite_in_row += 1
@@ -311,6 +349,7 @@ class PolicyTrainEngine(TrainEngine):
         """Yield what only training needs: moments, gradients, the reference and, unless it is what acts, weights."""
         yield from optimizer_tensors(self.optimizer)
         yield from self._kept_of_reference()
+        yield from self.masters.values()
         if not self.shares_weights:
             yield from self.policy.parameters()
             yield from self.policy.buffers()
@@ -332,14 +371,17 @@ class PolicyTrainEngine(TrainEngine):
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
-    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
-        needs_values = LOSSES.entry(algorithm.loss_type).needs_values
-        changed = self._policy_staleness(batch, algorithm) > 0
-        stale = changed
+    def proximal(
+        self, batch: TrajectoryBatch, algorithm: AlgorithmConfig, every_chunk: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        needs_values = LOSSES.entry(algorithm.loss_type).needs_values and algorithm.decoupled.enabled
+        changed = batch.valid.any(-1) if every_chunk else self._policy_staleness(batch, algorithm) > 0
+        stale = old = changed
         if needs_values:
             # What comes before a lost chunk is bootstrapped from its value.
             ended = (batch.terminated | batch.truncated).any(-1)
-            stale = (batch.policy_version < self.version) & (batch.valid.any(-1) | ended)
+            old = batch.policy_version < self.version
+            stale = changed | (old & (batch.valid.any(-1) | ended))
         known = batch.logprobs.flatten(2)
         if needs_values:
             known = torch.cat([known, batch["values"]], -1)
@@ -347,7 +389,10 @@ class PolicyTrainEngine(TrainEngine):
         num_tokens = math.prod(batch.logprobs.shape[2:])
         # In a warm-up of the critic the policy stays as it is: its log-probs then stay bit-exact those of the rollout.
         logprobs = torch.where(changed[..., None], outputs[..., :num_tokens], known[..., :num_tokens])
-        return logprobs.view_as(batch.logprobs), outputs[..., num_tokens:] if needs_values else None
+        if not needs_values:
+            return logprobs.view_as(batch.logprobs), None
+        values = torch.where(old[..., None], outputs[..., num_tokens:], known[..., num_tokens:])
+        return logprobs.view_as(batch.logprobs), values
 
     def _logprobs(
         self, evaluate: Callable[..., EvalOutput], batch: TrajectoryBatch, algorithm: AlgorithmConfig
@@ -401,7 +446,12 @@ class PolicyTrainEngine(TrainEngine):
     def reference_weights(self) -> dict[str, Tensor]:
         """Return the weights of the reference that are not the policy's own; {} without a reference."""
 
+    def _kept_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        return (*ADAM_STATE, MASTER) if parameter in self.masters else ADAM_STATE
+
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if key == MASTER:
+            return self.masters[parameter].detach()
         return self.optimizer.state[self.leaves[parameter]][key]
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
@@ -411,7 +461,7 @@ class PolicyTrainEngine(TrainEngine):
             f"{key}.{name}": self._moment(parameter, key)
             for name, parameter in self.trained().items()
             if self.leaves[parameter] in self.optimizer.state
-            for key in ADAM_STATE
+            for key in self._kept_of(parameter)
         }
         found = {"policy": dict(self.policy.state_dict()), "optimizer": moments}
         reference = self.reference_weights()
@@ -447,7 +497,9 @@ class PolicyTrainEngine(TrainEngine):
 
     def state_shapes(self) -> StateShapes:
         """Return what a saved state must have."""
-        return StateShapes.of(self.policy, self.trained(), self.reference_weights())
+        trained = self.trained()
+        masters = [name for name, parameter in trained.items() if parameter in self.masters]
+        return StateShapes.of(self.policy, trained, self.reference_weights(), masters)
 
     def load_state_dict(self, saved: EngineState) -> None:
         check_fit(saved.tensors, self.state_shapes())
@@ -463,18 +515,25 @@ class PolicyTrainEngine(TrainEngine):
 
     @torch.no_grad()
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
-        """Load whole tensors of a checked state; what the engine has no use for is skipped."""
+        """Load whole tensors of a checked state, the policy first; what the engine has no use for is skipped."""
         if section == "optimizer":
             trained = self.trained()
             for name, tensor in tensors.items():
                 key, _, owner = name.partition(".")
-                leaf = self.leaves[trained[owner]]
-                part = tensor if key == "step" else self._part(tensor, trained[owner])
-                self.optimizer.state[leaf][key] = part.to(leaf.device, copy=True)
+                parameter = trained[owner]
+                leaf = self.leaves[parameter]
+                part = tensor if key == "step" else self._part(tensor, parameter)
+                if key != MASTER:
+                    dtype = part.dtype if key == "step" else leaf.dtype
+                    self.optimizer.state[leaf][key] = part.to(leaf.device, dtype, copy=True)
+                elif parameter in self.masters:
+                    leaf.copy_(part)
             return
         targets = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
         for name in targets.keys() & tensors.keys():
             self._assign(targets[name], tensors[name])
+        if section == "policy":
+            self._take_masters(tensors)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return where this process's parts of a checked state are to be written; see ``put_parts``.
@@ -485,15 +544,27 @@ class PolicyTrainEngine(TrainEngine):
         """
         if section == "optimizer":
             trained = self.trained()
+            saved = {name: tensor for name, tensor in saved.items() if self._reads(name, trained)}
             for name, tensor in saved.items():
                 key, _, owner = name.partition(".")
+                if key == MASTER:
+                    continue
                 leaf = self.leaves[trained[owner]]
                 shape = tensor.shape if key == "step" else leaf.shape
                 self.optimizer.state[leaf][key] = torch.zeros(shape, dtype=tensor.dtype, device=leaf.device)
         return self.parts(section, saved)
 
+    def _reads(self, name: str, trained: Mapping[str, nn.Parameter]) -> bool:
+        key, _, owner = name.partition(".")
+        return key != MASTER or trained[owner] in self.masters
+
     def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
         """Use what was written into the tensors of ``room``; here they are the state itself."""
+        if section == "policy":
+            self._take_masters(parts)
+        elif section == "optimizer":  # moments that were saved without float32 copies are in half precision
+            for leaf, state in self.optimizer.state.items():
+                state |= {key: moment.to(leaf.dtype) for key, moment in state.items() if key != "step"}
 
     def _part(self, whole: Tensor, like: Tensor) -> Tensor:
         """Return the part of a whole tensor that this process holds of ``like``."""

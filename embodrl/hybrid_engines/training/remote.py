@@ -18,7 +18,7 @@ from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.process_groups import Call, cause_of
-from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
+from embodrl.hybrid_engines.training.engine_state import FLOAT32_BYTES, StateShapes, check_fit
 from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP
 from embodrl.hybrid_engines.training.sharded_checkpoint import (
     buckets,
@@ -91,7 +91,9 @@ class RemoteTrainEngine(TrainEngine):
         self._trained = {name: p for name, p in parameters.items() if id(p) in trained}
         kept = config.algorithm.kl.coef > 0
         reference = {name: p for name, p in self._trained.items() if kept and trained[id(p)] != VALUE_GROUP}
-        self._shapes = StateShapes.of(policy, self._trained, reference)
+        copies = config.actor.optim.master_weights is not False and config.actor.training_backend != "megatron"
+        masters = [name for name, p in self._trained.items() if copies and p.dtype.itemsize < FLOAT32_BYTES]
+        self._shapes = StateShapes.of(policy, self._trained, reference, masters)
 
     def onload(self) -> None:
         """Bring the driver's policy back to its device."""
@@ -130,8 +132,10 @@ class RemoteTrainEngine(TrainEngine):
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         return self._call("reference_logprobs", batch, algorithm.model_dump_json())[0]
 
-    def proximal(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor | None]:
-        return self._call("proximal", batch, algorithm.model_dump_json())[0]
+    def proximal(
+        self, batch: TrajectoryBatch, algorithm: AlgorithmConfig, every_chunk: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._call("proximal", batch, algorithm.model_dump_json(), every_chunk)[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         self.fetch()

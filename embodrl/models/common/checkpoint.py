@@ -32,8 +32,10 @@ INDEX_FILE = "model.safetensors.index.json"
 NAMES_IN_MESSAGE = 20
 MAX_SHARD_BYTES = 5 * 1024**3
 MAX_HASHING_THREADS = 4
-# Of OpenVLA-OFT, the projector of the robot's state, and the continuous action head, by which a checkpoint is refused.
-_OFT_PATTERNS = ["proprio_projector--*.pt", "action_head--*.pt"]
+# Of OpenVLA-OFT: components in files of their own, and one by which a checkpoint is refused.
+_OFT_PATTERNS = [
+    f"{name}--*.pt" for name in ("proprio_projector", "action_head", "vision_backbone", "noisy_action_projector")
+]
 HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt", *_OFT_PATTERNS]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "fetch or make the checkpoint again"
@@ -83,7 +85,7 @@ def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | Non
 def resolve(model_path: str) -> Path:
     """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
 
-    Only safetensors, JSON and tokenizer files are fetched, and two of OpenVLA-OFT's; never code.
+    Only safetensors, JSON and tokenizer files are fetched, and OpenVLA-OFT's components; never code.
 
     Raises:
         CheckpointError: no such directory, and the hub can't be reached or has no such model.
@@ -224,6 +226,7 @@ def fill(
     dtype: torch.dtype,
     aliases: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Give a network that was built on the meta device its weights, so that a large one is never held twice.
 
@@ -236,9 +239,10 @@ def fill(
         dtype: of the weights.
         aliases: see ``load_strict``.
         ignore: see ``load_strict``.
+        tensors: see ``load_strict``.
     """
     if files:
-        load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore)
+        load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore, tensors=tensors)
         return
     model.to(dtype).to_empty(device=device)
     if device.type != "meta":
@@ -255,6 +259,7 @@ def load_strict(
     dtype: torch.dtype,
     aliases: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> LoadReport:
     """Put the tensors of safetensors files into a module, which may be on the meta device.
 
@@ -266,6 +271,7 @@ def load_strict(
         dtype: of the loaded floating-point tensors.
         aliases: names in the file to names in the module.
         ignore: names in the file that are not used, with the reason.
+        tensors: further ones by their names in the module, from files of another format.
 
     Returns:
         ``report``.
@@ -297,6 +303,7 @@ def load_strict(
                     else:
                         floating = expected[name].is_floating_point()
                         state[name] = _checked(reader.get_tensor(stored), stored, floating, dtype, path)
+    _add(tensors or {}, expected, state, report, torch.device(device), dtype)
     mismatched = {name for name, _, _ in report.mismatched}
     report.missing.extend(name for name in expected if name not in state and name not in mismatched)
     if not report.ok:
@@ -311,6 +318,22 @@ def load_strict(
         parameter.requires_grad_(trainable[name])
     report.num_loaded += len(state)
     return report
+
+
+def _add(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    state: dict[str, Tensor],
+    report: LoadReport,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Put tensors that are read already beside those of the files."""
+    for name, tensor in tensors.items():
+        if _is_loadable(name, name, tuple(tensor.shape), expected, state, report):
+            value = tensor.to(device)
+            on_meta = device.type == "meta"
+            state[name] = value.to(dtype) if on_meta else _checked(value, name, True, dtype, Path(report.source))
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from embodrl.data.rng import RandomSource, draw_rows
 Joint = Literal["sum", "mean"]
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``x float32[B,H,D]`` and ``tau float32[B]`` to the velocity ``[B,H,D]`` and the features ``[B,H,F]`` it came from."""
+Times = Callable[[int], list[float]]
+"""From K to the K + 1 values of tau."""
 
 
 def reversed_velocity(network: Velocity) -> Velocity:
@@ -41,6 +43,14 @@ def reversed_velocity(network: Velocity) -> Velocity:
 def denoising_times(num_steps: int) -> list[float]:
     """Return the K + 1 values of tau, from 1 to 0."""
     return [1.0 - i / num_steps for i in range(num_steps + 1)]
+
+
+def accumulated_times(num_steps: int) -> list[float]:
+    """Return ``denoising_times`` as openpi's PI0Pytorch.sample_actions has them: 1 - 1/K - 1/K ... in float32."""
+    times, step = [torch.tensor(1.0)], torch.tensor(1.0 / num_steps)
+    for _ in range(num_steps):
+        times.append(times[-1] - step)
+    return [float(tau) for tau in times]
 
 
 def sde_sigma(step: int, num_steps: int, noise_level: float) -> float:
@@ -84,15 +94,24 @@ def normal_entropy(std: Tensor) -> Tensor:
     return 0.5 * math.log(2.0 * math.pi * math.e) + std.log()
 
 
-def integrate(velocity: Velocity, noise: Tensor, num_steps: int) -> Tensor:
-    """Return the actions ``float32[B,H,D]`` that Euler's method reaches from ``noise`` in K steps."""
-    return integrate_with_features(velocity, noise, num_steps)[0]
+def integrate(velocity: Velocity, noise: Tensor, num_steps: int, times: Times = denoising_times) -> Tensor:
+    """Return the actions ``float32[B,H,D]`` that Euler's method reaches from ``noise`` in K steps.
+
+    Args:
+        velocity: the network.
+        noise: ``float32[B,H,D]``.
+        num_steps: K.
+        times: the K + 1 values of tau that the network is told.
+    """
+    return integrate_with_features(velocity, noise, num_steps, times)[0]
 
 
-def integrate_with_features(velocity: Velocity, noise: Tensor, num_steps: int) -> tuple[Tensor, list[Tensor]]:
+def integrate_with_features(
+    velocity: Velocity, noise: Tensor, num_steps: int, times: Times = denoising_times
+) -> tuple[Tensor, list[Tensor]]:
     """As ``integrate``; return the features ``[B,H,F]`` of the K steps, too."""
     x, seen = noise, list[Tensor]()
-    for tau in denoising_times(num_steps)[:-1]:
+    for tau in times(num_steps)[:-1]:
         v, features = velocity(x, torch.full((len(x),), tau, device=x.device))
         seen.append(features)
         x = x - v.float() / num_steps

@@ -6,7 +6,7 @@ Shapes: B batch, C actions run, H actions predicted, A action dimensions, D padd
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.flow import NoiseHead, Sampler, Velocity, integrate_with_features, standard_normal
+from embodrl.models.common.flow import (
+    NoiseHead,
+    Sampler,
+    Times,
+    Velocity,
+    denoising_times,
+    integrate_with_features,
+    standard_normal,
+)
 from embodrl.models.common.flow_spec import FlowConfig, FlowModelConfig
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.value_head import ValueHead
@@ -55,6 +63,8 @@ class FlowPolicy(VLAPolicy):
     """
 
     draws_by_row = True
+
+    euler_times: ClassVar[Times] = staticmethod(denoising_times)
 
     def __init__(
         self,
@@ -169,7 +179,7 @@ class FlowPolicy(VLAPolicy):
             actions = self._to_environment(chain.actions, observation)
             return PolicyOutput(actions, chain.logprobs, values, {**inputs, **chain.stored})
         noise = self.get_buffer("_evaluation_noise").to(self.device).expand(batch, -1, -1)
-        chosen, features = integrate_with_features(network, noise, self.flow.num_steps)
+        chosen, features = self._integrate(network, noise)
         actions = self._to_environment(chosen, observation)
         values = self._mean_value(context, features) if compute_values else None
         return PolicyOutput(actions, torch.zeros(actions.shape, device=self.device), values, inputs)
@@ -185,7 +195,7 @@ class FlowPolicy(VLAPolicy):
         if self.value_input == "prefix":
             return self._values(context, None)
         noise = self.get_buffer("_evaluation_noise").to(self.device).expand(observation.batch_size, -1, -1)
-        return self._mean_value(context, integrate_with_features(self.velocity(context), noise, self.flow.num_steps)[1])
+        return self._mean_value(context, self._integrate(self.velocity(context), noise)[1])
 
     def evaluate_actions(
         self,
@@ -245,6 +255,9 @@ class FlowPolicy(VLAPolicy):
         """Return the groups that embodrl adds to the family's network."""
         heads = {"noise_head": self.noise_head, "value_head": self.value_head}
         return {name: head for name, head in heads.items() if head is not None}
+
+    def _integrate(self, network: Velocity, noise: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return integrate_with_features(network, noise, self.flow.num_steps, type(self).euler_times)
 
     def _mean_value(self, context: Any, features: list[Tensor]) -> Tensor:
         """Return the mean of the values at the denoising steps; Flow-Noise's critic is read at the first alone."""

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.common.flow import Velocity, integrate
+from embodrl.models.common.flow import Times, Velocity, denoising_times, integrate
 
 LOGITS_TOLERANCE = 1e-5
-CHAIN_TOLERANCE = 5e-5
+CHAIN_TOLERANCE = 1e-5
 ACTION_TOLERANCE = 1e-6
 INPUTS_FILE = "io.safetensors"
 
@@ -56,7 +56,14 @@ def compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Compa
 
 @torch.no_grad()
 def compare_flow(
-    velocity: Velocity, noise: Tensor, actions: Tensor, tau: Tensor, num_steps: int, sampled: Tensor, losses: Tensor
+    velocity: Velocity,
+    noise: Tensor,
+    actions: Tensor,
+    tau: Tensor,
+    num_steps: int,
+    sampled: Tensor,
+    losses: Tensor,
+    times: Times = denoising_times,
 ) -> list[Comparison]:
     """Compare denoised actions and the elementwise loss of a flow network with a recording.
 
@@ -68,11 +75,12 @@ def compare_flow(
         num_steps: see ``noise``.
         sampled: of the reference.
         losses: of the reference.
+        times: see ``integrate``.
     """
     level = tau[:, None, None]
     x = level * noise + (1.0 - level) * actions
     return [
-        compare("actions", integrate(velocity, noise, num_steps), sampled, CHAIN_TOLERANCE),
+        compare("actions", integrate(velocity, noise, num_steps, times), sampled, CHAIN_TOLERANCE),
         compare("loss", (velocity(x, tau)[0] - (noise - actions)).square(), losses, LOGITS_TOLERANCE),
     ]
 

@@ -85,9 +85,15 @@ class LayerScale(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block."""
+    """A pre-norm transformer block.
 
-    def __init__(self, spec: VitSpec) -> None:
+    Args:
+        spec: dimensions.
+        film_dim: size of an instruction's embedding that modulates the features between attention and MLP by FiLM
+            (Perez et al., 2018, eq. 1 with 1 + gamma, as OpenVLA-OFT has it); None without.
+    """
+
+    def __init__(self, spec: VitSpec, film_dim: int | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
         self.attn = Attention(spec.width, spec.num_heads)
@@ -95,10 +101,14 @@ class Block(nn.Module):
         self.mlp = Mlp(spec.width, spec.mlp_dim)
         self.ls1: nn.Module = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
         self.ls2: nn.Module = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
+        self.scale = None if film_dim is None else nn.Linear(film_dim, spec.width)
+        self.shift = None if film_dim is None else nn.Linear(film_dim, spec.width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B,N,D]`` to ``[B,N,D]``."""
+    def forward(self, x: Tensor, instruction: Tensor | None = None) -> Tensor:
+        """``[B,N,D]`` and, with FiLM, ``[B,E]`` to ``[B,N,D]``."""
         x = x + self.ls1(self.attn(self.norm1(x)))
+        if self.scale is not None and self.shift is not None:
+            x = x * (1.0 + self.scale(instruction)[:, None]) + self.shift(instruction)[:, None]
         return x + self.ls2(self.mlp(self.norm2(x)))
 
 
@@ -120,9 +130,13 @@ class VisionTransformer(nn.Module):
 
     The last block, the norm and the pooling head only exist so that public checkpoints load strictly and save
     unchanged.
+
+    Args:
+        spec: dimensions.
+        film_dim: see Block.
     """
 
-    def __init__(self, spec: VitSpec) -> None:
+    def __init__(self, spec: VitSpec, film_dim: int | None = None) -> None:
         super().__init__()
         self.spec = spec
         self.gradient_checkpointing = False
@@ -132,13 +146,13 @@ class VisionTransformer(nn.Module):
             self.cls_token = nn.Parameter(torch.zeros(1, 1, spec.width))
         if spec.num_registers:
             self.reg_token = nn.Parameter(torch.zeros(1, spec.num_registers, spec.width))
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.depth))
+        self.blocks = nn.ModuleList(Block(spec, film_dim) for _ in range(spec.depth))
         self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
         if spec.attention_pool:
             self.attn_pool = AttentionPool(spec)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Normalised ``[B,3,H,W]`` to features ``[B,N,D]``."""
+    def forward(self, pixels: Tensor, instruction: Tensor | None = None) -> Tensor:
+        """Normalised ``[B,3,H,W]`` and, with FiLM, an instruction's embedding ``[B,E]`` to features ``[B,N,D]``."""
         x = self.patch_embed(pixels) + self.pos_embed
         prefix = [
             token.expand(len(x), -1, -1)
@@ -148,9 +162,9 @@ class VisionTransformer(nn.Module):
         x = torch.cat([*prefix, x], dim=1)
         for block in self.blocks[:-1]:
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, instruction, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, instruction)
         return x[:, x.shape[1] - self.spec.num_patches :]
 
     def unused_parameters(self) -> list[nn.Parameter]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
@@ -23,6 +25,9 @@ from embodrl.models.openvla.spec import OpenVlaConfig
 
 BUILTIN_WARM_START = Path(__file__).parents[2] / "assets" / "openvla_tiny"
 TINY_STATS_KEY = "maniskill"
+
+Components = Callable[[Path, LoadReport, torch.device], dict[str, Tensor]]
+"""From a checkpoint's directory to all tensors ``vision_backbone.*``; empty if those of the weights are meant."""
 
 
 @dataclass
@@ -80,7 +85,14 @@ def build_openvla(
 
 
 def build_parts(
-    config: OpenVlaConfig, builtin: Path | None, causal: bool, device: torch.device, dtype: torch.dtype, seed: int
+    config: OpenVlaConfig,
+    builtin: Path | None,
+    causal: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    film: bool = False,
+    components: Components | None = None,
 ) -> Parts:
     """Build the network and what goes with it.
 
@@ -91,6 +103,8 @@ def build_parts(
         device: where the network lives.
         dtype: of its weights.
         seed: of weights that come from no checkpoint.
+        film: the vision backbone reads the instruction.
+        components: looks at a checkpoint's other files before any weight is read.
 
     Raises:
         CheckpointError: no such checkpoint, or it does not fit.
@@ -103,7 +117,7 @@ def build_parts(
         tokenizer.prompt_end_id,
         {TINY_STATS_KEY: identity_stats(config.action_dim)},
     )
-    model_config, files = tiny, []
+    model_config, files, tensors, ignore = tiny, [], {}, {}
     if directory is not None:
         model_config = OpenVLAConfig.from_directory(directory)
         tokenizer = PromptTokenizer(directory / "tokenizer.json", model_config.bos_id, model_config.prompt_end_id)
@@ -115,12 +129,25 @@ def build_parts(
             "vision_backbone.featurizer.blocks.": model_config.dino.depth,
             "vision_backbone.fused_featurizer.blocks.": model_config.siglip.depth,
         }
-        checkpoint.check_layers(checkpoint.stored_shapes(files), layers, directory)
+        shapes = checkpoint.stored_shapes(files)
+        checkpoint.check_layers(shapes, layers, directory)
+        tensors = components(directory, report, device) if components is not None else {}
+        plain = [name for name in shapes if tensors and name.startswith("vision_backbone.")]
+        ignore = dict.fromkeys(plain, "the file of the vision backbone has it with FiLM")
     stats = choose_stats(model_config.norm_stats, config.unnorm_key, config.action_dim, report.source)
     generator = new_generator(device, seed)
     with torch.device("meta"):
-        model = OpenVLAModel(model_config, causal)
-    checkpoint.fill(model, files, report, lambda: init_weights(model, generator), device=device, dtype=dtype)
+        model = OpenVLAModel(model_config, causal, film)
+    checkpoint.fill(
+        model,
+        files,
+        report,
+        lambda: init_weights(model, generator),
+        device=device,
+        dtype=dtype,
+        ignore=ignore,
+        tensors=tensors,
+    )
     model.reset_buffers(device)
     head = build_value_head(
         config, model_config.llama.hidden_size, directory, report, device=device, generator=generator

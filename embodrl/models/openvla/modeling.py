@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
 from embodrl.models.common.lora import linear_weight
-from embodrl.models.common.vit import Attention, LayerScale, VisionTransformer
+from embodrl.models.common.vit import Attention, Block, LayerScale, VisionTransformer
 from embodrl.models.openvla.config import LlamaSpec, OpenVLAConfig
 
 HEAD_STD = 0.02
@@ -26,15 +26,21 @@ HEAD_STD = 0.02
 class VisionBackbone(nn.Module):
     """DINOv2 and SigLIP side by side; their features are concatenated channel-wise."""
 
-    def __init__(self, config: OpenVLAConfig) -> None:
+    def __init__(self, config: OpenVLAConfig, film: bool = False) -> None:
         super().__init__()
-        self.featurizer = VisionTransformer(config.dino)
-        self.fused_featurizer = VisionTransformer(config.siglip)
+        film_dim = config.llama.hidden_size if film else None
+        self.featurizer = VisionTransformer(config.dino, film_dim)
+        self.fused_featurizer = VisionTransformer(config.siglip, film_dim)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """``[B,6V,H,W]``, three channels normalised for DINOv2 and three for SigLIP, to ``[B,V*N,D1+D2]``."""
+    def forward(self, pixels: Tensor, instruction: Tensor | None = None) -> Tensor:
+        """``[B,6V,H,W]``, three channels normalised for DINOv2 and three for SigLIP, to ``[B,V*N,D1+D2]``.
+
+        With FiLM the features also depend on the instruction's embedding ``[B,D]``.
+        """
         dino, siglip = pixels.unflatten(1, (-1, 2, 3)).flatten(0, 1).unbind(1)
-        features = torch.cat([self.featurizer(dino), self.fused_featurizer(siglip)], dim=-1)
+        if instruction is not None:
+            instruction = instruction.repeat_interleave(len(dino) // len(pixels), dim=0)
+        features = torch.cat([self.featurizer(dino, instruction), self.fused_featurizer(siglip, instruction)], dim=-1)
         return features.unflatten(0, (len(pixels), -1)).flatten(1, 2)
 
 
@@ -59,25 +65,29 @@ class OpenVLAModel(nn.Module):
         config: dimensions.
         causal: a token sees no later one. Without, as in OpenVLA-OFT, every token sees every other (Kim et al.,
             "Fine-Tuning Vision-Language-Action Models: Optimizing Speed and Success", 2025).
+        film: the vision backbone reads the instruction, as OpenVLA-OFT+ does (same paper).
     """
 
-    def __init__(self, config: OpenVLAConfig, causal: bool = True) -> None:
+    def __init__(self, config: OpenVLAConfig, causal: bool = True, film: bool = False) -> None:
         super().__init__()
         self.config = config
         self.causal = causal
-        self.vision_backbone = VisionBackbone(config)
+        self.vision_backbone = VisionBackbone(config, film)
         self.projector = Projector(config.dino.width + config.siglip.width, config.llama.hidden_size)
         self.language_model = LlamaForCausalLM(llama_config(config.llama, config.pad_token_id, causal))
 
-    def embed_prefix(self, pixels: Tensor, input_ids: Tensor, state: Tensor | None = None) -> Tensor:
+    def embed_prefix(
+        self, pixels: Tensor, input_ids: Tensor, state: Tensor | None = None, instruction: Tensor | None = None
+    ) -> Tensor:
         """Return the embeddings ``[B,V*N+L,D]`` of BOS, image patches and the rest of the prompt.
 
         Args:
             pixels: ``[B,6V,H,W]``.
             input_ids: ``int64[B,L]``, BOS first.
             state: further embeddings ``[B,E,D]`` after the patches.
+            instruction: ``[B,D]``, what FiLM reads.
         """
-        middle = [self.projector(self.vision_backbone(pixels))]
+        middle = [self.projector(self.vision_backbone(pixels, instruction))]
         if state is not None:
             middle.append(state)
         text = self.language_model.model.embed_tokens(input_ids)
@@ -172,6 +182,9 @@ def _init_vit(vit: VisionTransformer, generator: torch.Generator) -> None:
     for module in vit.modules():
         if isinstance(module, Attention):
             module.qkv.weight.data[: 2 * vit.spec.width] *= QUERY_KEY_GAIN
+        elif isinstance(module, Block) and module.scale is not None and module.shift is not None:
+            nn.init.zeros_(module.scale.weight)
+            nn.init.zeros_(module.shift.weight)
     for name in ("cls_token", "reg_token"):
         if hasattr(vit, name):
             getattr(vit, name).data.normal_(0.0, 0.02, generator=generator)

@@ -11,7 +11,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common.action_bins import ActionBins
-from embodrl.models.common.checkpoint import SINGLE_FILE, load_strict
+from embodrl.models.common.checkpoint import SINGLE_FILE, load_strict, stored_shapes
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.models.common.norm_stats import choose_stats
 from embodrl.models.common.parity import (
@@ -36,7 +36,10 @@ DEFAULTS = {"dino_heads": 2, "siglip_heads": 2, "unnorm_key": ""}
 Without ``unnorm_key``, one of ``RECORDED_STATS`` is used where there is one, else the only data set that there is.
 """
 RECORDED_STATS = ("bridge_orig", "libero_10_no_noops")
-MODEL_KEYS = ("dino", "siglip", "prompt_end_id", "bos_id", "eos_id", "keep_stop_token")
+MODEL_KEYS = (
+    *("dino", "siglip", "prompt_end_id", "bos_id", "eos_id", "keep_stop_token"),
+    *("use_film", "normalization"),
+)
 """What embodrl's own exports have in that section, which describes the model rather than the recording."""
 
 _LOGITS = re.compile(r"logits_(\d+)_(\d+)")
@@ -74,12 +77,19 @@ def run(directory: Path) -> list[Comparison]:
     ]
 
 
-def load_fixture(directory: Path, causal: bool = True) -> tuple[OpenVLAModel, dict[str, Tensor]]:
+def load_fixture(
+    directory: Path, causal: bool = True, film: dict[str, Tensor] | None = None
+) -> tuple[OpenVLAModel, dict[str, Tensor]]:
     """Return the filled network in float32 on the CPU, and the recorded inputs and outputs.
 
     The recorded config.json leaves the vision dimensions to the backbone's name, while the recording has smaller
     towers. Unless the file has them in embodrl's own section, they are read off the weights; only the number of heads
     can't be (``DEFAULTS``).
+
+    Args:
+        directory: see ``run``.
+        causal: see OpenVLAModel.
+        film: a vision backbone with FiLM, instead of that of the weights.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
@@ -93,10 +103,12 @@ def load_fixture(directory: Path, causal: bool = True) -> tuple[OpenVLAModel, di
             tower_spec(weights, "vision_backbone.featurizer.", int(settings["dino_heads"]), "dino_heads"),
             tower_spec(weights, "vision_backbone.fused_featurizer.", int(settings["siglip_heads"]), "siglip_heads"),
         )
-    model = OpenVLAModel(OpenVLAConfig.from_dict(fields.content, vision, fields.source), causal).eval()
-    load_strict(
-        model, [directory / SINGLE_FILE], LoadReport(str(directory)), device=torch.device("cpu"), dtype=torch.float32
-    )
+    config = OpenVLAConfig.from_dict(fields.content, vision, fields.source)
+    model = OpenVLAModel(config, causal, film is not None).eval()
+    files, report, ignore = [directory / SINGLE_FILE], LoadReport(str(directory)), {}
+    if film is not None:
+        ignore = {name: "replaced" for name in stored_shapes(files) if name.startswith("vision_backbone.")}
+    load_strict(model, files, report, device="cpu", dtype=torch.float32, ignore=ignore, tensors=film)
     return model, read_tensors(directory / INPUTS_FILE)
 
 

@@ -89,6 +89,10 @@ class TokenPolicy(VLAPolicy):
         """Return embeddings ``[B,E,D]`` to put after the image patches, or None."""
         return None
 
+    def film_input(self, input_ids: Tensor, mask: Tensor) -> Tensor | None:
+        """Return what FiLM reads, ``[B,D]``, of a prompt and its mask ``int64[B,L]``; None without FiLM."""
+        return None
+
     # VLAPolicy -------------------------------------------------------------------------------------------------------
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
@@ -223,7 +227,9 @@ class TokenPolicy(VLAPolicy):
         input_ids = torch.cat([input_ids[:, :1], input_ids[:, keep]], dim=1)
         mask = torch.cat([mask[:, :1], mask[:, keep]], dim=1)
         pixels = self._pixels(inputs["images"])
-        embeddings = self.model.embed_prefix(pixels, input_ids, self.state_tokens(inputs))
+        embeddings = self.model.embed_prefix(
+            pixels, input_ids, self.state_tokens(inputs), self.film_input(input_ids, mask)
+        )
         if bool(mask.all()):
             return embeddings, None
         middle = mask.new_ones(len(mask), embeddings.shape[1] - mask.shape[1])

@@ -1,31 +1,41 @@
-"""From a ModelConfig to an OpenVLA-OFT policy: a public checkpoint with discrete actions, or the tiny size."""
+"""From a ModelConfig to an OpenVLA-OFT policy: a public checkpoint, or the tiny size."""
 
 from __future__ import annotations
 
-import pickle
-import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
-from embodrl.models.common import checkpoint
-from embodrl.models.common.config_file import OWN_SECTION
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.models.openvla.build import Parts, build_parts
-from embodrl.models.openvla_oft.config import (
-    PROPRIO_FILE,
-    PUBLIC_PROPRIO_FILES,
-    TINY_PROPRIO_DIM,
-    check_stop_token,
-    choose_proprio_stats,
-    reject_other_kinds,
+from embodrl.models.openvla_oft.components import (
+    ACTION_HEAD,
+    PROPRIO,
+    VISION,
+    component_file,
+    film_tensors,
+    load_component,
 )
-from embodrl.models.openvla_oft.modeling import ProprioProjector
-from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy
+from embodrl.models.openvla_oft.config import (
+    TINY_PROPRIO_DIM,
+    check_choices,
+    check_components,
+    choose_action_stats,
+    choose_proprio_stats,
+    normalization_of,
+)
+from embodrl.models.openvla_oft.modeling import ActionHead, ProprioProjector
+from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy, OpenVLAOFTRegressionPolicy
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor, ProprioInput
 from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
+
+Component = TypeVar("Component", ActionHead, ProprioProjector)
 
 
 def build_openvla_oft(
@@ -43,15 +53,20 @@ def build_openvla_oft(
         seed: of weights that come from no checkpoint.
 
     Raises:
-        CheckpointError: no such checkpoint, or it does not fit, or its actions are not discrete.
+        CheckpointError: no such checkpoint, it does not fit, or has parts that the settings leave out.
     """
     device = torch.device(device)
-    parts = build_parts(config, None, False, device, dtype, seed)
-    if parts.directory is not None:
-        reject_other_kinds(parts.directory)
-        check_stop_token(parts.model.config.own, config.keep_stop_token, parts.report.source)
-    projector, proprio = _proprio(config, parts, device, dtype)
+    parts = build_parts(config, None, False, device, dtype, seed, config.use_film, partial(_components, config))
+    ends = normalization_of(config)
     model = parts.model.config
+    # Only embodrl's tiny size leaves actions and states as they are.
+    is_public = parts.directory is not None and OWN_SECTION not in model.raw
+    if is_public or ends[0] in model.norm_stats[parts.stats.key].fields("action"):
+        parts.stats = choose_action_stats(model.norm_stats, parts.stats, ends)
+        origin = "model.normalization" if config.normalization else "the number of action dimensions"
+        parts.report.conventions["normalization"] = f"{' and '.join(ends)}, from {origin}"
+    projector, proprio = _proprio(config, parts, is_public, device, dtype)
+    head = _action_head(config, parts, device, dtype)
     processor = OpenVLAOFTProcessor(
         parts.tokenizer,
         model.image_size,
@@ -60,73 +75,64 @@ def build_openvla_oft(
         config.center_crop,
         proprio,
     )
-    return OpenVLAOFTPolicy(parts.model, processor, parts.stats, config, parts.value_head, projector), parts.report
+    arguments = (parts.model, processor, parts.stats, config, parts.value_head, projector)
+    if head is None:
+        return OpenVLAOFTPolicy(*arguments), parts.report
+    return OpenVLAOFTRegressionPolicy(*arguments, action_head=head), parts.report
+
+
+def _components(
+    config: OpenVlaOftConfig, directory: Path, report: LoadReport, device: torch.device
+) -> dict[str, Tensor]:
+    check_components(directory, config)
+    check_choices(read_file(directory / CONFIG_FILE).fields(OWN_SECTION, {}), config, str(directory))
+    path = component_file(directory, VISION)
+    return {} if path is None else film_tensors(path, report, device)
+
+
+def _action_head(config: OpenVlaOftConfig, parts: Parts, device: torch.device, dtype: torch.dtype) -> ActionHead | None:
+    if config.action_head == "tokens":
+        return None
+    width = parts.model.config.llama.hidden_size
+    return _component(lambda: ActionHead(width, config.action_dim), ACTION_HEAD, "action_head", parts, device, dtype)
 
 
 def _proprio(
-    config: OpenVlaOftConfig, parts: Parts, device: torch.device, dtype: torch.dtype
+    config: OpenVlaOftConfig, parts: Parts, is_public: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[ProprioProjector | None, ProprioInput | None]:
     """Return the projector of the state and what makes its input."""
-    path = None if parts.directory is None else _projector_file(parts.directory)
     if not config.use_proprio:
-        if path is not None:
-            parts.report.ignored[path.name] = "model.use_proprio is false"
         return None, None
-    width = parts.model.config.llama.hidden_size
-    if parts.directory is None:
-        projector = ProprioProjector(TINY_PROPRIO_DIM, width).to(device, dtype)
-        projector.init_weights(parts.generator)
-        names = (f"proprio_projector.{name}" for name in projector.state_dict())
-        parts.report.initialized.update(dict.fromkeys(names, "random weights were asked for"))
-        return projector, ProprioInput(TINY_PROPRIO_DIM, None)
-    if path is None:
-        raise CheckpointError(
-            f"{parts.directory} has no {PROPRIO_FILE} and no {PUBLIC_PROPRIO_FILES}, which model.use_proprio needs",
-            "set model.use_proprio=false, or use a checkpoint that was trained with the robot's state",
-        )
     norm_stats, stats = parts.model.config.norm_stats, None
-    # Only embodrl's tiny size leaves the state as it is.
-    if OWN_SECTION not in parts.model.config.raw or norm_stats[parts.stats.key].content.get("proprio"):
-        stats = choose_proprio_stats(norm_stats, parts.stats.key, parts.report.source)
-    dim = TINY_PROPRIO_DIM if stats is None else len(stats.q01)
-    with torch.device("meta"):
-        projector = ProprioProjector(dim, width)
-    _load_projector(projector, path, parts.report, device, dtype)
+    if is_public or norm_stats[parts.stats.key].content.get("proprio"):
+        stats = choose_proprio_stats(norm_stats, parts.stats.key, parts.report.source, normalization_of(config))
+    dim, width = TINY_PROPRIO_DIM if stats is None else len(stats.q01), parts.model.config.llama.hidden_size
+    projector = _component(lambda: ProprioProjector(dim, width), PROPRIO, "use_proprio", parts, device, dtype)
     return projector, ProprioInput(dim, stats)
 
 
-def _projector_file(directory: Path) -> Path | None:
-    """Return embodrl's own file, or else the one public file.
+def _component(
+    make: Callable[[], Component], name: str, setting: str, parts: Parts, device: torch.device, dtype: torch.dtype
+) -> Component:
+    """Return a component with random weights, or with those of the checkpoint.
 
     Raises:
-        CheckpointError: there are public files of several training steps.
+        CheckpointError: the checkpoint lacks it, or its file does not fit.
     """
-    if (directory / PROPRIO_FILE).is_file():
-        return directory / PROPRIO_FILE
-    public = sorted(directory.glob(PUBLIC_PROPRIO_FILES))
-    if len(public) > 1:
-        names = ", ".join(path.name for path in public)
-        raise CheckpointError(f"{directory} has projectors of several training steps: {names}", "keep one of them")
-    return public[0] if public else None
-
-
-def _load_projector(
-    projector: ProprioProjector, path: Path, report: LoadReport, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Fill the projector; public files hold a pickled mapping of tensors, of which nothing but tensors is read.
-
-    Raises:
-        CheckpointError: corrupt, or it does not fit.
-    """
-    if path.suffix == ".safetensors":
-        checkpoint.load_strict(projector, [path], report, device=device, dtype=dtype)
-        return
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-        tensors = {name.removeprefix("module."): value.contiguous() for name, value in stored.items()}
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, AttributeError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch the checkpoint again") from error
-    with tempfile.TemporaryDirectory() as folder:
-        converted = Path(folder) / path.with_suffix(".safetensors").name
-        save_file(tensors, converted)
-        checkpoint.load_strict(projector, [converted], report, device=device, dtype=dtype)
+    if parts.directory is None:
+        module = make().to(device, dtype)
+        module.init_weights(parts.generator)
+        random = (f"{name}.{key}" for key in module.state_dict())
+        parts.report.initialized.update(dict.fromkeys(random, "random weights were asked for"))
+        return module
+    path = component_file(parts.directory, name)
+    if path is None:
+        raise CheckpointError(
+            f"{parts.directory} has no {name}.safetensors and no {name}--*.pt",
+            f"leave out model.{setting}, or use a checkpoint that was trained with it",
+            code="oft-component-missing",
+        )
+    with torch.device("meta"):
+        module = make()
+    load_component(module, path, parts.report, device=device, dtype=dtype)
+    return module

@@ -10,27 +10,21 @@ from numpy.typing import NDArray
 
 from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
-from embodrl.models.common.norm_stats import StatsSets, read_mask, read_range
+from embodrl.models.common.norm_stats import ActionStats, StatsSets, read_mask, read_range
+from embodrl.models.openvla_oft.components import ACTION_HEAD, PROPRIO, VISION, component_file
+from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
 
 MAX_IMAGES = 4
 TINY_PROPRIO_DIM = 32
-PROPRIO_FILE = "proprio_projector.safetensors"
-PUBLIC_PROPRIO_FILES = "proprio_projector--*_checkpoint.pt"
-_OTHER_KINDS = {
-    "action_head--*": "a continuous action head (L1 regression or diffusion)",
-    "noisy_action_projector--*": "a diffusion action head",
-    "vision_backbone--*": "a vision backbone with FiLM",
-}
+ALOHA_DIM = 14
 
 
 @dataclass(frozen=True)
 class ProprioStats:
-    """Quantiles of each dimension of the robot's state, as the LIBERO and Bridge checkpoints normalise it.
-
-    ALOHA checkpoints normalise by minimum and maximum instead, and have a continuous action head.
+    """Range of each dimension of the robot's state: quantiles for LIBERO and Bridge, minimum and maximum for ALOHA.
 
     Attributes:
-        q01, q99: ``float64[S]``, in environment units.
+        q01, q99: the ends, ``float64[S]``, in environment units.
         mask: ``bool[S]``; False passes a dimension through.
     """
 
@@ -45,51 +39,91 @@ class ProprioStats:
         return np.clip(np.where(self.mask, scaled, values), -1.0, 1.0)
 
 
-def choose_proprio_stats(sets: StatsSets, key: str, source: str) -> ProprioStats:
+def normalization_of(config: OpenVlaOftConfig) -> tuple[str, str]:
+    """Return the names of the statistics between which actions and states are scaled to [-1, 1].
+
+    By default the reference's: minimum and maximum for ALOHA's 14 dimensions, else quantiles.
+    """
+    chosen = config.normalization or ("min_max" if config.action_dim == ALOHA_DIM else "quantiles")
+    return ("min", "max") if chosen == "min_max" else ("q01", "q99")
+
+
+def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, str]) -> ActionStats:
+    """Return the statistics ``stats`` of a data set with other ends of the range; raises as ``choose_stats``."""
+    if ends == ("q01", "q99"):
+        return stats
+    low, high = read_range(sets[stats.key].fields("action"), *ends)
+    if len(low) != stats.action_dim:
+        raise CheckpointError(
+            f"action statistics '{stats.key}': '{ends[0]}' has {len(low)} entries, not {stats.action_dim}",
+            "set model.normalization=quantiles, or mend the file",
+        )
+    return ActionStats(stats.key, low, high, stats.mask)
+
+
+def choose_proprio_stats(
+    sets: StatsSets, key: str, source: str, ends: tuple[str, str] = ("q01", "q99")
+) -> ProprioStats:
     """Return the statistics of the robot's state that belong to the action statistics ``key``.
 
     Raises:
         CheckpointError: there are none, or a value is invalid.
     """
     state = sets[key].fields("proprio", {})
-    if "q01" not in state:
+    if ends[0] not in state:
         raise CheckpointError(
-            f"{source}: the statistics '{key}' have no quantiles of the robot's state",
-            "set model.use_proprio=false, or add 'proprio' with q01 and q99 to dataset_statistics.json",
+            f"{source}: the statistics '{key}' have no '{ends[0]}' of the robot's state",
+            f"set model.use_proprio=false, or add 'proprio' with {ends[0]} and {ends[1]} to dataset_statistics.json",
         )
-    q01, q99 = read_range(state, "q01", "q99")
-    return ProprioStats(q01, q99, read_mask(state, len(q01)))
+    low, high = read_range(state, *ends)
+    return ProprioStats(low, high, read_mask(state, len(low)))
 
 
-def reject_other_kinds(directory: Path) -> None:
-    """Refuse checkpoints whose actions are not tokens, or whose network is another one.
+def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
+    """Refuse a checkpoint with components that the settings leave out, or that are not supported.
 
     Raises:
-        CheckpointError: the directory has files of such a checkpoint.
+        CheckpointError: without them it would act wrongly.
     """
-    for pattern, kind in _OTHER_KINDS.items():
-        if any(directory.glob(pattern)):
+    if any(directory.glob("noisy_action_projector--*")):
+        raise CheckpointError(
+            f"{directory} has a diffusion action head, which is not supported",
+            "use a checkpoint with discrete actions or an L1 head",
+        )
+    wanted = {
+        ACTION_HEAD: (config.action_head == "l1", "model.action_head=l1"),
+        VISION: (config.use_film, "model.use_film=true"),
+        PROPRIO: (config.use_proprio, "model.use_proprio=true env.include_state=true"),
+    }
+    for name, (is_used, setting) in wanted.items():
+        path = component_file(directory, name)
+        if path is not None and not is_used:
             raise CheckpointError(
-                f"{directory} has {kind}, which is not supported", "use a checkpoint with discrete action tokens"
+                f"{path} belongs to the policy, and without it actions would be wrong",
+                f"set {setting}; to fine-tune without it, remove the file",
+                code="oft-component-unused",
             )
 
 
-def check_stop_token(own: Fields, keep_stop_token: bool, source: str) -> None:
-    """Refuse a checkpoint that embodrl trained with another choice of ``model.keep_stop_token``.
+def check_choices(own: Fields, config: OpenVlaOftConfig, source: str) -> None:
+    """Refuse a policy that embodrl trained with other choices than the settings.
 
-    Public files leave it open: moojink/openvla-oft and SimpleVLA-RL keep the token, RLinf's own loader drops it.
+    Public files leave them open: moojink/openvla-oft and SimpleVLA-RL keep the stop token, RLinf's own loader drops it.
 
     Args:
         own: what embodrl added to config.json.
-        keep_stop_token: the setting.
+        config: section ``model``.
         source: named in errors.
 
     Raises:
         CheckpointError: another choice.
     """
-    trained = own.flag("keep_stop_token", keep_stop_token)
-    if trained != keep_stop_token:
-        setting = str(trained).lower()
-        raise CheckpointError(
-            f"{source} was trained with model.keep_stop_token={setting}", f"set model.keep_stop_token={setting}"
-        )
+    for name, setting in (("keep_stop_token", config.keep_stop_token), ("use_film", config.use_film)):
+        trained = own.flag(name, setting)
+        if trained != setting:
+            text = f"model.{name}={str(trained).lower()}"
+            raise CheckpointError(f"{source} was trained with {text}", f"set {text}")
+    trained = own.text("normalization", ends := normalization_of(config)[0])
+    if trained != ends:
+        text = f"model.normalization={'min_max' if trained == 'min' else 'quantiles'}"
+        raise CheckpointError(f"{source} was trained with {text}", f"set {text}")

@@ -1,4 +1,4 @@
-"""What OpenVLA-OFT adds to the OpenVLA network: empty places for a chunk of actions, and a token of the robot's state.
+"""What OpenVLA-OFT adds to the OpenVLA network: empty places for a chunk, a token of the state, and the L1 head.
 
 Kim, Finn and Liang, "Fine-Tuning Vision-Language-Action Models: Optimizing Speed and Success", 2025. Attention is
 bidirectional (``OpenVLAModel(config, causal=False)``). Shapes: B batch, P image, state and prompt tokens, S state
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.init import init_linears
+from embodrl.models.common.value_head import masked_mean
 from embodrl.models.openvla.modeling import OpenVLAModel
 
 
@@ -30,6 +31,64 @@ class ProprioProjector(nn.Module):
     def forward(self, proprio: Tensor) -> Tensor:
         """``[B,S]`` to ``[B,D]``."""
         return self.fc2(F.gelu(self.fc1(proprio)))
+
+
+class _ResidualBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(x)
+
+
+class _ResidualMlp(nn.Module):
+    def __init__(self, input_dim: int, width: int, output_dim: int, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(input_dim)
+        self.fc1 = nn.Linear(input_dim, width)
+        self.mlp_resnet_blocks = nn.ModuleList(_ResidualBlock(width) for _ in range(num_blocks))
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, output_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.fc1(self.layer_norm1(x)))
+        for block in self.mlp_resnet_blocks:
+            x = block(x)
+        return self.fc2(self.layer_norm2(x))
+
+
+class ActionHead(nn.Module):
+    """The hidden states of an action's A tokens to the action; names as in ``action_head--N_checkpoint.pt`` (L1)."""
+
+    def __init__(self, hidden_size: int, action_dim: int) -> None:
+        super().__init__()
+        self.action_dim = action_dim
+        self.model = _ResidualMlp(action_dim * hidden_size, hidden_size, action_dim)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw weights for training from scratch."""
+        init_linears(self, generator)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[B,C*A,D]`` to normalised actions ``float32[B,C,A]``; nothing bounds them."""
+        return self.model(hidden.unflatten(1, (-1, self.action_dim)).flatten(2)).float()
+
+
+def instruction_mean(model: OpenVLAModel, input_ids: Tensor, mask: Tensor, with_stop_token: bool) -> Tensor:
+    """Return what FiLM reads: the mean embedding ``[B,D]`` of the prompt, BOS and stop token included.
+
+    Args:
+        model: the network.
+        input_ids: ``int64[B,L]``.
+        mask: ``int64[B,L]``, 0 at padding.
+        with_stop_token: the sequence ends with it.
+    """
+    if with_stop_token:
+        input_ids = F.pad(input_ids, (0, 1), value=model.config.eos_id)
+        mask = F.pad(mask, (0, 1), value=1)
+    embeddings = model.language_model.model.embed_tokens(input_ids)
+    return masked_mean(embeddings, mask).to(embeddings.dtype)
 
 
 def append_action_places(model: OpenVLAModel, prefix: Tensor, num_tokens: int, keep_stop_token: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""OpenVLA-OFT with discrete actions as a reinforcement-learning policy.
+"""OpenVLA-OFT: a reinforcement-learning policy with discrete actions, and one whose L1 head can only be imitated.
 
 Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size.
 """
@@ -6,25 +6,35 @@ Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pix
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.data.rng import RandomSource
+from embodrl.errors import EmbodrlError
+from embodrl.models.common.gripper import to_environment, to_model
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
 from embodrl.models.common.sampling import draw
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla.token_policy import TokenPolicy, exponential_noise
-from embodrl.models.openvla_oft.config import PROPRIO_FILE
-from embodrl.models.openvla_oft.modeling import ProprioProjector, append_action_places, at_action_places
+from embodrl.models.openvla_oft.components import ACTION_HEAD, PROPRIO
+from embodrl.models.openvla_oft.config import normalization_of
+from embodrl.models.openvla_oft.modeling import (
+    ActionHead,
+    ProprioProjector,
+    append_action_places,
+    at_action_places,
+    instruction_mean,
+)
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor
 from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
 from embodrl.storage.files import write_safetensors
-from embodrl.types import Observation, PolicyOutput, SamplingParams
+from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 
 class OpenVLAOFTPolicy(TokenPolicy):
@@ -54,6 +64,8 @@ class OpenVLAOFTPolicy(TokenPolicy):
     ) -> None:
         super().__init__(model, processor, stats, config, value_head)
         self.keep_stop_token = config.keep_stop_token
+        self.use_film = config.use_film
+        self.normalization = normalization_of(config)[0]
         self.proprio_projector = proprio_projector
 
     @torch.no_grad()
@@ -85,22 +97,29 @@ class OpenVLAOFTPolicy(TokenPolicy):
         Raises:
             EmbodrlError: see ``preprocess``; or there is no value head.
         """
-        return self.values_from(self.action_logits(self.preprocess(observation))[1])
+        return self.values_from(self.action_features(self.preprocess(observation))[1])
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """``action_tokens`` are not read."""
+        hidden, features = self.action_features(inputs)
+        return self.model.action_logits(hidden), features
+
+    def action_features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the hidden states ``[B,C*A,D]`` that actions are read from, and ``[B,D]`` for the value."""
         prefix, prefix_mask = self.prompt_embeddings(inputs)
         length, num_tokens = prefix.shape[1], self.num_action_chunks * self.action_dim
         sequence = append_action_places(self.model, prefix, num_tokens, self.keep_stop_token)
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, sequence.shape[1] - length), value=1)
         hidden = self.model.hidden_states(sequence, mask)
-        logits = self.model.action_logits(at_action_places(hidden, length, num_tokens))
-        return logits, self._features(hidden[:, :length], prefix_mask)
+        return at_action_places(hidden, length, num_tokens), self._features(hidden[:, :length], prefix_mask)
 
     def state_tokens(self, inputs: dict[str, Tensor]) -> Tensor | None:
         if self.proprio_projector is None:
             return None
         return self.proprio_projector(inputs["proprio"].to(self.proprio_projector.fc1.weight.dtype))[:, None]
+
+    def film_input(self, input_ids: Tensor, mask: Tensor) -> Tensor | None:
+        return instruction_mean(self.model, input_ids, mask, self.keep_stop_token) if self.use_film else None
 
     def parts(self) -> dict[str, nn.Module]:
         """With a state token there is also ``proprio_projector``."""
@@ -108,10 +127,104 @@ class OpenVLAOFTPolicy(TokenPolicy):
         return {**super().parts(), **own}
 
     def own_section(self) -> dict[str, object]:
-        return {**super().own_section(), "keep_stop_token": self.keep_stop_token}
+        choices = {"keep_stop_token": self.keep_stop_token, "use_film": self.use_film}
+        return {**super().own_section(), **choices, "normalization": self.normalization}
 
     def save_extras(self, directory: Path) -> None:
-        """Write the value head and the projector of the state; the latter not pickled, as public ones are."""
+        """Write the value head, and what public checkpoints have in pickled files: here they are safetensors."""
         super().save_extras(directory)
-        if self.proprio_projector is not None:
-            write_safetensors(directory / PROPRIO_FILE, merged_state_dict(self.proprio_projector))
+        for name, part in self.parts().items():
+            if name in (PROPRIO, ACTION_HEAD):
+                write_safetensors(directory / f"{name}.safetensors", merged_state_dict(part))
+
+
+class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
+    """An L1 head on the same pass regresses the chunk: for evaluation, deployment and imitation.
+
+    Without a density there are no log-probs: drawing and ``evaluate_actions`` are refused. Log-probs of ``eval`` mode,
+    where nothing is random, are 0.
+
+    Args:
+        args, kwargs: see OpenVLAOFTPolicy.
+        action_head: from hidden states to actions.
+    """
+
+    draws_by_row = False
+
+    def __init__(self, *args: Any, action_head: ActionHead, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.action_head = action_head
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: Literal["train", "eval"],
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Regress a chunk for each row; ``mode`` is ``eval``.
+
+        Raises:
+            EmbodrlError: in ``train`` mode; or see ``preprocess``; or values are wanted and there is no value head.
+        """
+        if mode == "train":
+            raise _no_density()
+        inputs = self.preprocess(observation)
+        hidden, features = self.action_features(inputs)
+        chosen = self.action_head(hidden)
+        actions = to_environment(self.stats.unnormalize(chosen.double().cpu().numpy()), self.gripper)
+        values = self.values_from(features) if compute_values else None
+        return PolicyOutput(actions.astype(np.float32), torch.zeros_like(chosen), values, inputs)
+
+    def evaluate_actions(
+        self,
+        forward_inputs: dict[str, Tensor],
+        sampling: SamplingParams,
+        compute_entropy: bool = True,
+        compute_values: bool = True,
+    ) -> EvalOutput:
+        """Refuse: there is no density."""
+        raise _no_density()
+
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        """Return what ``preprocess`` returns and ``target float32[B,C,A]``, normalised and clipped to [-1, 1]."""
+        raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
+        target = torch.from_numpy(self.stats.normalize(raw)).float().to(self.device)
+        return {**self.preprocess(observation), "target": target}
+
+    def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean absolute error in normalised units, and the same as ``l1``.
+
+        Args:
+            batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
+            label_smoothing_bins: for action tokens.
+        """
+        target = batch["target"]
+        weight = torch.ones_like(target[..., :1])
+        if "action_mask" in batch:
+            weight = batch["action_mask"][..., None].to(target.dtype)
+        error = (self.action_head(self.action_features(batch)[0]) - target).abs() * weight
+        loss = error.sum() / (weight.sum().clamp(min=1.0) * self.action_dim)
+        return loss, {"l1": loss.detach()}
+
+    def parts(self) -> dict[str, nn.Module]:
+        """There is also ``action_head``."""
+        return {**super().parts(), "action_head": self.action_head}
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Return the last layer of the action head."""
+        return list(self.action_head.model.fc2.parameters())
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """lm_head is unused as well."""
+        return [*super().unused_parameters(), *self.model.language_model.lm_head.parameters()]
+
+
+def _no_density() -> EmbodrlError:
+    return EmbodrlError(
+        "an L1 action head regresses actions: they have no log-probs to learn from",
+        "use it with `embodrl eval` and `embodrl sft`, or set model.action_head=tokens",
+        code="policy-has-no-density",
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
@@ -18,6 +19,17 @@ class OpenVlaOftConfig(OpenVlaConfig):
     use_proprio: bool = Field(default=False, description="feed the robot's state as a token")
     keep_stop_token: bool = Field(
         default=True, description="end the sequence with the stop token, as its public checkpoints"
+    )
+    action_head: Literal["tokens", "l1"] = Field(
+        default="tokens",
+        description="tokens: 256 bins a dimension; l1: a head that regresses the chunk, without log-probs, for `eval`"
+        " and `sft`",
+    )
+    use_film: bool = Field(default=False, description="the vision backbone reads the instruction (FiLM, OpenVLA-OFT+)")
+    normalization: Literal["quantiles", "min_max"] | None = Field(
+        default=None,
+        description="which statistics of a checkpoint are the ends of the range; null: min_max for the 14 dimensions of"
+        " ALOHA, else quantiles",
     )
 
 
@@ -37,6 +49,26 @@ def state_is_there(context: Context) -> Iterator[Finding]:
         )
 
 
+@STATE.rule("model.model_type", "model.action_head", "algorithm.loss_type")
+def l1_head_has_no_density(context: Context) -> Iterator[Finding]:
+    """Reinforcement learning needs the probability of an action, and a regressed action has none."""
+    if context.model(OpenVlaOftConfig).action_head == "l1":
+        yield Finding(
+            "model.action_head",
+            f"loss_type '{context.config.algorithm.loss_type}' needs log-probs, and an L1 head has none",
+            "use it with `embodrl eval` and `embodrl sft`, or set model.action_head=tokens",
+            "tokens",
+            others=("algorithm.loss_type",),
+        )
+
+
+@STATE.note("model.model_type", "model.action_head", "sft.label_smoothing_bins")
+def l1_head_has_no_bins(context: Context) -> Iterator[Finding]:
+    """A regressed action has no bins to smooth."""
+    if context.model(OpenVlaOftConfig).action_head == "l1" and context.by_user("sft.label_smoothing_bins"):
+        yield Finding("sft.label_smoothing_bins", "has no effect: model.action_head is l1", "leave it out")
+
+
 SPEC = ModelSpec(
     name="openvla_oft",
     target="embodrl.models.openvla_oft.build:build_openvla_oft",
@@ -52,7 +84,7 @@ SPEC = ModelSpec(
     parity="embodrl.models.openvla_oft.parity:run",
     num_parameters=num_parameters,
     sizes="2.3 M (tiny), 7.54 B",
-    actions="256 bins a dimension, the whole chunk at once",
-    checkpoint="discrete OpenVLA-OFT fine-tunes in Hugging Face layout",
-    rl=RL,
+    actions="256 bins a dimension, or regressed (L1); the whole chunk at once",
+    checkpoint="moojink/openvla-7b-oft-* (L1, proprio, FiLM) and discrete fine-tunes in Hugging Face layout",
+    rl=f"{RL}; none with an L1 head",
 )

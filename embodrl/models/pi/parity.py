@@ -16,6 +16,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
+from embodrl.models.common.flow import accumulated_times
 from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.parity import (
     INPUTS_FILE,
@@ -93,7 +94,7 @@ def compare_outputs(model: PiModel, io: dict[str, Tensor], num_steps: int = DEFA
     context = model.encode(pixels, io["lang"], io["lm"], io["state"], image_mask)
 
     velocity = partial(model.velocity, context)
-    return compare_flow(velocity, io["noise"], io["act"], io["t"], num_steps, io["a"], io["loss"])
+    return compare_flow(velocity, io["noise"], io["act"], io["t"], num_steps, io["a"], io["loss"], accumulated_times)
 
 
 def _cameras(inputs: Mapping[str, Tensor]) -> list[str]:

@@ -16,7 +16,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.expert_policy import ExpertPolicy
-from embodrl.models.common.flow import NoiseHead
+from embodrl.models.common.flow import NoiseHead, accumulated_times
 from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
@@ -40,6 +40,8 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
         value_head: the critic: by default on the expert's output (pi0), or on images and prompt (pi0.5).
         noise_head: for Flow-Noise.
     """
+
+    euler_times = staticmethod(accumulated_times)
 
     def __init__(
         self,

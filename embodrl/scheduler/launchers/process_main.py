@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from embodrl.errors import MessageError
+from embodrl.processes.ending import OUT_OF_MEMORY, leave, ran_out_of_memory
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, describe_error
 from embodrl.scheduler.channel import Channel, SharedChannel
@@ -22,7 +25,8 @@ def main(socket_fd: int) -> None:
         if host is not None:
             serve(connection, host)
     except PeerGoneError:
-        sys.exit(0)
+        pass
+    leave(0)
 
 
 def start_host(connection: Connection, start: Mapping[str, Any]) -> Host | None:
@@ -56,6 +60,9 @@ def serve(connection: Connection, host: Host) -> None:
         except PeerGoneError:
             raise
         except Exception as error:  # noqa: BLE001 - process border: the parent raises it
+            if ran_out_of_memory(error):  # what it holds keeps it from going on; the parent may start a new one
+                traceback.print_exc()
+                os._exit(OUT_OF_MEMORY)
             connection.send(Frame(Kind.RAISED, frame.number, value=describe_error(error, method)))
 
 

@@ -31,9 +31,13 @@ def test_a_slow_leak_fails() -> None:
 
 
 def test_what_piles_up_fails() -> None:
-    assert failed(check_leaks(FLAT, 2)) == []
+    assert failed(check_leaks(FLAT, 2, 2)) == []
     piling = [replace(s, driver_fds=30 + int(s.time_s) // 10, memory_files=3, children=4) for s in FLAT]
-    assert failed(check_leaks(piling, 2)) == ["open files of the driver", "shared memories in use", "child processes"]
+    assert failed(check_leaks(piling, 2, 2)) == [
+        "open files of the driver",
+        "shared memories in use",
+        "child processes",
+    ]
 
 
 def row(iteration: int, env_steps: int, lost: int = 0, restarts: int = 0) -> dict:

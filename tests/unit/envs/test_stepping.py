@@ -81,6 +81,40 @@ def test_reward_modes(mode: str, expected: list[float]) -> None:
     assert step.success.all() and not step.done.any()
 
 
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        # gamma phi' - phi at the end of a chunk, phi' - phi within; phi is 0.25 at first, 0 once terminated
+        ({}, [0.25, 0.5, -0.25 - 0.1 * 0.75, 0.25, -0.25 - 0.1 * 0.75]),
+        ({"discounts_actions": True}, [0.25 - 0.05, 0.5 - 0.1, -0.25 - 0.075, 0.25 - 0.1, -0.25 - 0.075]),
+        ({"max_episode_steps": 4}, [0.25, 0.5, -0.25 - 0.1 * 0.75, 0.25 - 0.1, 0.0]),
+        ({"events": {"success": 4}, "success_bonus": 2.0}, [0.25, 0.5, -0.25 - 0.1 * 0.75, 2.0 - 0.75, 0.0]),
+    ],
+)
+def test_potentials_are_discounted_per_reward_step_and_end_with_the_episode(
+    rules: dict[str, Any], expected: list[float]
+) -> None:
+    env = Scripts(**{"reward_mode": "potential", "shaping_gamma": 0.9, "auto_reset": False} | rules)
+    begin(env)
+    first = env.chunk_step(chunk(0.5, 1.0, 0.75), BOTH).reward
+    second = env.chunk_step(chunk(1.0, 0.75), BOTH).reward
+    np.testing.assert_allclose(np.concatenate([first, second], 1)[0], expected, rtol=1e-6)
+
+
+def test_going_up_and_back_earns_nothing_but_with_discounted_potentials() -> None:
+    """Return from the start of a walk over potentials up and back; D10 of the audit: 0.015 a cycle at 0.97."""
+    gamma, walk = 0.97, (0.75, 0.25, 0.75, 0.25)
+
+    def discounted(mode: str) -> float:
+        env = Scripts(reward_mode=mode, shaping_gamma=gamma)
+        begin(env)
+        return sum(gamma**i * float(env.chunk_step(chunk(v), BOTH).reward[0, 0]) for i, v in enumerate(walk))
+
+    # phi of the end remains, discounted: what V(end) is lower by
+    assert discounted("potential") == pytest.approx(gamma**4 * 0.25 - 0.25)
+    assert discounted("dense_delta") == pytest.approx(0.5 * (1 - gamma) * (1 + gamma**2))
+
+
 @pytest.mark.parametrize("mode", ["dense", "dense_delta", "sparse"])
 @pytest.mark.parametrize("replayed", [False, True])
 def test_the_reward_of_a_simulation_that_has_diverged_is_no_number(mode: str, replayed: bool) -> None:

@@ -118,7 +118,10 @@ def test_the_public_size_takes_no_memory_to_estimate(family: str) -> None:
     limits = {"openvla": (14, 16), "openvla_oft": (14, 16), "smolvla": (0.7, 1.0)}.get(family, (4, 8))
     low, high = (limit * GB for limit in limits)
     assert low < found.weights < high
-    assert found.optimizer == 2 * found.gradients > 1.8 * found.weights
+    # two moments and a copy in float32 of all but the value head, which is in float32 itself
+    assert 5.9 * found.gradients < found.optimizer < 6 * found.gradients and found.gradients > 0.9 * found.weights
+    rounded = estimate_training_memory(parsed(options), master_weights=False, **sizes)
+    assert rounded.optimizer == 2 * found.gradients
     lora = estimate_training_memory(parsed({**options, "trainable": "lora"}), **sizes)
     assert lora.gradients < 0.15 * found.gradients and lora.weights > found.weights
     less = estimate_training_memory(parsed(options), gradient_checkpointing=True, **sizes)

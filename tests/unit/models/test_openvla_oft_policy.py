@@ -174,8 +174,9 @@ def test_state_survives_saving(tmp_path):
     again, report = load(use_proprio=True, warm_start=str(tmp_path / "saved"))
     assert report.ok and not report.initialized and not report.ignored
     assert torch.equal(again.predict_values(seen()), policy.predict_values(seen()))
-    _, report = load(warm_start=str(tmp_path / "saved"))
-    assert report.ignored == {"proprio_projector.safetensors": "model.use_proprio is false"}
+    with pytest.raises(CheckpointError, match=r"set model\.use_proprio=true") as error:
+        load(warm_start=str(tmp_path / "saved"))
+    assert error.value.code == "oft-component-unused"
 
 
 def public(policy: OpenVLAOFTPolicy, directory: Path, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -212,6 +213,7 @@ def test_public_projectors_load(tmp_path):
         ("lost", "no proprio_projector.safetensors and no"),
         ("two", "several training steps"),
         ("shape", "instead of"),
+        ("expanded", "larger than the file"),
         ("code", "can't be read"),
         ("torn", "can't be read"),
     ],
@@ -226,6 +228,8 @@ def test_unfit_projectors_are_refused(tmp_path, wrong, message):
         path.with_name("proprio_projector--6_checkpoint.pt").write_bytes(path.read_bytes())
     elif wrong == "code":
         torch.save({"module.fc1.weight": Path}, path)  # anything but a tensor would have to be run
+    elif wrong == "expanded":  # of a stride of 0: a few bytes that a copy turns into gigabytes
+        torch.save({"module.fc1.weight": torch.zeros(1).expand(2**30, 5)}, path)
     elif wrong == "torn":
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=message):
@@ -233,21 +237,154 @@ def test_unfit_projectors_are_refused(tmp_path, wrong, message):
 
 
 def test_statistics_of_the_state_are_needed():
-    with pytest.raises(CheckpointError, match="'libero' have no quantiles of the robot's state"):
+    with pytest.raises(CheckpointError, match="'libero' have no 'q01' of the robot's state"):
         choose_proprio_stats({"libero": fields_of({"action": {}, "proprio": {"mean": [0.0]}}, "x")}, "libero", "x")
+
+
+# The L1 head and FiLM -----------------------------------------------------------------------------------------------
+
+EVERYTHING = {"action_head": "l1", "use_film": True, "use_proprio": True}
+
+
+def test_an_l1_head_has_no_density():
+    policy = build(FAMILY, action_head="l1")
+    output = policy.predict_action_batch(seen(), "eval", SAMPLING)
+    assert output.actions.shape == (3, 2, 7) and output.values.shape == (3, 1) and not output.logprobs.any()
+    with pytest.raises(EmbodrlError) as drawn:
+        policy.predict_action_batch(seen(), "train", SAMPLING, generator())
+    with pytest.raises(EmbodrlError) as evaluated:
+        policy.evaluate_actions(output.forward_inputs, SAMPLING)
+    assert drawn.value.code == evaluated.value.code == "policy-has-no-density"
+
+
+def test_an_l1_head_imitates():
+    """The loss by hand, and 60 steps of it."""
+    policy = build(FAMILY, **EVERYTHING)
+    actions = torch.linspace(-0.9, 0.9, 42).view(3, 2, 7)
+    batch = policy.sft_inputs(seen(), actions)
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    chosen = torch.from_numpy(policy.predict_action_batch(seen(), "eval", SAMPLING).actions)
+    loss, scalars = policy.sft_loss({**batch, "action_mask": mask})
+    torch.testing.assert_close(loss.detach(), (chosen - actions).abs()[mask].mean())
+    assert torch.equal(scalars["l1"], loss.detach())
+    loss.backward()
+    used = {id(p) for group in policy.trainable_groups().values() for p in group}
+    assert "action_head" in policy.parts() and not used & {id(p) for p in policy.unused_parameters()}
+    assert policy.model.language_model.lm_head.weight.grad is None and not any(
+        p.requires_grad for p in policy.model.language_model.lm_head.parameters()
+    )
+    optimizer = torch.optim.Adam([p for group in policy.trainable_groups().values() for p in group], 3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss, _ = policy.sft_loss(batch)
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.15
+    assert policy.model.vision_backbone.featurizer.blocks[0].scale.weight.abs().max() > 1e-4
+
+
+def test_film_reads_the_prompt_and_no_padding():
+    """Rollout and training agree, alone or among others; another instruction gives other features of the pictures."""
+    policy = build(FAMILY, use_film=True)
+    with torch.no_grad():
+        for block in policy.model.vision_backbone.featurizer.blocks:
+            block.scale.weight.normal_(generator=generator())
+    output = policy.predict_action_batch(seen(), "train", SAMPLING, generator())
+    for row in range(3):
+        alone = {name: value[row : row + 1] for name, value in output.forward_inputs.items()}
+        again = policy.evaluate_actions(alone, SAMPLING)
+        torch.testing.assert_close(again.logprobs[0], output.logprobs[row], rtol=0, atol=1e-5)
+    inputs = policy.preprocess(seen())
+    picture = inputs["images"][:1].expand(3, -1, -1, -1, -1)
+    embeddings, _ = policy.prompt_embeddings({**inputs, "images": picture})
+    assert (embeddings[0, 1:5] - embeddings[1, 1:5]).abs().max() > 1e-3  # the patches of the first camera
+
+
+def test_an_l1_policy_survives_saving(tmp_path):
+    policy = build(FAMILY, **EVERYTHING)
+    policy.save_pretrained(tmp_path / "saved")
+    again, report = load(model_path=str(tmp_path / "saved"), **EVERYTHING)
+    assert report.ok and not report.initialized and not report.ignored
+    before, after = policy.state_dict(), again.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(value, after[name]) for name, value in before.items())
+    with pytest.raises(CheckpointError, match=r"model\.action_head=l1"):
+        load(model_path=str(tmp_path / "saved"), use_film=True, use_proprio=True)
+    (tmp_path / "saved" / "action_head.safetensors").unlink()
+    with pytest.raises(CheckpointError) as error:
+        load(model_path=str(tmp_path / "saved"), **EVERYTHING)
+    assert error.value.code == "oft-component-missing"
+    with pytest.raises(CheckpointError, match=r"model\.use_film=true"):
+        load(model_path=str(tmp_path / "saved"), use_proprio=True)
+
+
+def public_l1(directory: Path, dim: int) -> OpenVLAOFTPolicy:
+    """Write a policy as finetune.py does: pickled components, a plain vision backbone beside that with FiLM."""
+    policy = build(FAMILY, **EVERYTHING, action_dim=dim)
+    policy.save_pretrained(directory)
+    config = read_json(directory / "config.json")
+    [entry] = config["norm_stats"].values()
+    entry["action"] |= {"min": [-2.0] * dim, "max": [2.0] * dim}
+    entry["proprio"] = {"q01": [-1.0] * 32, "q99": [1.0] * 32, "min": [-2.0] * 32, "max": [2.0] * 32}
+    write_json(directory / "dataset_statistics.json", config["norm_stats"])
+    own = {name: value for name, value in config["embodrl"].items() if name not in ("use_film", "normalization")}
+    write_json(directory / "config.json", {**config, "embodrl": own})  # what a tiny network leaves no name for
+    for name in ("action_head", "proprio_projector"):
+        (directory / f"{name}.safetensors").unlink()
+        state = {f"module.{key}": value for key, value in getattr(policy, name).state_dict().items()}
+        torch.save(state, directory / f"{name}--7_checkpoint.pt")
+    film, weights = {}, {}
+    for name, value in policy.model.state_dict().items():
+        if name.startswith("vision_backbone."):
+            stem, dot, rest = name.partition(".blocks.")
+            index, _, tail = rest.partition(".")
+            nested = dot and not tail.startswith(("scale.", "shift."))
+            film[f"{stem}.blocks.{index}.block.{tail}" if nested else name] = value
+            if "scale." in tail or "shift." in tail:
+                continue
+            value = torch.zeros_like(value)
+        weights[name] = value.clone()
+    save_file(weights, directory / "model.safetensors")
+    torch.save(film, directory / "vision_backbone--7_checkpoint.pt")
+    return policy
+
+
+@pytest.mark.parametrize(("dim", "range_"), [(7, 1.0), (14, 2.0)])
+def test_the_public_layout_loads(tmp_path, monkeypatch, dim, range_):
+    """LIBERO's 7 dimensions are scaled by quantiles, ALOHA's 14 by minimum and maximum; the setting decides first."""
+    policy = public_l1(tmp_path, dim)
+    monkeypatch.setattr("embodrl.models.openvla_oft.build.OWN_SECTION", "that of a public file is missing")
+    settings = {**EVERYTHING, "model_path": str(tmp_path), "action_dim": dim}
+    again, report = load(**settings)
+    assert report.ok and "normalization" in report.conventions
+    assert all(torch.equal(v, again.model.state_dict()[n]) for n, v in policy.model.state_dict().items())
+    np.testing.assert_array_equal(again.stats.q99, [range_] * dim)
+    np.testing.assert_array_equal(again.processor.proprio.stats.q99, [range_] * 32)
+    assert load(**settings, normalization="min_max")[0].stats.q99[0] == 2.0
+    on_meta, report = build_policy(tiny_config(FAMILY, **settings), device="meta", dtype=torch.float32, seed=0)
+    assert report.ok and on_meta.device.type == "meta"
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["action_head--5_checkpoint.pt", "noisy_action_projector--5_checkpoint.pt", "vision_backbone--5.pt"]
-)
-def test_other_kinds_are_refused(tmp_path, name):
+def test_diffusion_is_refused(tmp_path):
     build(FAMILY).save_pretrained(tmp_path)
-    (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match=r"not supported(.|\n)*discrete"):
+    (tmp_path / "noisy_action_projector--5_checkpoint.pt").touch()
+    with pytest.raises(CheckpointError, match=r"diffusion action head, which is not supported"):
         load(model_path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("action_head", r"action_head=l1"), ("vision_backbone", "use_film=true"), ("proprio_projector", "use_proprio=")],
+)
+def test_components_are_not_left_out(tmp_path, name, setting):
+    """Such a policy would act, and act wrongly."""
+    build(FAMILY).save_pretrained(tmp_path)
+    (tmp_path / f"{name}--latest_checkpoint.pt").touch()
+    with pytest.raises(CheckpointError, match=rf"set model\.{setting}") as error:
+        load(model_path=str(tmp_path))
+    assert error.value.code == "oft-component-unused"
 
 
 def test_the_stop_token_is_remembered(tmp_path):

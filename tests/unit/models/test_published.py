@@ -89,6 +89,8 @@ def test_weights_that_train_in_bf16_are_noted():
         loaded = load_config(["env=toy", "model=openvla", "actor.param_dtype=bf16", *arguments], verb=verb)
         return code in {note.code for note in loaded.notes}
 
-    assert noted("train") and noted("sft", "model.warm_start=null") and noted("train", "model.trainable=head")
-    assert not noted("train", "model.trainable=lora") and not noted("train", "actor.param_dtype=fp32")
-    assert not noted("eval")  # nothing trains
+    alone = "actor.optim.master_weights=false"
+    assert noted("train", alone) and noted("sft", alone, "model.warm_start=null")
+    assert noted("train", alone, "model.trainable=head") and not noted("train")
+    assert not noted("train", alone, "model.trainable=lora") and not noted("train", "actor.param_dtype=fp32")
+    assert not noted("eval", alone)  # nothing trains

@@ -54,7 +54,7 @@ def test_memory_of_the_7b_by_hand():
     positions = 256 + config.model.architecture.max_prompt_tokens + 7
     assert gpu.needed["KV cache"] == 64 * 2 * 32 * 4096 * positions * 2
     assert 7.2e9 < gpu.needed["gradients"] / 2 < 7.7e9
-    assert gpu.needed["optimizer"] == 2 * gpu.needed["gradients"]
+    assert 5.99 < gpu.needed["optimizer"] / gpu.needed["gradients"] < 6  # 3 x 4 bytes, but of the value head 2 x 4
     assert gpu.needed["rollout weights"] == 0
     assert memory_of(plan, HOST).needed["simulator"] == 8 * 600 * MIB + 64 * 5 * MIB
     assert plan.fits
@@ -67,7 +67,7 @@ def test_a_memory_that_is_too_small_is_named_with_remedies():
     assert not gpu.fits and gpu.total > gpu.available > 139 * GIB and memory_of(plan, HOST).fits
     text = " ".join(plan.memory.hints)
     assert "actor.param_dtype=bf16 with model.trainable=lora" in text and "gradient_checkpointing" in text
-    assert "rounds most small updates away" in text
+    assert "saves little beside the optimizer's float32 copies" in text
 
 
 def test_bf16_is_recommended_without_reserve_only_for_adapters():

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.config.schema import ModelConfig
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, StateShapes
+from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, MASTER, StateShapes
 from embodrl.hybrid_engines.training.megatron.layout import policy_pieces, publish
 from embodrl.hybrid_engines.training.megatron.optimizer import DistributedAdamW
 from embodrl.hybrid_engines.training.megatron.policy import LLAMA, ParallelOpenVLAPolicy
@@ -66,6 +66,10 @@ class MegatronTrainEngine(SharedTrainEngine):
         self.zero = DistributedAdamW(self.policy, adamw) if self.distributed else None
         # Of an optimizer, the update uses what the two have in common.
         return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
+
+    def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return none: megatron-core's distributed optimizer has float32 copies of its own, which are not saved."""
+        return {}
 
     def offloadable(self) -> Iterator[Tensor]:
         yield from super().offloadable()
@@ -228,7 +232,8 @@ class MegatronTrainEngine(SharedTrainEngine):
         self.onload()
         if section == "optimizer":
             key, _, owner = name.partition(".")
-            self._put_moment(key, owner, part.to(self.device))
+            if key != MASTER:
+                self._put_moment(key, owner, part.to(self.device))
             return
         holders = self._holders(section)
         own_name, piece = self.places[name]

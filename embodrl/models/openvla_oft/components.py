@@ -1,0 +1,105 @@
+"""What an OpenVLA-OFT checkpoint has beside its weights, each in a file of its own.
+
+Public files (finetune.py of moojink/openvla-oft) are pickled mappings of tensors, of which nothing but tensors is read;
+embodrl writes safetensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.errors import CheckpointError
+from embodrl.models.base import LoadReport
+from embodrl.models.common import checkpoint
+
+PROPRIO, ACTION_HEAD, VISION = "proprio_projector", "action_head", "vision_backbone"
+MAX_DEFAULT_ALPHA = 16
+"""finetune.py adapts layers with ``alpha = min(rank, 16)``; the file has the rank only."""
+
+
+def component_file(directory: Path, name: str) -> Path | None:
+    """Return embodrl's own file of a component, or else the one public file; None if there is none.
+
+    Raises:
+        CheckpointError: there are public files of several training steps.
+    """
+    own = directory / f"{name}.safetensors"
+    if own.is_file():
+        return own
+    public = sorted(directory.glob(f"{name}--*.pt"))
+    if len(public) > 1:
+        names = ", ".join(path.name for path in public)
+        raise CheckpointError(f"{directory} has files of several training steps: {names}", "keep one of them")
+    return public[0] if public else None
+
+
+def load_component(
+    module: nn.Module, path: Path, report: LoadReport, *, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Fill a module on the meta device from a component's file.
+
+    Raises:
+        CheckpointError: corrupt, or it does not fit.
+    """
+    own = path.suffix == ".safetensors"
+    files, tensors = ([path], {}) if own else ([], read_pickled(path, device))
+    checkpoint.load_strict(module, files, report, device=device, dtype=dtype, tensors=tensors)
+
+
+def read_pickled(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of a public file, mapped from the disk; of the meta device if ``device`` is.
+
+    Raises:
+        CheckpointError: corrupt, not a mapping of tensors, or tensors larger than the file.
+    """
+    again = "fetch the checkpoint again"
+    try:
+        stored: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", again) from error
+    if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
+        raise CheckpointError(f"{path} can't be read: it is no mapping of tensors", again)
+    tensors: dict[str, Tensor] = {str(name).removeprefix("module."): value for name, value in stored.items()}
+    # A view of stride 0 has any size without any memory, until it is copied.
+    if sum(value.numel() * value.element_size() for value in tensors.values()) > path.stat().st_size:
+        raise CheckpointError(f"{path} can't be read: its tensors are larger than the file", again)
+    return {name: value.to("meta") if device.type == "meta" else value for name, value in tensors.items()}
+
+
+def film_tensors(path: Path, report: LoadReport, device: torch.device) -> dict[str, Tensor]:
+    """Return the vision backbone with FiLM of a public file under embodrl's names, adapters added to the weights.
+
+    finetune.py wraps the adapted backbone in one that has FiLM, hence the nested names
+    ``vision_backbone.featurizer.blocks.0.block.attn.qkv.base_layer.weight`` and ``lora_A.default.weight`` beside it.
+
+    Raises:
+        CheckpointError: corrupt, or factors that do not fit their layer.
+    """
+    stored = read_pickled(path, device)
+    tensors: dict[str, Tensor] = {}
+    for name, value in stored.items():
+        if ".lora_" in name:
+            continue
+        layer, base, parameter = name.rpartition(".base_layer.")
+        if base and parameter == "weight":
+            value = _merged(value, stored, layer, path, report)
+        plain = name.replace(".base_layer.", ".").replace(".block.", ".")
+        tensors[plain] = value
+    return tensors
+
+
+def _merged(weight: Tensor, stored: dict[str, Tensor], layer: str, path: Path, report: LoadReport) -> Tensor:
+    """Return ``float32[out,...]``: ``weight + alpha / rank * up @ down``; a convolution is a product of patches."""
+    down, up = (stored.get(f"{layer}.lora_{factor}.default.weight") for factor in "AB")
+    if down is None or up is None:
+        raise CheckpointError(f"{path} lacks factors of the adapter of {layer}", "fetch the checkpoint again")
+    rank, (down, up) = len(down), (down.flatten(1).float(), up.flatten(1).float())
+    if up.shape[1] != rank or (len(up), down.shape[1]) != weight.flatten(1).shape:
+        raise CheckpointError(f"{path}: the adapter of {layer} does not fit its layer", "fetch the checkpoint again")
+    alpha = min(rank, MAX_DEFAULT_ALPHA)
+    report.conventions["adapters of the vision backbone"] = f"alpha {alpha} for rank {rank}, as finetune.py sets it"
+    return weight.float() + (up @ down * (alpha / rank)).view(weight.shape)

@@ -1,0 +1,72 @@
+"""Runs that lose their training processes: what is tried again, from where, and how often."""
+
+from pathlib import Path
+
+import pytest
+
+from embodrl.config.schema import Config
+from embodrl.errors import WorkerDied, WorkerRaised
+from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+
+
+class Engine:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def config(max_restarts: int) -> Config:
+    return Config.model_validate({"actor": {"max_restarts": max_restarts}})
+
+
+def test_a_run_begins_again_at_its_newest_checkpoint(tmp_path: Path) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def execute(checkpoint: Checkpoint | None, restarted: bool) -> str:
+        seen.append(("none" if checkpoint is None else checkpoint.path.name, restarted))
+        if len(seen) < 4:
+            if len(seen) > 1:
+                CheckpointManager(tmp_path, 2).save(len(seen), {}, {"iteration": len(seen)})
+            raise TrainersLostError(WorkerDied("actor[0] was killed by SIGKILL"))
+        return "done"
+
+    assert with_restarts(execute, config(3), tmp_path, None) == "done"
+    assert seen == [("none", False), ("none", True), ("step_2", True), ("step_3", True)]
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_after_the_last_restart_the_error_is_raised_with_what_can_be_done(tmp_path: Path, max_restarts: int) -> None:
+    tries: list[bool] = []
+
+    def execute(checkpoint: Checkpoint | None, restarted: bool) -> None:
+        tries.append(restarted)
+        raise TrainersLostError(WorkerDied("actor[0] was killed by SIGKILL"))
+
+    with pytest.raises(WorkerDied, match=r"actor\[0\] was killed") as caught:
+        with_restarts(execute, config(max_restarts), tmp_path, None)
+    assert len(tries) == max_restarts + 1
+    assert ("given up after 2 restarts" in caught.value.message) == (max_restarts > 0)
+    assert "rerun the command" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"), [(None, False), (WorkerDied("actor[0] was killed"), True)], ids=["lives", "died"]
+)
+def test_the_engine_knows_whether_its_processes_are_lost(error: Exception | None, lost: bool) -> None:
+    assert lost_trainers(Engine(error)) is lost  # type: ignore[arg-type]
+
+
+def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
+    tries: list[bool] = []
+
+    def execute(checkpoint: Checkpoint | None, restarted: bool) -> None:
+        tries.append(restarted)
+        raise WorkerRaised("actor[0] raised ValueError in update: wrong")
+
+    with pytest.raises(WorkerRaised):
+        with_restarts(execute, config(3), tmp_path, None)
+    assert tries == [False]
