@@ -150,6 +150,7 @@ SITES = {
     "cli/bench.py": "",
     "cli/parity.py": "",
     "config/__init__.py": "",
+    "config/isolated.py": "env.python",
     "config/load.py": "extensions",
     "config/schema/tagged.py": "",
     "data/lerobot.py": "",
