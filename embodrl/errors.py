@@ -191,6 +191,10 @@ class CheckpointError(EmbodrlError):
         self.report = report
 
 
+class StatisticsMissingError(CheckpointError):
+    """A checkpoint has no statistics of the robot that is wanted."""
+
+
 class PolicyFileError(CheckpointError):
     """A file of a policy directory is invalid: config, statistics, index of shards, weights or tokenizer."""
 

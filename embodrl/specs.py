@@ -105,6 +105,11 @@ class SimulatorSpec(Spec):
         suites: name -> tasks that belong together.
         derive: from the given settings of the section ``env`` to others that follow from them where they are not
             given, and the name of the setting that they follow from.
+        simulates: there is something to act in; False of mere data, on which only `embodrl sft` runs.
+        fill: from all given settings to the key that further ones follow from, and those (dotted key -> value); they
+            are set where the user has not.
+        robots: names of its robots in data sets; None: not checked.
+        control_hz: actions per second; None: not known before it is started.
         action_dim: numbers of an action; None if the configuration says it.
         batched_by: setting and value with which one process simulates all environments.
         gpu_settings: settings with the value that needs a GPU.
@@ -135,6 +140,10 @@ class SimulatorSpec(Spec):
     tasks: tuple[str, ...] | list[str] | Mapping[str, str] | str = ()
     suites: Mapping[str, TaskSuite] = field(default_factory=dict[str, TaskSuite])
     derive: Callable[[Mapping[str, object]], tuple[dict[str, object], str]] | None = None
+    simulates: bool = True
+    fill: Callable[[object], tuple[str, dict[str, object]]] | None = None
+    robots: tuple[str, ...] | None = None
+    control_hz: float | None = None
     action_dim: int | None = None
     batched_by: tuple[str, str] | None = None
     gpu_settings: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -159,8 +168,8 @@ class SimulatorSpec(Spec):
     verified: str = ""
 
     COUNTS = ("action_dim", "max_cameras")
-    FLAGS = ("posed_cameras", "camera_poses", "isolated")
-    NAMES = ("reads", "reward_modes", "cameras", "needs", "expert_tasks")
+    FLAGS = ("simulates", "posed_cameras", "camera_poses", "isolated")
+    NAMES = ("reads", "robots", "reward_modes", "cameras", "needs", "expert_tasks")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -368,7 +377,10 @@ ENVS = Registry(
     "environment",
     SimulatorSpec,
     "embodrl.envs",
-    {name: f"embodrl.envs.{name}.spec:SPEC" for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy")},
+    {
+        name: f"embodrl.envs.{name}.spec:SPEC"
+        for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "dataset")
+    },
 )
 MODELS = Registry(
     "model",

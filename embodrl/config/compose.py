@@ -170,6 +170,12 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
     return arguments, problems
 
 
+def assignment(key: str, value: object) -> str:
+    """Return ``key='value'`` as a command-line override, whatever characters the value has."""
+    text = str(value).replace("'", "\\'")
+    return f"{key}='{text}'"
+
+
 def _syntax_hint(text: str) -> str:
     """Return what to write instead of brackets that do not fit; "" if that is not what is wrong."""
     key, _, value = text.partition("=")

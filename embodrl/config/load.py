@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 
 from embodrl.config.check import allowed_values, prune, schema_of, validate
 from embodrl.config.compose import Composition, compose, compose_resolved, replace_former_values
-from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, walk
+from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, put, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
 from embodrl.config.rules import run_rules
@@ -74,12 +74,12 @@ class LoadedConfig:
         return replace(loaded, processes=replace(self.processes, num_processes=number, measured=True))
 
     def with_absolute_paths(self) -> Self:
-        """Return the same with absolute paths to the directories of the model, so that it holds from any directory."""
+        """Return the same with absolute paths to the files of the model, so that it holds from any directory."""
         model = self.config.model
         changes = {
             name: str(Path(text).expanduser().absolute())
-            for name in ("model_path", "warm_start")
-            if (text := getattr(model, name)) is not None and what_is(text) == "directory" and text != BUILTIN
+            for name in ("model_path", "warm_start", "stats_path")
+            if (text := getattr(model, name)) is not None and what_is(text) and text != BUILTIN
         }
         config = self.config.model_copy(update={"model": model.model_copy(update=changes)})
         return replace(self, config=config)
@@ -198,7 +198,7 @@ def finish(
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")
-    context = Context(config, tree, solution, resuming, collecting=verb == "collect")
+    context = Context(config, tree, solution, resuming, verb)
     report = run_rules(context, invalid, verb, further_rules)
     problems += report.errors
     if not_imported:
@@ -234,11 +234,20 @@ def leaf_keys(value: object, key: str = "") -> list[str]:
 
 
 def fill_derived(tree: Node) -> None:
-    """Add settings of ``env`` that follow from others, where they are not given."""
+    """Add settings that follow from others, where they are not given."""
     env, env_type = lookup(tree, "env"), lookup(tree, "env.env_type")
     name = env_type.value if env_type is not None else None
     spec = ENVS.entry(name) if isinstance(name, str) and name in ENVS else None
-    if env is None or spec is None or spec.derive is None:
+    if env is None or spec is None:
+        return
+    if spec.fill is not None:
+        key, filled = spec.fill(tree.plain())
+        origin = Origin("preset", f"follows from {key}")
+        for name, value in filled.items():
+            present = lookup(tree, name)
+            if present is None or present.origin.kind in ("schema", "preset"):  # neither the user's nor a run's
+                put(tree, name, from_plain(value, origin))
+    if spec.derive is None:
         return
     values = cast(dict[str, object], env.plain())
     derived, source = spec.derive(values)

@@ -65,6 +65,11 @@ def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str
     env = config.env
     trained = f"{card.get('env_type')} ({', '.join(card.get('tasks', []))})"
     env_id = env.model_dump().get("id")
+    trained_in = card.get("env_type")
+    if (
+        isinstance(trained_in, str) and trained_in in ENVS and not ENVS.entry(trained_in).simulates
+    ):  # data do not say which simulator they are of
+        return
     if card.get("env_type") != env.env_type or card.get("env_id") != env_id:
         here = f"{env.env_type} {env_id}" if env_id else env.env_type
         yield "env.env_type", f"the policy was trained in {trained}, not in {here}"

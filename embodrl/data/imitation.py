@@ -12,9 +12,11 @@ from torch import Tensor
 
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import Demos
+from embodrl.data.facts import read_facts
 from embodrl.data.lerobot import IMAGES, camera_key
 from embodrl.data.load import camera_names, load_demos
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.specs import ENVS
 from embodrl.types import Observation
 
 
@@ -35,7 +37,7 @@ def load_configured_demos(config: Config) -> Demos:
         EmbodrlError: there are none, they are damaged, or the cameras are ambiguous.
     """
     settings, cameras = config.sft, config.env.cameras
-    directory = Path(settings.data_dir)
+    directory = Path(settings.data_dir).expanduser()
     present = camera_names(directory)
     if present is None:
         if settings.cameras is not None:
@@ -59,6 +61,32 @@ def load_configured_demos(config: Config) -> Demos:
                 code="sft-camera-missing",
             )
     return load_demos(directory, settings.max_episodes, chosen, (cameras[0].height, cameras[0].width))
+
+
+def check_robot(config: Config) -> None:
+    """Reject demonstrations that state another robot or frame rate than the environment's.
+
+    Raises:
+        EmbodrlError: they do, and ``sft.check_robot`` is true.
+    """
+    env, spec = config.env, ENVS.entry(config.env.env_type)
+    if not config.sft.check_robot or spec.robots is None:
+        return
+    facts = read_facts(Path(config.sft.data_dir).expanduser())
+    ours = (env.env_type, *spec.robots)
+    problems: list[str] = []
+    if facts.robot_type is not None and facts.robot_type not in ours:
+        problems.append(f"the robot {facts.robot_type}, not {' or '.join(ours)}")
+    rate = spec.control_hz
+    if facts.fps is not None and rate is not None and abs(facts.fps - rate) > 0.01 * rate:
+        problems.append(f"{facts.fps:g} frames per second, not {rate:g}")
+    if problems:
+        raise EmbodrlError(
+            f"{config.sft.data_dir} is not of env.env_type={env.env_type}: it states {' and '.join(problems)}",
+            "choose the environment that it is of, or env=dataset, which needs no simulator; if what it states is wrong"
+            " (LIBERO's data of openpi state 10 frames per second), set sft.check_robot=false",
+            code="sft-other-robot",
+        )
 
 
 def check_demos(demos: Demos, config: Config) -> None:

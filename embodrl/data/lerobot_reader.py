@@ -63,6 +63,7 @@ class Info:
         data_path, video_path: templates; the latter None without videos.
         chunks_size: episodes per directory, in v2.
         totals: stated numbers of episodes and frames, None where they are not stated.
+        robot_type: as its writer has named it; None where it is not stated.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class Info:
     video_path: str | None
     chunks_size: int
     totals: tuple[int | None, int | None]
+    robot_type: str | None = None
 
     @property
     def cameras(self) -> list[str]:
@@ -129,6 +131,7 @@ def read_info(directory: Path) -> Info:
         video_path,
         1 if v3 else info.integer("chunks_size", low=1),
         (info.integer("total_episodes", None), info.integer("total_frames", None)),
+        None if info.content.get("robot_type") in (None, "", "unknown") else info.text("robot_type"),
     )
 
 

@@ -17,13 +17,14 @@ from safetensors.numpy import load_file
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
 from embodrl.data.demos import HINT, MAX_FRAMES, Demos, Episode, check_numbers, damaged
+from embodrl.data.facts import RAW_INDEX, missing
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import Fields, read_fields
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums
 from embodrl.storage.json_file import write_json_file
 
-INDEX = "index.json"
+INDEX = RAW_INDEX
 FORMAT = 1
 COLUMNS = {"images": (np.uint8, 5), "state": (np.float32, 2), "actions": (np.float32, 2)}
 """Type and number of axes of each column."""
@@ -101,11 +102,7 @@ def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
     """
     path = directory / INDEX
     if not path.is_file():
-        raise EmbodrlError(
-            f"{directory} holds no demonstrations",
-            f"embodrl collect collect.output_dir={directory}, which also continues an interrupted collection",
-            code="dataset-missing",
-        )
+        raise missing(directory)
     checked = check_checksums(directory, [INDEX], complete=True)
     entries = _read_index(path, max_episodes)
     names = list(dict.fromkeys(entry.shard for entry in entries))

@@ -167,6 +167,17 @@ class VLAPolicy(nn.Module, ABC):
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
         """Return the inputs of ``sft_loss``; ``actions float32[B,C,A]`` in environment units."""
 
+    def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which values of demonstrations ``[N,A]``, in environment units, this policy can't learn to say.
+
+        A family with action statistics overrides it; by default all pass.
+
+        Args:
+            actions: ``[N,A]``.
+            state: ``[N,S]`` of the same frames.
+        """
+        return np.zeros(actions.shape, np.bool_)
+
     @abstractmethod
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the imitation loss (scalar) and scalars to log (e.g. token accuracy, L1 error)."""

@@ -192,7 +192,8 @@ class Collector:
 
     def close(self) -> None:
         """Complete the data set, with the success rate of the expert over all episodes that it completed."""
-        meta: dict[str, object] = {"collect": self.settings.model_dump(), "expert_success_rate": self.success_rate()}
+        meta: dict[str, object] = {"robot_type": self._settings["env"], "collect": self.settings.model_dump()}
+        meta |= {"expert_success_rate": self.success_rate()}
         self.writer.close(meta | {"stopped_early": not self.finished})
 
     def success_rate(self) -> dict[str, float | None]:

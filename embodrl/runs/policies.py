@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from embodrl.config import LoadedConfig
+from embodrl.config.compose import assignment
 from embodrl.config.schema import Config
+from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import UsageError
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
@@ -50,7 +52,11 @@ class PolicySource:
         if self.run_dir is None:
             return load_config(self.arguments(overrides), verb="eval")
         texts = [assignment("runner.output_dir", self.run_dir), *overrides]
+        statistics = self.run_dir / STATISTICS_FILE
+        if self.policy_dir is None and statistics.is_file():  # of `embodrl sft`; a policy has them in its own files
+            texts.insert(0, assignment("model.stats_path", statistics.absolute()))
         if self.policy_dir is not None:
+            texts.insert(0, "model.stats_path=null")
             own, _ = load_saved(self.run_dir, overrides, "eval", self.checkpoint, True, trust)
             key = "warm_start" if own.config.model.model_path is None else "model_path"
             texts.append(assignment(f"model.{key}", self.policy_dir))
@@ -107,9 +113,3 @@ def find_policy(path: Path) -> PolicySource:
         " `embodrl train`, `sft` or `export` wrote (RUN/policy)",
         code="policy-not-found",
     )
-
-
-def assignment(key: str, value: object) -> str:
-    """Return ``key='value'`` as a command-line override, whatever characters the value has."""
-    text = str(value).replace("'", "\\'")
-    return f"{key}='{text}'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,12 +15,16 @@ import torch
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.batch import Batch
-from embodrl.data.imitation import FrameBatches, check_demos, load_configured_demos
+from embodrl.data.demos import Demos
+from embodrl.data.facts import read_facts
+from embodrl.data.imitation import FrameBatches, check_demos, check_robot, load_configured_demos
 from embodrl.data.rng import capture_rng, restore_rng
-from embodrl.errors import CheckpointError, EmbodrlError, OutputError, UsageError
+from embodrl.data.statistics import STATISTICS_FILE, UNNAMED, RobotStatistics, dimension_stats, read_statistics
+from embodrl.errors import CheckpointError, EmbodrlError, OutputError, StatisticsMissingError, UsageError
 from embodrl.hybrid_engines.base import EngineState, TrainEngine, counters_of
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.gripper import Convention, to_model
 from embodrl.reporting.log import RunLog
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.sinks import MetricsLogger
@@ -35,6 +40,7 @@ from embodrl.runs.files import (
 from embodrl.runs.lock import LOCK_FILE, run_lock
 from embodrl.runs.settings import STATE_KEY, load_saved, write_settings
 from embodrl.runs.stop import StopSignal
+from embodrl.specs import ENVS
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums
 from embodrl.workers.actor import make_train_engine, saves_shards
@@ -45,8 +51,6 @@ from embodrl.workers.policy import build_policy, configure_torch, num_threads
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "sft_metrics.jsonl"
-MAX_CLIPPED_ACTIONS = 0.02
-"""Share of the actions outside [-1, 1] above which a warning is printed."""
 
 
 def learning_rate(settings: SftConfig, step: int) -> float:
@@ -97,6 +101,7 @@ def sft(loaded: LoadedConfig) -> int:
         raise UsageError(
             "`embodrl sft` does not support actor=megatron", "use actor=native or actor=fsdp", code="sft-megatron"
         )
+    read_facts(Path(config.sft.data_dir).expanduser())  # raises, before anything is written
     for name in (POLICY_DIR, METRICS_FILE):
         if (directory / name).exists():
             raise OutputError(
@@ -108,8 +113,91 @@ def sft(loaded: LoadedConfig) -> int:
         preflight(directory, LEAST_FREE_BYTES)
     except OutputError as error:
         raise OutputError(error.message, "set sft.output_dir to a writable directory with free space") from error
-    with removed_if_empty(directory, (LOCK_FILE, LOG_FILE)), run_lock(directory), RunLog(directory / LOG_FILE):
+    with (
+        removed_if_empty(directory, (LOCK_FILE, LOG_FILE, STATISTICS_FILE)),
+        run_lock(directory),
+        RunLog(directory / LOG_FILE),
+    ):
         return _run(loaded, directory, None)
+
+
+def with_model(config: Config, **changes: object) -> Config:
+    """Return a configuration with other settings of the section ``model``."""
+    return config.model_copy(update={"model": config.model.model_copy(update=changes)})
+
+
+def policy_with_statistics(
+    config: Config, demos: Demos, path: Path, tell: Callable[[str], None]
+) -> tuple[Config, VLAPolicy]:
+    """Build the policy with the statistics that ``sft.stats`` asks for, and return it with its configuration.
+
+    Args:
+        config: the run.
+        demos: that statistics are computed from.
+        path: of the file that they are written to, unless they are the checkpoint's.
+        tell: is told which they are.
+
+    Raises:
+        CheckpointError: see the family's builder.
+    """
+    model, choice = config.model, config.sft.stats
+    path.unlink(missing_ok=True)  # of an earlier start that failed
+    if choice == "auto" and model.stats_path is not None:
+        choice = model.stats_path
+    if choice == "auto" and not ENVS.entry(config.env.env_type).simulates and model.model_path is None:
+        choice = "auto" if model.warm_start is not None else "data"
+    if choice in ("auto", "checkpoint"):
+        try:
+            return config, build_policy(config)
+        except StatisticsMissingError as error:
+            if choice == "checkpoint":
+                raise
+            tell(f"{error.message}: statistics are computed from the demonstrations")
+            choice = "data"
+    if choice == "data":
+        statistics, narrow = demo_statistics(demos, config.sft.data_dir, model.gripper, config.env.include_state)
+        if narrow:
+            tell(f"q01 and q99 of action dimensions {narrow} are their minimum and maximum: they hardly ever move")
+    else:
+        statistics = read_statistics(Path(choice).expanduser())
+    statistics.write(path)
+    tell(f"statistics of {'the demonstrations' if choice == 'data' else choice}, as in {path}")
+    config = with_model(config, stats_path=str(path))
+    return config, build_policy(config)
+
+
+def demo_statistics(
+    demos: Demos, data_dir: str | Path, gripper: Convention, include_state: bool
+) -> tuple[RobotStatistics, list[int]]:
+    """Return the statistics of demonstrations, and the action dimensions that hardly move (``dimension_stats``).
+
+    Args:
+        demos: of all frames.
+        data_dir: where they are from; the robot that it states names the statistics.
+        gripper: convention of the policy, which actions are converted to.
+        include_state: of the state, too, if there is one.
+    """
+    action, narrow = dimension_stats(to_model(demos.actions.astype(np.float64), gripper))
+    state = dimension_stats(demos.state)[0] if include_state and demos.state.shape[1] else None
+    name = read_facts(Path(data_dir).expanduser()).robot_type or UNNAMED
+    return RobotStatistics(name, action, state, gripper, len(demos.actions), len(demos.instructions)), narrow
+
+
+def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:
+    """Refuse demonstrations of which the policy can't express the actions.
+
+    Raises:
+        EmbodrlError: names each dimension with more values out of range than ``sft.max_clipped``, and their share.
+    """
+    shares = policy.out_of_range(demos.actions, demos.state).mean(axis=0)
+    wrong = [f"{share:.0%} of dimension {index}" for index, share in enumerate(shares) if share > settings.max_clipped]
+    if wrong:
+        low, high = demos.actions.min(), demos.actions.max()
+        raise EmbodrlError(
+            f"actions in {settings.data_dir} ({low:g} to {high:g}) are out of the policy's range: {', '.join(wrong)}",
+            "sft.stats=data normalises them by statistics of the demonstrations; sft.max_clipped=1 trains all the same",
+            code="sft-actions-out-of-range",
+        )
 
 
 def is_sft_run(directory: Path) -> bool:
@@ -168,17 +256,18 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
         Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
     ):
         progress.message(f"run: {directory}, log: {directory / LOG_FILE}")
+        check_robot(config)
         demos = load_configured_demos(config)
         check_demos(demos, config)
-        outside = float((np.abs(demos.actions) > 1).mean())
-        if outside > MAX_CLIPPED_ACTIONS:
-            progress.message(
-                f"{outside:.0%} of the actions are outside [-1, 1] and are clipped, unless the policy has action"
-                " statistics"
-            )
         progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
         weights_from = config if checkpoint is None else without_lost_warm_start(config)
-        policy = build_policy(weights_from)
+        statistics = directory / STATISTICS_FILE
+        if checkpoint is not None and statistics.is_file():  # as the run began
+            weights_from = with_model(weights_from, stats_path=str(statistics))
+            policy = build_policy(weights_from)
+        else:
+            weights_from, policy = policy_with_statistics(weights_from, demos, statistics, progress.message)
+        check_range(policy, demos, settings)
         training = engine_config(weights_from, policy.device)
         launcher = make_launcher(training, deployment)
         if launcher is not None:

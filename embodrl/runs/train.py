@@ -60,7 +60,7 @@ from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.workers.actor import saves_shards
 from embodrl.workers.collector import RolloutState
 from embodrl.workers.memory_phases import TRAIN_ROLES, MemoryPhases
-from embodrl.workers.policy import configure_torch, num_threads
+from embodrl.workers.policy import configure_torch, num_generators, num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -473,7 +473,9 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
         return _restarting(loaded, directory, lock, None, saved.text)
-    refuse_impossible(config, checkpoint.state.text(STATE_KEY, None))
+    state = checkpoint.state
+    generators = num_generators(config, loaded.deployment)
+    refuse_impossible(config, state.text(STATE_KEY, None), state.fields("rollout"), generators)
     done, pending = checkpoint.state.integer("iteration"), _pending(checkpoint.state)
     if done > config.runner.max_iterations:
         message = f"is {config.runner.max_iterations}, and the run has done {done}"

@@ -19,6 +19,8 @@ DATA = [
         ("collect.fps=10", "collect.format=raw"),
     ),
     Wrong("compression beyond all", "collect.video_crf", "config-range", ("collect.video_crf=52",), names="51"),
+    Wrong("statistics of a file that is not there", "sft.stats", "statistics-exist", ("sft.stats=dat",), names="data"),
+    Wrong("statistics for a policy", "model.stats_path", "statistics-exist", ("model.stats_path=nothing.json",)),
     Wrong(
         "cameras too many", "sft.cameras", "a-camera-of-the-data-for-each-of-the-policy", ("sft.cameras=[top,wrist]",)
     ),

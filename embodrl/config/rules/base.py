@@ -53,14 +53,19 @@ class Context:
         tree: with origins.
         solution: what could be placed.
         resuming: a checkpoint has the weights.
-        collecting: an expert acts, so demonstrations need one and the policy's weights do not matter.
+        verb: what the configuration is for; None if that is open.
     """
 
     config: Config
     tree: Node
     solution: Solution
     resuming: bool = False
-    collecting: bool = False
+    verb: str | None = None
+
+    @property
+    def collecting(self) -> bool:
+        """An expert acts, so demonstrations need one and the policy's weights do not matter."""
+        return self.verb == "collect"
 
     @property
     def deployment(self) -> Deployment | None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, rule
+from embodrl.config.rules.base import Context, Finding, rule, what_is
+from embodrl.names import nearest
 from embodrl.specs import ENVS
+
+STATISTICS = ("auto", "checkpoint", "data")
 
 
 @rule("env.env_type", "env.tasks")
@@ -47,3 +50,35 @@ def a_camera_of_the_data_for_each_of_the_policy(context: Context) -> Iterator[Fi
         names = ", ".join(camera.name for camera in cameras)
         message = f"{len(chosen)} cameras are named, and env.cameras has {len(cameras)} ({names})"
         yield Finding("sft.cameras", message, "name one for each, in that order", others=("env.cameras",))
+
+
+@rule("env.env_type", "sft.eval_interval")
+def there_is_a_simulator(context: Context) -> Iterator[Finding]:
+    """Only `embodrl sft` runs on mere data, and only without evaluations."""
+    config, spec = context.config, context.simulator
+    if spec is None or spec.simulates or context.verb is None:
+        return
+    hint = "name a simulator (env=NAME, see `embodrl list envs`)"
+    if context.verb != "sft":
+        message = f"`embodrl {context.verb}` needs a simulator, and {spec.name} is none"
+        yield Finding("env.env_type", message, f"{hint}; {spec.name} is for `embodrl sft`")
+    elif config.sft.eval_interval:
+        message = f"evaluations need a simulator, and env.env_type {spec.name} is none"
+        yield Finding("sft.eval_interval", message, f"set it to 0, or {hint}", "0", others=("env.env_type",))
+
+
+@rule("sft.stats", "model.stats_path")
+def statistics_exist(context: Context) -> Iterator[Finding]:
+    """Statistics come from one place, which is there."""
+    chosen, given = context.config.sft.stats, context.config.model.stats_path
+    allowed = f"{', '.join(STATISTICS)}, or an existing file"
+    if chosen not in STATISTICS and what_is(chosen) != "file":
+        near = nearest(chosen, list(STATISTICS))
+        hint = f"write sft.stats={near}" if near else "`embodrl data stats` writes such a file"
+        yield Finding("sft.stats", f"there is no file '{chosen}'", hint, allowed, near)
+    if given is not None and what_is(given) != "file":
+        hint = "`embodrl data stats` writes such a file; null takes the checkpoint's"
+        yield Finding("model.stats_path", f"there is no file '{given}'", hint, "an existing file, or null")
+    elif given is not None and chosen != "auto":
+        message = f"is {chosen}, and model.stats_path names other statistics"
+        yield Finding("sft.stats", message, "give one of the two", "auto", others=("model.stats_path",))

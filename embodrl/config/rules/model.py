@@ -83,7 +83,8 @@ def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
         yield Finding(
             "env.cameras",
             f"{context.config.model.model_type} sees {most} camera{'s' * (most > 1)}, and {count} are configured",
-            "keep the one camera that shows the task best" if most == 1 else "keep those that show the task best",
+            f"keep the {'one' if most == 1 else most} that shows the task best"
+            + (f": sft.cameras=[{context.config.env.cameras[0].name}]" if context.verb == "sft" else ""),
             f"at most {most}",
             others=("model.model_type",),
         )

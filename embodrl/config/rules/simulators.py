@@ -44,6 +44,11 @@ def tasks_exist(context: Context) -> Iterator[Finding]:
             yield Finding("env.tasks", f"{env.env_type} has no task '{task}'", hint, shortened(known), near)
 
 
+def _without_simulator() -> str:
+    names = [f"env={spec.name}" for spec in ENVS.all() if not spec.simulates]
+    return f"; data of another robot need no simulator: {' or '.join(names)}"
+
+
 @rule("env.env_type", "model.action_dim")
 def action_dims_agree(context: Context) -> Iterator[Finding]:
     """The policy's actions are what the environment takes."""
@@ -53,7 +58,7 @@ def action_dims_agree(context: Context) -> Iterator[Finding]:
         yield Finding(
             "model.action_dim",
             f"the policy gives {config.model.action_dim} numbers an action, {config.env.env_type} takes {wanted}",
-            f"set it to {wanted}",
+            f"set it to {wanted}" + _without_simulator() * (context.verb == "sft"),
             str(wanted),
             others=("env.env_type",),
         )

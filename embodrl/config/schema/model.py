@@ -56,6 +56,11 @@ class ModelConfig(Section):
     unnorm_key: str | None = Field(
         default=None, description="which statistics un-normalise actions; null if the checkpoint has one set"
     )
+    stats_path: str | None = Field(
+        default=None,
+        description="file of statistics of the robot (`embodrl data stats`, LeRobot's stats.json, openpi's"
+        " norm_stats.json) in place of the checkpoint's; null: those of the checkpoint",
+    )
     add_value_head: bool = Field(default=True, description="needed by actor-critic losses")
     value_head: ValueHeadConfig = Field(default=ValueHeadConfig(), description="shape of the value head")
     center_crop: bool = Field(

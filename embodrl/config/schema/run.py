@@ -134,6 +134,18 @@ class SftConfig(Section):
         default=None,
         description="cameras of a LeRobot data set, in the order of env.cameras; null takes those of the same names",
     )
+    stats: str = Field(
+        default="auto",
+        description="statistics that actions and state are normalised with: checkpoint (its own), data (computed from"
+        " the demonstrations), a file as of model.stats_path, or auto: the checkpoint's if it has some of this robot,"
+        " else the data's; a model without weights takes actions of simulators as they are, -1 to 1",
+    )
+    max_clipped: Fraction = Field(
+        default=0.05, description="share of out-of-range values of an action dimension above which data are refused"
+    )
+    check_robot: bool = Field(
+        default=True, description="refuse data that state another robot or frame rate than the environment's"
+    )
     output_dir: str = Field(default="outputs/sft", description="directory of the policy")
     max_steps: PositiveInt = Field(default=1000, le=1_000_000_000, description="optimizer steps")
     batch_size: PositiveInt = Field(default=64, le=100_000, description="frames per step")

@@ -126,6 +126,8 @@ def initial_states_come_once(context: Context) -> Iterator[Finding]:
 
 SPEC = SimulatorSpec(
     name="libero",
+    robots=("panda", "franka"),
+    control_hz=20.0,
     target="embodrl.envs.libero.env:LiberoVectorEnv",
     description="LIBERO (MuJoCo, Panda): the standard suites, their official tasks and initial states",
     settings=LiberoConfig,

@@ -119,6 +119,8 @@ def decimation_decides(context: Context) -> Iterator[Finding]:
 
 SPEC = SimulatorSpec(
     name="maniskill",
+    robots=("panda", "panda_wristcam"),
+    control_hz=20.0,
     target="embodrl.envs.maniskill.env:ManiSkillVectorEnv",
     description="ManiSkill 3 (SAPIEN) table-top manipulation",
     settings=ManiSkillConfig,

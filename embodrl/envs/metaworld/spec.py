@@ -7,6 +7,8 @@ from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
 SPEC = SimulatorSpec(
     name="metaworld",
+    robots=("sawyer",),
+    control_hz=80.0,
     target="embodrl.envs.metaworld.env:MetaWorldVectorEnv",
     description="Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
     reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),

@@ -7,6 +7,8 @@ from embodrl.specs import SimulatorSpec
 
 SPEC = SimulatorSpec(
     name="toy",
+    robots=(),
+    control_hz=20.0,
     target="embodrl.envs.toy.env:ToyVectorEnv",
     description="a dot to be moved to a coloured goal; needs no simulator",
     reads=("image_size",),

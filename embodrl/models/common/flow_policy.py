@@ -32,6 +32,8 @@ from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 TIME_ALPHA, TIME_LOW = 1.5, 0.001
 EVALUATION_NOISE_SEED = 0
+LEARNABLE = 5.0
+"""Standard deviations or half ranges: statistics of the data leave few values beyond, those of other units most."""
 
 
 class ActionNormalizer(Protocol):
@@ -226,6 +228,13 @@ class FlowPolicy(VLAPolicy):
             "tau": self.training_times(len(raw)),
         }
         return {**self.preprocess(observation), **{name: value.to(self.device) for name, value in drawn.items()}}
+
+    def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which values are ``LEARNABLE`` or more from 0 when normalised; noise has a standard deviation of 1."""
+        raw = to_model(np.asarray(actions, np.float64), self.gripper)[:, None]
+        nothing = np.zeros((len(raw), 0, 1, 1, 3), np.uint8)
+        observation = Observation(nothing, state.astype(np.float32), [""] * len(raw), np.zeros(len(raw), np.int32))
+        return np.abs(self.stats.normalize(self.relative_to(raw, observation))[:, 0]) >= LEARNABLE
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).

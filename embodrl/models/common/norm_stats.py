@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.errors import CheckpointError
+from embodrl.config.schema import ModelConfig
+from embodrl.data.statistics import RobotStatistics, read_statistics
+from embodrl.errors import CheckpointError, StatisticsMissingError
 from embodrl.fields import Fields
+from embodrl.models.common.config_file import fields_of
 from embodrl.names import nearest
 
+COMPUTE = "compute them: `embodrl sft sft.stats=data`, or `embodrl data stats` and model.stats_path"
+ROUNDING = 1e-6
 MAX_STATISTIC = 1e6
 """Environment units are metres, radians, at most encoder ticks; beyond this a file is damaged."""
 
@@ -83,10 +90,19 @@ class ActionStats:
 
     def normalize(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
         """Return the inverse of ``unnormalize``, clipped to [-1, 1]; a dimension without range gives 0; ``[...,A]``."""
+        return np.clip(self._scaled(actions), -1.0, 1.0)
+
+    def outside(self, actions: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which values ``normalize`` clips, or whose dimension has no range and another value; ``[...,A]``."""
+        constant = self.mask & (self.q99 == self.q01)
+        differs = np.abs(np.asarray(actions, np.float64) - self.q01) > ROUNDING * (1.0 + np.abs(self.q01))
+        return np.where(constant, differs, np.abs(self._scaled(actions)) > 1.0 + ROUNDING)
+
+    def _scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
         values = np.asarray(actions, dtype=np.float64)
         span = self.q99 - self.q01
         scaled = 2.0 * (values - self.q01) / np.where(span == 0.0, 1.0, span) - 1.0
-        return np.clip(np.where(self.mask, np.where(span == 0.0, 0.0, scaled), values), -1.0, 1.0)
+        return np.where(self.mask, np.where(span == 0.0, 0.0, scaled), values)
 
 
 def identity_stats(action_dim: int) -> dict[str, dict[str, object]]:
@@ -154,17 +170,18 @@ def choose_key(keys: Collection[str], key: str | None, source: str, kind: str = 
     listed = ", ".join(sorted(keys)) or "none"
     if key is None:
         if len(keys) != 1:
-            raise CheckpointError(
-                f"{source} has {len(keys)} sets of {kind} ({listed})", "choose one with model.unnorm_key"
+            raise (CheckpointError if keys else StatisticsMissingError)(
+                f"{source} has {len(keys)} sets of {kind} ({listed})",
+                f"choose one with model.unnorm_key, or {COMPUTE}" if keys else COMPUTE,
             )
         return next(iter(keys))
     if key not in keys and f"{key}_no_noops" in keys:
         return f"{key}_no_noops"
     if key not in keys:
         near = nearest(key, list(keys))
-        raise CheckpointError(
+        raise StatisticsMissingError(
             f"{source} has no {kind} '{key}'; it has: {listed}",
-            f"set model.unnorm_key={near}" if near else "set model.unnorm_key to one of these",
+            f"set model.unnorm_key={near}" if near else f"set model.unnorm_key to one of these, or {COMPUTE}",
         )
     return key
 
@@ -182,6 +199,61 @@ def choose_stats(sets: StatsSets, key: str | None, action_dim: int, source: str)
     if len(q01) != action_dim:
         raise CheckpointError(
             f"{source}: action statistics '{key}' have {len(q01)} dimensions, not {action_dim}",
-            f"set model.action_dim={len(q01)} or choose other statistics",
+            f"set model.action_dim={len(q01)}, choose other statistics, or {COMPUTE}",
         )
     return ActionStats(key, q01, q99, read_mask(action, action_dim))
+
+
+def given_stats(config: ModelConfig) -> RobotStatistics | None:
+    """Return the statistics of ``model.stats_path``; None without.
+
+    Raises:
+        FileDamagedError: the file is invalid.
+        CheckpointError: they were computed with another gripper convention.
+    """
+    if config.stats_path is None:
+        return None
+    given = read_statistics(Path(config.stats_path).expanduser())
+    if given.gripper != config.gripper:
+        raise CheckpointError(
+            f"{given.source}: statistics of actions with model.gripper={given.gripper}, and it is {config.gripper}",
+            f"set model.gripper={given.gripper}, or compute them anew: sft.stats=data",
+            code="statistics-gripper",
+        )
+    return given
+
+
+_PARTS = {"openvla": ("action", "proprio"), "openpi": ("actions", "state"), "gr00t": ("action", "state")}
+_KEPT = {"openvla": ("mean", "std", "min", "max", "q01", "q99"), "openpi": ("mean", "std", "q01", "q99")}
+
+
+def given_sets(config: ModelConfig, layout: Literal["openvla", "openpi", "gr00t"], name: str = "") -> dict[str, Fields]:
+    """Return the statistics of ``model.stats_path`` as the one set of a checkpoint; nothing without.
+
+    Args:
+        config: section ``model``; ``unnorm_key`` names the set, which by default has the file's name for the robot.
+        layout: ``openvla`` (dataset_statistics.json; with a gripper convention the last action dimension is not
+            masked in, as in the public files), ``openpi`` (norm_stats.json), or ``gr00t`` (metadata.json).
+        name: in place of the file's.
+
+    Raises:
+        CheckpointError, FileDamagedError: see ``given_stats``.
+    """
+    given = given_stats(config)
+    if given is None:
+        return {}
+    kept = _KEPT.get(layout, _KEPT["openvla"])
+    parts: dict[str, dict[str, object]] = {}
+    for part, values in zip(_PARTS[layout], (given.action, given.state), strict=True):
+        if values is not None:
+            parts[part] = {field: values[field] for field in kept if field in values}
+    entry: dict[str, object] = {**parts}
+    if layout == "openvla":
+        mask = [True] * (config.action_dim - 1) + [config.gripper == "as_is"]
+        entry["action"] = parts["action"] | {"mask": mask}
+        entry |= {"num_transitions": given.num_frames, "num_trajectories": given.num_episodes}
+    elif layout == "gr00t":
+        statistics: dict[str, object] = {part: {part: values} for part, values in parts.items()}
+        entry = {"embodiment_tag": name, "modalities": {}, "statistics": {"state": {}, **statistics}}
+    key = config.unnorm_key or name or given.name
+    return {key: fields_of({key: entry}, given.source).fields(key)}

@@ -13,6 +13,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.gr00t.config import NEW_EMBODIMENT, Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.policy import Gr00tPolicy
@@ -65,6 +66,8 @@ def build_gr00t(
         tokenizer = _tokenizer(directory, found)
         files = checkpoint.weight_files(directory)
         model_config, aliases = _fitted(found, files, directory)
+    if given := given_sets(config, "gr00t", NEW_EMBODIMENT):
+        model_config = replace(model_config, metadata=given)
     robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, report.source)
     generator = new_generator(device, seed)
     with torch.device("meta"):

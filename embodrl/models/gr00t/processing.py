@@ -20,7 +20,7 @@ from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.images import center_crop_area, resize_bicubic
-from embodrl.models.common.norm_stats import StatsSets, choose_key, read_range
+from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, read_range
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, FileTokenizer, read_tokenizer
 from embodrl.types import Observation
 
@@ -165,7 +165,7 @@ def choose_robot(metadata: StatsSets, key: str | None, action_dim: int, source: 
         found = 0 if action is None else action.dims
         raise CheckpointError(
             f"{source}: action statistics of '{key}' have {found} dimensions, not {action_dim}",
-            f"set model.action_dim={found}, or choose another robot with model.unnorm_key",
+            f"set model.action_dim={found}, choose another robot with model.unnorm_key, or {COMPUTE}",
         )
     return RobotStats(key, action, _joined(statistics.fields("state", {})))
 

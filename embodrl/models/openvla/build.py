@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
-from embodrl.models.common.norm_stats import ActionStats, choose_stats, identity_stats
+from embodrl.models.common.norm_stats import ActionStats, choose_stats, given_sets, identity_stats
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.config import OpenVLAConfig
@@ -127,6 +127,8 @@ def build_parts(
         tensors = components(directory, report, device) if components is not None else {}
         plain = [name for name in shapes if tensors and name.startswith("vision_backbone.")]
         ignore = dict.fromkeys(plain, "the file of the vision backbone has it with FiLM")
+    if given := given_sets(config, "openvla"):
+        model_config = replace(model_config, norm_stats=given)
     stats = choose_stats(model_config.norm_stats, config.unnorm_key, config.action_dim, report.source)
     generator = new_generator(device, seed)
     with torch.device("meta"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.config.schema import ModelConfig
@@ -127,6 +128,10 @@ class TokenPolicy(VLAPolicy):
         raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
         tokens = torch.from_numpy(self.bins.encode(self.stats.normalize(raw))).to(self.device)
         return {**self.preprocess(observation), "action_tokens": tokens}
+
+    def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which values lie beyond the bins and would be clipped."""
+        return self.stats.outside(to_model(np.asarray(actions, np.float64), self.gripper))
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean cross-entropy over action tokens (nats), ``token_accuracy`` and ``l1`` (normalised units).

@@ -14,6 +14,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of, read_file
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.pi.config import Normalization, PiConfig, Variant
 from embodrl.models.pi.conventions import with_conventions
 from embodrl.models.pi.modeling import PiModel
@@ -60,7 +61,8 @@ def build_pi(
     model_config = PiConfig.from_architecture(config.pi, variant, tokenizer.vocab_size)
     files, aliases, ignore = [], {}, {}
     if directory is None:
-        sets = {TINY_STATS_KEY: fields_of(identity_set(config.action_dim), "built-in statistics")}
+        identity = {TINY_STATS_KEY: fields_of(identity_set(config.action_dim), "built-in statistics")}
+        sets = given_sets(config, "openpi") or identity
         stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, report.source)
     else:
         tiny = model_config
@@ -105,11 +107,20 @@ def _read(directory: Path, variant: Variant, config: PiModelConfig, report: Load
     fields = read_file(path)
     model_config = PiConfig.from_dict(fields.content, variant, fields.source)
     sets, methods = _statistics(directory, fields)
-    if methods is not None:
+    given = given_sets(config, "openpi")
+    if methods is not None and not (given and methods.actions == "identity"):
         model_config = replace(model_config, normalization=methods)
+    sets = given or sets
     stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, str(directory))
     model_config, conventions = with_conventions(model_config, config.pi, fields, stats.key, directory)
     report.conventions |= conventions
+    if given and model_config.relative_dims:
+        raise CheckpointError(
+            f"{directory} acts relative to the first {model_config.relative_dims} dimensions of the state, and the"
+            f" statistics of {config.stats_path} are of actions as they are",
+            "use the checkpoint's statistics (sft.stats=checkpoint, model.stats_path=null), or another checkpoint",
+            code="statistics-relative",
+        )
     return model_config, stats
 
 

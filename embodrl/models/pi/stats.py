@@ -16,11 +16,19 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, StatisticsMissingError
 from embodrl.fields import Fields
 from embodrl.models.common.checkpoint import check_link
 from embodrl.models.common.config_file import fields_of, read_file
-from embodrl.models.common.norm_stats import MeanStd, Quantiles, StatsSets, choose_key, read_range, read_values
+from embodrl.models.common.norm_stats import (
+    COMPUTE,
+    MeanStd,
+    Quantiles,
+    StatsSets,
+    choose_key,
+    read_range,
+    read_values,
+)
 from embodrl.models.pi.config import Method, Normalization, method
 
 Scaling = MeanStd | Quantiles
@@ -125,9 +133,9 @@ def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim:
         CheckpointError: no such key, several and none chosen, they lack what is needed, or a value is invalid.
     """
     if not sets and key is None and methods.actions != "identity":
-        raise CheckpointError(
+        raise StatisticsMissingError(
             f"{source} has no action statistics: no {STATS_FILE} in any folder, and no state_file in {LEROBOT_FILE}",
-            f"put the statistics of your data set in {ASSETS}/ID/{STATS_FILE}",
+            f"put the statistics of your data set in {ASSETS}/ID/{STATS_FILE}, or {COMPUTE}",
         )
     key = choose_key(sets, key, source) if sets or key is not None else LEROBOT_KEY
     entry = sets.get(key, fields_of({}, source))
@@ -159,7 +167,7 @@ def cut(scaling: Scaling, dims: int, where: str, setting: str) -> Scaling:
     if len(low) < dims or bool(np.any(high[dims:] != low[dims:])):
         raise CheckpointError(
             f"{where} have {len(low)} dimensions, not {dims}",
-            f"set {setting} to {len(low)}, or choose other statistics",
+            f"set {setting} to {len(low)}, choose other statistics, or {COMPUTE}",
         )
     if isinstance(scaling, MeanStd):
         return MeanStd(scaling.mean[:dims], scaling.std[:dims], scaling.eps)

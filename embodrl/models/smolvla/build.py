@@ -9,6 +9,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.pi.config import Normalization
 from embodrl.models.pi.stats import choose, identity_set
 from embodrl.models.pi.tokenizer import tiny_tokenizer
@@ -47,11 +48,13 @@ def build_smolvla(
         if config.model_path is None:
             checkpoint.check_size(model_config, tiny, _SIZES, directory, "model.smolvla")
         weights = checkpoint.weight_files(directory)
-        sets, methods = files.read_stats(directory, weights)
+        sets, found = files.read_stats(directory, weights)
+        methods = methods if config.stats_path is not None and found.actions == "identity" else found
         tokenizer = files.load_tokenizer(directory, model_config)
         names = checkpoint.stored_shapes(weights)
         aliases, ignore = files.aliases_and_ignored(names)
         checkpoint.check_layers([aliases.get(name, name) for name in names], files.layers(model_config), directory)
+    sets = given_sets(config, "openpi") or sets
     stats = choose(sets, config.unnorm_key, methods, config.action_dim, report.source)
     generator = new_generator(device, seed)
     with torch.device("meta"):

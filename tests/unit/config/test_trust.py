@@ -104,6 +104,17 @@ def test_runs_of_this_user_the_command_line_and_own_files_are_trusted(hostile: P
     assert load_config([], tmp_path / "own.yaml").config.extensions == ("hostile_code",)
 
 
+def test_a_file_that_everybody_can_write_is_nobodys_own(hostile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "shared.yaml"
+    path.write_text("presets: {env: toy}\nextensions: [hostile_code]\n")
+    path.chmod(0o666)
+    with raises_code("settings-run-code"):
+        load_config([], path)
+    assert not hostile.exists()
+    path.chmod(0o664)  # as files are where every user has a group
+    assert load_config([], path).config.extensions == ("hostile_code",)
+
+
 def test_the_environment_may_trust_all(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path / "run", "extensions=[hostile_code]")
     shutil.rmtree(tmp_path / "state")

@@ -1,0 +1,90 @@
+"""What a directory of demonstrations says about itself: robot, rate, cameras and sizes. Reads no frames; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from embodrl.data import lerobot as layout
+from embodrl.data.demos import HINT, damaged
+from embodrl.errors import EmbodrlError, FileDamagedError
+from embodrl.fields import read_fields
+
+RAW_INDEX = "index.json"
+LARGEST_SIDE = 256
+"""Pixels: larger pictures are reduced when they are loaded, unless ``env.cameras`` says otherwise."""
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """Facts of a data set.
+
+    Attributes:
+        cameras: name -> height and width in pixels.
+        action_dim: A.
+        state_dim: S; 0 without.
+        fps: frames per second; None if not known.
+        robot_type: as its writer has named it; None if not known.
+    """
+
+    cameras: dict[str, tuple[int, int]]
+    action_dim: int
+    state_dim: int
+    fps: float | None
+    robot_type: str | None
+
+    def env_cameras(self, chosen: list[str] | None) -> list[dict[str, object]]:
+        """Return ``env.cameras``: the chosen ones (by default all), in the first one's size, at most 256 pixels."""
+        names = list(self.cameras) if chosen is None else chosen
+        first = next((name for name in names if name in self.cameras), None)
+        height, width = self.cameras[first] if first is not None else (LARGEST_SIDE, LARGEST_SIDE)
+        scale = min(1.0, LARGEST_SIDE / max(height, width))
+        size = {"height": max(1, round(height * scale)), "width": max(1, round(width * scale))}
+        return [{"name": name, **size} for name in names]
+
+
+def missing(directory: Path) -> EmbodrlError:
+    """Return the error of a directory without demonstrations."""
+    if directory.is_dir():
+        problem, hint = f"{directory} holds no demonstrations", "give the directory that holds meta/ or index.json"
+    else:
+        problem, hint = f"{directory} does not exist", "correct the path"
+    collect = f"`embodrl collect env=NAME collect.output_dir={directory}` makes demonstrations"
+    return EmbodrlError(problem, f"{hint}; {collect}", code="dataset-missing")
+
+
+def read_facts(directory: Path) -> DatasetFacts:
+    """Return the facts of a LeRobot data set or of the format ``raw``.
+
+    Raises:
+        EmbodrlError: there is none, it is damaged, or of an unsupported version.
+    """
+    if (directory / layout.INFO).parent.is_dir():
+        from embodrl.data.lerobot_reader import read_info
+
+        info = read_info(directory)
+        sizes = {name: feature.size for name, feature in info.features.items()}
+        cameras = {name.removeprefix(layout.IMAGES): info.features[name].picture_size for name in info.cameras}
+        state_dim = sizes.get(layout.STATE, 0)
+        return DatasetFacts(cameras, sizes.get(layout.ACTION, 0), state_dim, info.fps, info.robot_type)
+    if not (directory / RAW_INDEX).is_file():
+        raise missing(directory)
+    return _raw_facts(directory)
+
+
+def _raw_facts(directory: Path) -> DatasetFacts:
+    from safetensors import SafetensorError, safe_open
+
+    index = read_fields(directory / RAW_INDEX, FileDamagedError, HINT)
+    path = directory / Path(index.objects("episodes")[0].text("shard") if index.objects("episodes") else "none").name
+    try:
+        with safe_open(path, framework="np") as shard:
+            shapes = {name: list(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, error) from error
+    images = shapes.get("images", [0, 0, 0, 0, 3])
+    cameras = {f"camera{number}": (images[2], images[3]) for number in range(images[1])}
+    meta = index.fields("meta", {})
+    return DatasetFacts(
+        cameras, shapes.get("actions", [0, 0])[1], shapes.get("state", [0, 0])[1], None, meta.text("robot_type", None)
+    )
