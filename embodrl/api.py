@@ -136,7 +136,7 @@ def evaluate(
         else:
             chosen = _load(config, overrides, "eval")
             if source.policy_dir is not None:
-                section = {"warm_start": str(source.policy_dir), "model_path": None}
+                section = {"warm_start": str(source.policy_dir), "model_path": None, "lora_path": None}
                 model = chosen.config.model.model_copy(update=section)
                 chosen = chosen.with_config(chosen.config.model_copy(update={"model": model}))
             config, overrides = chosen, ()

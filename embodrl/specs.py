@@ -393,6 +393,7 @@ MODELS = Registry(
         "pi05": "embodrl.models.pi.spec:PI05",
         "gr00t": "embodrl.models.gr00t.spec:SPEC",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
+        "lerobot": "embodrl.models.lerobot.spec:SPEC",
     },
 )
 

@@ -78,7 +78,7 @@ class LoadedConfig:
         model = self.config.model
         changes = {
             name: str(Path(text).expanduser().absolute())
-            for name in ("model_path", "warm_start", "stats_path")
+            for name in ("model_path", "warm_start", "lora_path", "stats_path")
             if (text := getattr(model, name)) is not None and what_is(text) and text != BUILTIN
         }
         config = self.config.model_copy(update={"model": model.model_copy(update=changes)})

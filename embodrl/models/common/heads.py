@@ -98,7 +98,8 @@ def _fill(
     generator: torch.Generator,
 ) -> Head:
     head.init_weights(generator)  # drawn even if overwritten, so that later draws do not depend on the checkpoint
-    path = None if directory is None else directory / f"{role}.safetensors"
+    name = f"{role}.safetensors"
+    path = None if directory is None else checkpoint.place_of(name, directory, report) / name
     if path is not None and path.is_file():
         found = checkpoint.stored_shapes([path])
         wanted = {name: tuple(value.shape) for name, value in head.state_dict().items()}

@@ -35,11 +35,11 @@ def test_every_family_has_its_facts(name: str) -> None:
     assert block["parameters"] == entry.sizes
     assert block["actions"] == entry.actions
     assert block["RL"] == entry.rl
-    assert block["trainable"].split(", ") == list(entry.trainable)
+    assert block.get("trainable", "") == ", ".join(entry.trainable or ())
     assert block["checkpoint"] == entry.checkpoint
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lerobot"])
 def test_the_tiny_size_is_told_as_it_is(name: str) -> None:
     import torch
 

@@ -259,7 +259,8 @@ def test_lerobots_memory_is_refused(name: str):
         ("pi05", "lerobot/metaworld_mt50", 5, (False, 0)),
         ("pi05", "InternRobotics/InternData-Calvin_ABC", 5, (False, 0)),
         ("pi05", "RLinf/IsaacLab-Stack-Cube-Data", 10, (False, 0)),
-        ("pi05", "physical-intelligence/robotwin", 50, (True, 0)),
+        ("pi05", "physical-intelligence/behavior", 32, (True, 0)),
+        ("pi0", "physical-intelligence/behavior", 50, (False, 6)),
         ("pi0", "lerobot/metaworld_mt50", 5, (False, 0)),
         ("pi0", "physical-intelligence/libero", 50, (False, 6)),
     ],
@@ -274,6 +275,18 @@ def test_configurations_of_rlinfs_recipes(
     found, _ = with_conventions(config, PiArchitectureConfig(), fields, key, tmp_path)
     assert (found.discrete_state, found.relative_dims) == expected and found.action_horizon == horizon
     assert found.max_prompt_tokens == 200 and not found.padded_state_in_prompt
+
+
+@pytest.mark.usefixtures("tiny_is_public")
+@pytest.mark.parametrize(
+    "key", ["trossen", "physical-intelligence/aloha_pen_uncap_diverse", "physical-intelligence/robotwin"]
+)
+def test_joints_of_two_arms_are_refused(key: str, tmp_path: Path):
+    build("pi0")[0].save_pretrained(tmp_path)
+    rearrange(tmp_path, {f"assets/{key}": 0.0, "assets/droid": 0.0}, OPENPI)
+    with raises_code("pi-joints"):
+        build("pi0", model_path=str(tmp_path), unnorm_key=key)
+    assert build("pi0", model_path=str(tmp_path), unnorm_key="droid")[1].ok
 
 
 # What train_pytorch.py writes ----------------------------------------------------------------------------------------
