@@ -13,6 +13,8 @@ from embodrl.interface import ZERO_CLOSES
 from embodrl.specs import ENVS, MODELS
 
 CARD_FILE = "embodrl.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""Of adapters in peft's layout."""
 BUILTIN = "builtin"
 SHIPPED_POLICY = Path(__file__).parents[1] / "assets" / "openvla_tiny"
 CAMERA_KEYS = ("name", "height", "width", "fov_rad", "eye", "target")

@@ -20,7 +20,7 @@ from embodrl.models.common.flow_spec import (
 
 
 class Gr00tArchitectureConfig(Section):
-    """Dimensions of a GR00T N1.5 built without a checkpoint."""
+    """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
@@ -52,6 +52,14 @@ class Gr00tArchitectureConfig(Section):
         default=0.95,
         gt=0,
         description="part of each side of an image that is seen, as NVIDIA's data configurations; 1: all",
+    )
+    action_keys: tuple[str, ...] | None = Field(
+        default=None,
+        description="of a checkpoint: parts of the robot's action in metadata.json, in order, each NAME or NAME:MODE"
+        " (min_max, mean_std, q99, binary, identity); null: as the robot's data configuration, else all by min_max",
+    )
+    state_keys: tuple[str, ...] | None = Field(
+        default=None, description="of its state, likewise; also with MODE sin_cos"
     )
 
 
