@@ -38,7 +38,9 @@ class PolicySource:
     checkpoint: Checkpoint | None
     run_dir: Path | None
 
-    def load_config(self, overrides: list[str], trust: bool = False) -> LoadedConfig:
+    def load_config(
+        self, overrides: list[str], trust: bool = False, verb: Literal["eval", "sft"] = "eval"
+    ) -> LoadedConfig:
         """Return the configuration of the run, or one composed as usual for a policy elsewhere, with this policy.
 
         Args:
