@@ -72,13 +72,19 @@ class ForkServer:
                 env=os.environ | _ONE_THREAD | {"PYTHONHASHSEED": str(hash_seed)},
             )
 
-    def run(self, arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int, str, str]:
-        """Run a command line to its end; return its exit code as subprocess does, what it wrote and its errors.
+    def run(
+        self, arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float, script: Path | None = None
+    ) -> tuple[int, str, str]:
+        """Run a command line of embodrl, or a script, to its end.
+
+        Returns:
+            its exit code as subprocess has it, what it wrote and its errors.
 
         Raises:
             TimeoutError: it takes longer; it is killed.
         """
         request = {"arguments": list(arguments), "environ": dict(environ), "directory": str(Path.cwd())}
+        request["script"] = str(script or "")
         with contextlib.ExitStack() as stack:
             out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             reading, writing = os.pipe()
@@ -191,9 +197,10 @@ def serve(server: socket.socket) -> dict[str, Any]:
             for descriptor in (out, err, status, server.detach()):
                 os.close(descriptor)
             _enter(request)
-            # As of `python -c`: the working directory, PYTHONPATH, and what was there.
-            sys.path[:] = ["", *_python_path(), *plain]
-            sys.argv = ["-c", *request["arguments"]]
+            # As of `python -c`: the working directory, PYTHONPATH, and what was there; or the directory of the script.
+            script = request["script"]
+            sys.path[:] = [str(Path(script).parent) if script else "", *_python_path(), *plain]
+            sys.argv = [script or "-c", *request["arguments"]]
             return request
         for descriptor in descriptors:
             os.close(descriptor)
@@ -308,6 +315,8 @@ def main() -> None:
     try:
         if request["kind"] == "child":
             run_child(request)
+        elif request["script"]:
+            runpy.run_path(request["script"], run_name="__main__")
         else:
             from embodrl.cli.main import main as command_line
 

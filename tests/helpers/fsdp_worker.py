@@ -38,7 +38,7 @@ class Comparer(Worker):
         dist.init_process_group("gloo", init_method=self.context.rendezvous, rank=self.rank, world_size=self.world_size)
 
     @dispatch("one_to_all")
-    def compare(self, family: str, config: Config, num_updates: int = 3) -> dict[str, float]:
+    def compare(self, family: str, config: Config, num_updates: int = 2) -> dict[str, float]:
         """Return the largest differences from one process by kind, and how many metrics there were."""
         native, batches = self._native(family, config, num_updates)
         whole = update_all(native, batches, config)
@@ -99,7 +99,7 @@ class Comparer(Worker):
     @dispatch("one_to_all")
     def go_on(self, config: Config, other: Config) -> dict[str, float]:
         """Return how far apart runs end that go on from a state of ``config``: itself, ``other`` and one process."""
-        native, batches = self._native("openvla", config, 4)
+        native, batches = self._native("openvla", config, 3)
         engine = self._cut(config)
         update_all(engine, batches[:2], config)
         state = engine.state_dict()

@@ -77,6 +77,16 @@ def embodrl(
     return Outcome(*next(fork_servers()).run([str(each) for each in args], environ, timeout_s))
 
 
+def script(
+    path: Path, *args: object, search_path: Path | None = None, timeout_s: float = 480.0, check: bool = True
+) -> Outcome:
+    """Run a Python script to its end, which succeeds unless ``check`` is off."""
+    environ = environment(search_path=search_path)
+    outcome = Outcome(*next(fork_servers()).run([str(each) for each in args], environ, timeout_s, path))
+    assert not check or outcome.code == 0, outcome.stderr
+    return outcome
+
+
 def start(*args: object) -> subprocess.Popen[str]:
     """Start the command line as a user does."""
     command = [sys.executable, "-c", "from embodrl.cli.main import main; main()", *map(str, args)]

@@ -1,7 +1,5 @@
 """The public API in whole runs: the verbs as functions, the quick start and the examples that need no simulator."""
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 import yaml
 from expect import raises_code
-from runs import TINY, TINY_POLICY
+from runs import TINY, TINY_POLICY, script
 
 import embodrl
 
@@ -89,7 +87,7 @@ def test_training_works_outside_the_main_thread(tmp_path: Path) -> None:
 
 def test_examples_without_a_simulator_run() -> None:
     for name in ("batches/convert.py", "task_runner/many.py"):
-        subprocess.run([sys.executable, str(ROOT / "examples" / name)], check=True, timeout=120)
+        script(ROOT / "examples" / name)
 
 
 def test_the_quick_start_runs(tmp_path: Path) -> None:
@@ -101,9 +99,7 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     sizes += ["model.value_head.hidden_sizes=[8]", "actor.global_batch_size=8", "actor.micro_batch_size=4"]
     sizes += ["actor.optim.critic_warmup_iterations=0", "actor.optim.lr_warmup_iterations=0"]
     sizes += ["runner.logger.console=off", f"runner.output_dir={tmp_path / 'run'}"]
-    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), *sizes]
-    outcome = subprocess.run(command, timeout=240, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stderr
+    outcome = script(ROOT / "examples" / "quickstart.py", *sizes)
     lines = outcome.stdout.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["0", "1", "2", "3"], outcome.stdout
     assert "actions: (3, 7)" in outcome.stdout

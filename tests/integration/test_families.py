@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import HERE, embodrl
+from runs import HERE, embodrl, script
 
 from embodrl.specs import MODELS
 
@@ -65,10 +62,7 @@ def result(
 
 
 def run_family(family: str, directory: Path, what: str, demos: Path) -> dict[str, Any]:
-    command = [sys.executable, str(HERE / "family_runs.py"), family, str(directory), what, str(demos)]
-    environ = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    outcome = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500, check=False)
-    assert outcome.returncode == 0, outcome.stderr
+    script(HERE / "family_runs.py", family, directory, what, demos)
     return json.loads((directory / "result.json").read_text())
 
 

@@ -1,18 +1,16 @@
 """How far `embodrl train` is from the gradient: what a reader has to walk through."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from runs import embodrl
 
 pytestmark = pytest.mark.slow
 
 MAX_FRAMES = 12
 COUNT = """
-import os, sys, traceback
+import os, traceback
 import torch
-from embodrl.cli.main import main
 
 def grad(*args, **kwargs):
     frames = [f for f in traceback.extract_stack() if f"{os.sep}embodrl{os.sep}" in f.filename]
@@ -20,7 +18,6 @@ def grad(*args, **kwargs):
     os._exit(0)
 
 torch.autograd.grad = grad
-main()
 """
 SETTINGS = (
     "env=toy",
@@ -35,11 +32,13 @@ SETTINGS = (
     "actor.micro_batch_size=4",
     "runner.eval_at_start=false",
     "runner.logger.console=off",
+    "extensions=[count_frames]",
 )
 
 
 def test_few_frames_lie_between_the_command_and_the_gradient(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", COUNT, "train", *SETTINGS, f"runner.output_dir={tmp_path / 'run'}"]
-    frames = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    (tmp_path / "count_frames.py").write_text(COUNT)
+    outcome = embodrl("train", *SETTINGS, f"runner.output_dir={tmp_path / 'run'}", search_path=tmp_path)
+    frames = outcome.stdout.splitlines()
     assert "main" in frames[0] and "differentiate" in frames[-1]
     assert len(frames) <= MAX_FRAMES, "\n".join(frames)

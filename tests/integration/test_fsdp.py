@@ -20,11 +20,11 @@ from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.policy import build_policy, configure_torch
 
-ALGORITHM = {"update_epoch": 2, "entropy_bonus": 0.01, "kl": {"coef": 0.1}}
+ALGORITHM = {"update_epoch": 1, "entropy_bonus": 0.01, "kl": {"coef": 0.1}}
 EQUAL = 1e-5
 # Where a gradient is about 0 but for rounding, AdamW steps by the whole learning rate in the direction of its sign:
-# two updates of four steps of at most 1e-3.
-WEIGHTS_EQUAL = 8e-3
+# an update of at most four steps of 1e-3.
+WEIGHTS_EQUAL = 4e-3
 START_S, CALL_S = 600.0, 600.0
 
 
@@ -40,9 +40,9 @@ def fsdp_config(family: str = "openvla", method: str | None = None, **changes: A
 
 
 def assert_same_training(group: WorkerGroup, family: str, config: Config) -> None:
-    """Compare three updates, the first of the critic alone; moments are sums of gradients."""
+    """Compare two updates, the first of the critic alone; moments are sums of gradients."""
     for found in group.compare(family, config).result(CALL_S):
-        assert found["counted"] > 30
+        assert found["counted"] > 20
         assert found["metrics"] < EQUAL and found["optimizer"] < EQUAL and found["reference"] == 0
         assert found["policy"] < WEIGHTS_EQUAL
 
@@ -86,7 +86,7 @@ def test_settings_do_not_change_the_training(two: WorkerGroup, actor: dict[str, 
 
 
 def test_a_loss_without_values_leaves_the_head_alone(two: WorkerGroup) -> None:
-    config = fsdp_config(algorithm=ALGORITHM | {"adv_type": "reinforce_pp", "loss_type": "actor"})
+    config = fsdp_config(algorithm=ALGORITHM | {"update_epoch": 2, "adv_type": "reinforce_pp", "loss_type": "actor"})
     assert_same_training(two, "openvla", config)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-pytest.importorskip("mani_skill")
-torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.sim,
+    pytest.mark.skipif(importlib.util.find_spec("mani_skill") is None, reason="mani_skill is not installed"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
 CAMERA: dict[str, Any] = {"name": "base_camera", "height": 64, "width": 64, "fov_rad": 1.0, "eye": None, "target": None}

@@ -13,7 +13,7 @@ from tiny_training import training_config
 from embodrl.config.schema import Config
 from embodrl.scheduler.group import WorkerGroup
 
-ALGORITHM = {"update_epoch": 2, "entropy_bonus": 0.01, "kl": {"coef": 0.1}}
+ALGORITHM = {"update_epoch": 1, "entropy_bonus": 0.01, "kl": {"coef": 0.1}}
 START_S, CALL_S = 600.0, 600.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,9 +53,8 @@ def test_exit_codes_are_listed_whole() -> None:
     ],
 )
 def test_bash_completes_presets_and_keys(words: str, position: int, expected: list[str]) -> None:
-    environ = os.environ | {"_EMBODRL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
-    command = [sys.executable, "-m", "embodrl"]
-    outcome = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    environ = {"_EMBODRL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(position)}
+    outcome = CliRunner().invoke(app, [], prog_name="embodrl", env=environ)
     assert set(expected) <= set(outcome.stdout.split()), outcome.stdout
 
 

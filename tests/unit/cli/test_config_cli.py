@@ -7,14 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from embodrl.cli.main import app
 from embodrl.config import load_config, load_resolved
 
 WRONG = ["env=maniskil", "runner.sed=3", "actor.global_batch_size=160", "actor.micro_batch_size=50"]
 
 
+def invoke(*arguments: str) -> Result:
+    """Run the command line in this process."""
+    return CliRunner().invoke(app, list(arguments), prog_name="embodrl")
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m embodrl` with these arguments."""
+    """Run `python -m embodrl` with these arguments, as a user does."""
     command = [sys.executable, "-m", "embodrl", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
@@ -38,8 +45,8 @@ def test_wrong_configuration() -> None:
 
 @pytest.mark.parametrize("verb", ["train", "eval", "collect", "sft"])
 def test_every_verb_refuses_a_wrong_configuration(verb: str, tmp_path: Path) -> None:
-    result = run(verb, "runner.sed=3", f"runner.output_dir={tmp_path}/run")
-    assert result.returncode == 2
+    result = invoke(verb, "runner.sed=3", f"runner.output_dir={tmp_path}/run")
+    assert result.exit_code == 2
     assert "nearest:  runner.seed" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -60,8 +67,8 @@ def test_validation_imports_nothing_that_takes_seconds() -> None:
 def test_show_is_yaml_with_origins(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("env:\n  train: {seed: 11}\n")
-    result = run("config", "show", "--config", str(path), "runner.seed=3")
-    assert result.returncode == 0
+    result = invoke("config", "show", "--config", str(path), "runner.seed=3")
+    assert result.exit_code == 0
     lines = {line.split("#")[0].strip(): line.split("# ")[-1] for line in result.stdout.splitlines()}
     assert lines["seed: 3"] == "command line: runner.seed=3"
     assert lines["seed: 11"] == f"{path}:2"
@@ -78,16 +85,16 @@ def test_show_to_a_reader_that_leaves_early() -> None:
 
 
 def test_list() -> None:
-    result = run("list")
-    assert result.returncode == 0
+    result = invoke("list")
+    assert result.exit_code == 0
     for name in ("openvla", "maniskill", "LiftPegUpright-v1", "adv_type=gae", "env=maniskill_mix", "runner=debug"):
         assert name in result.stdout
 
 
 @pytest.mark.parametrize("arguments", [("nonsense",), ("train", "--nonsense"), ("bench", "nonsense"), ("resume",)])
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
-    result = run(*arguments)
-    assert result.returncode == 2
+    result = invoke(*arguments)
+    assert result.exit_code == 2
     assert "-h' for help" in result.stderr or "code: argument-choice" in result.stderr
 
 
@@ -108,11 +115,7 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     ],
 )
 def test_help_has_examples(verb: str) -> None:
-    from typer.testing import CliRunner
-
-    from embodrl.cli.main import app
-
-    result = CliRunner().invoke(app, [*verb.split(), "--help"])
+    result = invoke(*verb.split(), "--help")
     assert result.exit_code == 0
     assert f"  embodrl {verb}" in result.stdout.split("Example", 1)[1]
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import script
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.config_file import fields_of
@@ -152,7 +151,7 @@ def test_published_sizes(model):
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_construction_needs_no_memory():
+def test_construction_needs_no_memory(tmp_path):
     code = (
         "import resource, torch\n"
         "from test_gr00t_layout import PUBLIC\n"
@@ -163,9 +162,8 @@ def test_construction_needs_no_memory():
         "    Gr00tModel(Gr00tConfig.from_dict(PUBLIC, {}))\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
-    )
+    (tmp_path / "construct.py").write_text(code)
+    done = script(tmp_path / "construct.py", search_path=Path(__file__).parent)
     assert int(done.stdout) < 300_000  # KiB; the weights alone would be 10 GB
 
 

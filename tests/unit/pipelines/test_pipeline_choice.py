@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from expect import raises_code
+from typer.testing import CliRunner, Result
 
 from embodrl.cli import list as list_command
+from embodrl.cli.main import app
 from embodrl.config.compose import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
@@ -306,9 +308,8 @@ def test_the_picture_has_every_node_and_every_edge_and_no_boxes_overlap() -> Non
     assert all(path.startswith("M") and " C" in path for path in edges)
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "embodrl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(each) for each in arguments], prog_name="embodrl")
 
 
 @pytest.mark.parametrize("ending", [".mmd", ".svg"])
@@ -316,7 +317,7 @@ def test_the_command_prints_and_draws(ending: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / f"graph{ending}"
     path.parent.mkdir()
     done = run("pipeline", "show", *TOY, "pipeline=dapo", "--output", path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.exit_code, done.stderr) == (0, "")
     graph = build_graph(config_of("pipeline=dapo"))
     assert done.stdout == to_text(graph) + "\n"
     assert path.read_text() == {".mmd": to_mermaid, ".svg": to_svg}[ending](graph)
@@ -325,9 +326,9 @@ def test_the_command_prints_and_draws(ending: str, tmp_path: Path) -> None:
 
 def test_the_command_refuses_other_files_and_other_graphs(tmp_path: Path) -> None:
     done = run("pipeline", "show", *TOY, "-o", tmp_path / "graph.png")
-    assert done.returncode == 2 and ".mmd or .svg" in done.stderr and done.stdout == ""
+    assert done.exit_code == 2 and ".mmd or .svg" in done.stderr and done.stdout == ""
     done = run("pipeline", "show", *TOY, "pipeline=dapo", "algorithm=ppo", "-o", tmp_path / "graph.svg")
-    assert done.returncode == 2 and "belongs to algorithm.filter.enabled=true" in done.stderr
+    assert done.exit_code == 2 and "belongs to algorithm.filter.enabled=true" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
