@@ -34,7 +34,7 @@ class Replay:
         episodes: how many.
         success: share of them that solved the task again.
         recorded_success: share that had solved it.
-        picture_difference: mean difference (0 to 255) between the first pictures recorded and now; None if sizes differ.
+        picture_difference: mean difference (0 to 255) of the first pictures, recorded and now; None if sizes differ.
     """
 
     episodes: int
@@ -141,7 +141,8 @@ def _replay(
         return None, [*findings, DataFinding("warning", "replay-impossible", message, hint)]
     result = _run_open_loop(demos, config, rows, tasks)
     if result.success < 0.5 * result.recorded_success:
-        message = f"replayed, {result.success:.0%} of {result.episodes} episodes succeed; recorded {result.recorded_success:.0%}"
+        message = f"replayed, {result.success:.0%} of {result.episodes} episodes succeed, not"
+        message += f" {result.recorded_success:.0%} as recorded"
         hint = (
             "actions do not reproduce what was seen: another env, controller or units; collect.noise_std=0 for replays"
         )
