@@ -13,9 +13,9 @@ class EveryStepVectorEnv(ManiSkillVectorEnv):
     """Renders after each action of a chunk, not only what the policy sees next."""
 
     def _substep(
-        self, actions: NDArray[np.float32], running: NDArray[np.bool_]
+        self, actions: NDArray[np.float32], running: NDArray[np.bool_], last: bool
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.bool_]]:
-        result = super()._substep(actions, running)
+        result = super()._substep(actions, running, last)
         self._draw(np.flatnonzero(running))
         return result
 

@@ -11,6 +11,8 @@ from embodrl.config.schema import Config, ModelConfig
 from embodrl.specs import ENVS, MODELS
 
 CARD_FILE = "embodrl.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""Of adapters in peft's layout."""
 BUILTIN = "builtin"
 SHIPPED_POLICY = Path(__file__).parents[1] / "assets" / "openvla_tiny"
 CAMERA_KEYS = ("name", "height", "width", "fov_rad", "eye", "target")

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,12 +33,13 @@ CODE_SETTINGS = {
     "env.id": "a module that is imported, if it is module:Name",
     "env.python": "the program that runs the simulators, unless it is auto",
     "extensions": "modules that are imported",
+    "model.python": "the program that runs the policy",
     "pipeline.fn": "a function",
     "reward.fn": "a function",
     "rollout.workflow": "a class",
 }
 """Dotted keys of the settings that run code, and what each names."""
-_ALWAYS = ("cluster.ray_address", "env.python", "extensions")
+_ALWAYS = ("cluster.ray_address", "env.python", "extensions", "model.python")
 TRUST_VARIABLE = "EMBODRL_TRUST"
 SEAL = "# SHA-256 of all above: "
 _APPROVAL = re.compile(r"^# approval of the settings that run code: ([0-9a-f]{64})$", re.MULTILINE)
@@ -76,7 +78,8 @@ def foreign_settings(tree: Node, origins: str) -> list[ConfigProblem]:
             problems.append(
                 ConfigProblem(
                     key,
-                    f"names code to run, {json.dumps(value)}: {CODE_SETTINGS[key]}; this user has not started the run",
+                    f"names code to run, {json.dumps(value)}: {CODE_SETTINGS[key]}; this is the file of a run that"
+                    " this user has not started, or everybody can write it",
                     str(foreign.origin),
                     hint=f"look at the file and what it names; then repeat the command with --trust (or"
                     f" {TRUST_VARIABLE}=1), or give the setting on the command line",
@@ -89,7 +92,8 @@ def foreign_settings(tree: Node, origins: str) -> list[ConfigProblem]:
 def is_trusted(path: Path, tree: Node, text: str | None = None, of_run: bool = False) -> bool:
     """Return whether settings of a file may run code.
 
-    That is so for a file of the user's own that is not of a run, and for one of a run that this user has started.
+    That is so for a file of the user's own that is not of a run, and for one of a run that this user has started. Own
+    is what belongs to the user or to root, and not everybody can write: where it came from, a file does not tell.
 
     Args:
         path: of the file.
@@ -102,14 +106,15 @@ def is_trusted(path: Path, tree: Node, text: str | None = None, of_run: bool = F
         return True
     try:
         text = path.read_text(encoding="utf-8") if text is None else text
-        own = path.stat().st_uid in (os.getuid(), 0)
+        found = path.stat()
+        own = found.st_uid in (os.getuid(), 0) and not found.st_mode & stat.S_IWOTH
     except OSError:
         own = False
-    found = _APPROVAL.search(text or "")
-    if not (of_run or found or SEAL in (text or "") or any((path.parent / name).exists() for name in RUN_FILES)):
+    line = _APPROVAL.search(text or "")
+    if not (of_run or line or SEAL in (text or "") or any((path.parent / name).exists() for name in RUN_FILES)):
         return own
     key = _read_key(_key_file())
-    return found is not None and key is not None and hmac.compare_digest(found[1], _digest(key, settings))
+    return line is not None and key is not None and hmac.compare_digest(line[1], _digest(key, settings))
 
 
 def approval(settings: Mapping[str, object]) -> str:

@@ -199,7 +199,7 @@ class SteppingEnv(VectorEnv):
                 break
             valid[:, column] = running
             reward[:, column], terminated[:, column], truncated[:, column] = self._substep(
-                actions[:, column], running, last=column == chunk - 1
+                actions[:, column], running, column == chunk - 1
             )
             running &= ~(terminated[:, column] | truncated[:, column])
         return self._finish(active, reward, valid, terminated, truncated)

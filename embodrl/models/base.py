@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from embodrl.data.rng import RandomSource
 from embodrl.errors import BatchShapeError
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from embodrl.models.common.adapters import Adapters
 
 
 @dataclass
@@ -36,6 +39,7 @@ class LoadReport:
         initialized: model name -> why it is not in the checkpoint (e.g. a new value head).
         conventions: what prompts and actions follow -> which, and which file, data set or setting says so.
         has_checksums: the files were compared with the list that embodrl writes; False if there is no list.
+        adapters: of ``model.lora_path``.
     """
 
     source: str
@@ -48,6 +52,7 @@ class LoadReport:
     initialized: dict[str, str] = field(default_factory=dict)
     conventions: dict[str, str] = field(default_factory=dict)
     has_checksums: bool = False
+    adapters: Adapters | None = field(default=None, repr=False)
 
     @property
     def ok(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from embodrl.errors import EmbodrlError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.specs import MODELS, ModelSpec, RegisteredName
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class SupportedModel(RegisteredName):
     PI05: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
     SMOLVLA: ClassVar[SupportedModel]
+    LEROBOT: ClassVar[SupportedModel]
 
     @classmethod
     def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:
@@ -58,13 +59,23 @@ def build_policy(
 ) -> tuple[VLAPolicy, LoadReport]:
     """Build the policy of ``config.model_type``.
 
+    Args:
+        config: the section ``model``.
+        device: where the policy lives.
+        dtype: of its weights; value and noise heads are always float32.
+        seed: of weights that come from no checkpoint.
+
+    Returns:
+        The policy, and what became of the checkpoint.
+
     Raises:
         UnknownNameError: no such model family.
-        CheckpointError: see the family's builder.
+        CheckpointError: there is no such checkpoint, or it does not fit.
         EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have; the builder's module
             is missing; or the policy lacks methods of ``VLAPolicy``.
     """
     from embodrl.models.base import VLAPolicy
+    from embodrl.models.common.lora import continue_adapters
     from embodrl.models.common.trainable import apply_trainable
 
     build = MODELS.get(SupportedModel(config.model_type))
@@ -84,4 +95,13 @@ def build_policy(
             code="policy-incomplete",
         )
     apply_trainable(policy, config, seed=seed)
+    if report.adapters is not None:
+        continue_adapters(policy, report.adapters)
+        report.conventions["adapters"] = report.adapters.describe()
+    elif config.lora_path is not None and str(device) != "meta":
+        raise CheckpointError(
+            f"model.lora_path: no weights of {config.model_type} are loaded that adapters could be added to",
+            "give the base model as model.model_path, or leave model.lora_path out",
+            code="adapter-base",
+        )
     return policy, report

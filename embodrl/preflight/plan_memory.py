@@ -365,7 +365,8 @@ def _available(config: Config, deployment: Deployment, node: int, device: int) -
 def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) -> list[str]:
     """Return what would make a memory that is too small do, the largest component first."""
     lines: list[str] = []
-    for component, _ in sorted(memory.needed.items(), key=lambda item: -item[1]):
+    largest = sorted(memory.needed.items(), key=lambda item: -item[1])
+    for component in (name for name, num_bytes in largest if num_bytes):
         if component in ("weights", "gradients", "optimizer", "reference", "activations"):
             lines += _training_remedies(config, memory, component, figures)
         elif component == "rollout weights" and not config.rollout.enable_offload and not config.runner.max_staleness:

@@ -5,13 +5,61 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+MAX_BYTES, OLDER_FILES = 16 << 20, 2
+"""Size of a log file, and how many full ones are kept beside it (``embodrl.log.1``, ``.2``)."""
+PER_WINDOW, WINDOW_S = 200, 60.0
+"""Records that one place in the code may log within a time."""
 
 
-class _LogFile(logging.FileHandler):
+@dataclass
+class _Place:
+    """What a place in the code has logged since the time ``start`` (``LogRecord.created``)."""
+
+    start: float
+    count: int = 0
+
+    @property
+    def dropped(self) -> int:
+        return max(0, self.count - PER_WINDOW)
+
+
+class _FloodFilter(logging.Filter):
+    """Drops what one place in the code logs too often; the next record from there says how many it were.
+
+    Handlers share it: the first one that has a record decides for all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[tuple[str, int, str], _Place] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        known = record.__dict__
+        if "kept" not in known:
+            known["kept"] = self._keep(record)
+        return known["kept"]
+
+    def _keep(self, record: logging.LogRecord) -> bool:
+        # Python's warnings all come from one line of the interpreter, and begin with their own.
+        own = record.getMessage().partition(": ")[0] if record.name == "py.warnings" else ""
+        key = (record.name, record.lineno, own)
+        place = self.places.setdefault(key, _Place(record.created))
+        if record.created - place.start >= WINDOW_S:
+            self.places[key], old = _Place(record.created), place
+            place = self.places[key]
+            if old.dropped:
+                record.msg, record.args = f"{record.getMessage()} [{old.dropped} like it were left out]", None
+        place.count += 1
+        return place.count <= PER_WINDOW
+
+
+class _LogFile(RotatingFileHandler):
     """A file whose loss, such as by a full disk, is reported once and costs nothing else."""
 
     lost = False
@@ -37,7 +85,8 @@ class _Screen(logging.Handler):
 class RunLog:
     """While it is entered, log records from INFO on go to a file, and from WARNING on to stderr as well.
 
-    A file that can't be written costs a warning: it must not hide what the run has to report.
+    Files rotate, and floods are cut down. A file that can't be written costs a warning: it must not hide what the run
+    has to report.
 
     Args:
         path: appended to.
@@ -46,11 +95,12 @@ class RunLog:
     def __init__(self, path: Path) -> None:
         self._handlers: list[logging.Handler] = [_Screen(logging.WARNING)]
         self._file: _LogFile | None = None
+        self._flood = _FloodFilter()
         self._problem: OSError | None = None
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _LogFile(path, encoding="utf-8")
+            self._file = _LogFile(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8")
         except OSError as error:
             self._problem = error
             return
@@ -59,6 +109,7 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         for handler in self._handlers:
+            handler.addFilter(self._flood)
             logging.getLogger().addHandler(handler)
         logging.getLogger("embodrl").setLevel(logging.INFO)
         logging.captureWarnings(True)
@@ -73,6 +124,9 @@ class RunLog:
             # The command line shows it on the screen.
             record = logging.LogRecord(__name__, logging.ERROR, "", 0, repr(error), None, (type(error), error, trace))
             self._file.handle(record)
+        for (name, line, _), place in list(self._flood.places.items()):
+            if place.dropped:
+                logging.getLogger(__name__).info("%d records of %s, line %d, were left out", place.dropped, name, line)
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()

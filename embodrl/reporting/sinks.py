@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EVENT_FILES = itertools.count()
+WANDB_FINISH_S = 60.0
 MetricValue = float | int | str | None
 
 
@@ -101,6 +103,7 @@ class WandbTracker:
         except ImportError as error:
             raise MissingDependencyError("wandb is not installed", "pip install 'embodrl[wandb]'") from error
 
+        self._directory = run_dir
         id_file = run_dir / "wandb_id.txt"
         run_id = id_file.read_text().strip() if id_file.is_file() else os.urandom(4).hex()
         id_file.write_text(f"{run_id}\n")
@@ -119,7 +122,29 @@ class WandbTracker:
         self._run.log({name: value for name, value in metrics.items() if value is not None}, step=iteration)
 
     def close(self) -> None:
-        self._run.finish()
+        """Finish uploading.
+
+        Raises:
+            TimeoutError: it takes too long: without a network, it would try for ever.
+        """
+        errors: list[Exception] = []
+
+        def finish() -> None:
+            try:
+                self._run.finish()
+            except Exception as error:  # noqa: BLE001  whatever it is, it is raised again in the thread that waits
+                errors.append(error)
+
+        thread = threading.Thread(target=finish, name="wandb-finish", daemon=True)
+        thread.start()
+        thread.join(WANDB_FINISH_S)
+        if thread.is_alive():
+            raise TimeoutError(
+                f"the upload is not done after {WANDB_FINISH_S:g} s; `wandb sync {self._directory}/wandb/*run-*`"
+                " uploads the rest"
+            )
+        if errors:
+            raise errors[0]
 
 
 class MetricsLogger:
@@ -168,9 +193,12 @@ class MetricsLogger:
                 self._elapsed_s = float((last or {}).get("time/elapsed_s") or 0.0)
             self._file = open(self.path, "ab", opener=_open_no_link)  # noqa: SIM115  (closed by ``close``)
         except OSError as error:
-            raise OutputError(
-                f"{self.path} can't be written: {error}", "set runner.output_dir to a writable directory"
-            ) from error
+            # A device, pipe or directory under this name, or a link.
+            foreign = self.path.is_symlink() or (self.path.exists() and not self.path.is_file())
+            hint = "set runner.output_dir to a writable directory"
+            if foreign:
+                hint = f"move {self.path} away: it is no file of embodrl's; `embodrl resume` restores its rows"
+            raise OutputError(f"{self.path} can't be written: {error}", hint) from error
         if trackers is None:
             trackers = self._build_trackers(config, resume_iteration, run_config or {})
         self._trackers = dict(trackers)

@@ -20,7 +20,7 @@ def export_checkpoint(source: Path, directory: Path, overrides: list[str], trust
         source: a run, whose newest intact checkpoint is taken, or ``RUN/checkpoints/step_N``.
         directory: a new one.
         overrides: of the run's configuration.
-        trust: its settings may run code, whoever started the run.
+        trust: its settings may run code though another user started the run.
 
     Returns:
         the checkpoint.

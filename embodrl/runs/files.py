@@ -170,4 +170,4 @@ def without_lost_warm_start(config: Config) -> Config:
         " tiny size's own",
         model.warm_start,
     )
-    return config.model_copy(update={"model": model.model_copy(update={"warm_start": None})})
+    return config.model_copy(update={"model": model.model_copy(update={"warm_start": None, "lora_path": None})})

@@ -46,7 +46,7 @@ class PolicySource:
 
         Args:
             overrides: of the command line.
-            trust: the run's settings may run code, whoever started it.
+            trust: the run's settings may run code though another user started it.
             verb: what the policy is for.
 
         Raises:
@@ -64,6 +64,8 @@ class PolicySource:
             own, _ = load_saved(self.run_dir, overrides, verb, self.checkpoint, True, trust)
             key = "warm_start" if own.config.model.model_path is None else "model_path"
             texts.append(assignment(f"model.{key}", self.policy_dir))
+            if own.config.model.lora_path is not None:
+                texts.append("model.lora_path=null")  # the weights have the adapters in them
         resuming = self.checkpoint is not None
         return load_saved(self.run_dir, texts, verb, self.checkpoint, resuming, trust)[0]
 

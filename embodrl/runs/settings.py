@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -22,6 +22,7 @@ from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
 from embodrl.config.trust import SEAL, approval, code_settings
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
+from embodrl.fields import Fields
 from embodrl.runs.load import load_run
 from embodrl.storage.atomic import read_regular_file
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, newest_state
@@ -194,7 +195,7 @@ def load_saved(
         verb: what it is loaded for; see ``load_config``.
         checkpoint: the one that is used, if it has been opened.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
-        trust: the settings may run code, whoever started the run.
+        trust: the settings may run code though another user started the run.
 
     Raises:
         CheckpointError: the settings are lost.
@@ -208,21 +209,51 @@ def load_saved(
     return load_run(path, overrides, verb, resuming, trust, saved.text), saved
 
 
-def refuse_impossible(config: Config, in_checkpoint: str | None) -> None:
+def refuse_impossible(
+    config: Config, in_checkpoint: str | None, rollout: Fields | None = None, num_generators: Sequence[int] = ()
+) -> None:
     """Refuse, before anything is started, settings that a checkpoint can't be resumed with.
+
+    Args:
+        config: of the resumed run.
+        in_checkpoint: the settings that the checkpoint was made with; None for one of an earlier version.
+        rollout: the state of the rollouts in the checkpoint.
+        num_generators: random generators of each rollout process, now; empty if that is not known.
 
     Raises:
         ConfigError: names each, with the value that the checkpoint was made with.
     """
-    problems: list[ConfigProblem] = []
+    problems = [] if rollout is None else list(_other_counts(config, rollout, num_generators))
     for key, (was, now) in changed_settings(in_checkpoint or "", to_yaml(config, None)).items():
         why = next((reason for pattern, reason in FIXED.items() if re.fullmatch(pattern, key)), None)
         if why is not None:
-            message = f"is {_shown(now)}, and the checkpoint was made with {_shown(was)}: {why}"
-            hint = f"resume with {key}={_shown(was)}, or start a new run with model.warm_start=RUN/policy"
-            problems.append(ConfigProblem(key, message, hint=hint, code="settings-fixed"))
+            problems.append(_fixed(key, now, was, why))
     if problems:
         raise ConfigError(problems)
+
+
+def _other_counts(config: Config, rollout: Fields, num_generators: Sequence[int]) -> Iterator[ConfigProblem]:
+    """Yield what follows from the states themselves, whatever the settings say: ``auto`` and null mean the machine's.
+
+    The state of an asynchronous run has neither simulators nor random numbers.
+    """
+    simulators = len([name for name in rollout.texts("blobs") if re.fullmatch(r"(rollout_\d+_)?env_\d+", name)])
+    if simulators not in (0, config.env.num_processes):
+        yield _fixed("env.num_processes", config.env.num_processes, simulators, "it has the state of each simulator")
+    state = rollout.fields("state")
+    states = state.objects("processes") if "processes" in state else [state]
+    found = [len(one.items("random")) for one in states if "random" in one]
+    if len(found) != len(num_generators):
+        return  # another number of rollout processes, whose error names cluster.component_placement
+    if found != list(num_generators):
+        why = "it has the random numbers of each thread"
+        yield _fixed("cluster.num_threads", sum(num_generators), sum(found), why)
+
+
+def _fixed(key: str, now: object, was: object, why: str) -> ConfigProblem:
+    message = f"is {_shown(now)}, and the checkpoint was made with {_shown(was)}: {why}"
+    hint = f"resume with {key}={_shown(was)}, or start a new run with model.warm_start=RUN/policy"
+    return ConfigProblem(key, message, hint=hint, code="settings-fixed")
 
 
 def changed_settings(old_yaml: str, new_yaml: str) -> dict[str, tuple[object, object]]:

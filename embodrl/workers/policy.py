@@ -96,6 +96,14 @@ def num_threads(config: Config) -> int:
     return config.cluster.num_threads or cores
 
 
+def num_generators(config: Config, deployment: Deployment) -> list[int]:
+    """Return how many random generators each process that acts has; empty if only its engine knows."""
+    if config.rollout.backend != "native":
+        return []
+    on_cpu = resolve_device(config).type == "cpu"
+    return [deployment.threads_of(place) if on_cpu else 1 for place in deployment.of("rollout")]
+
+
 def configure_torch(config: Config, place: ProcessPlace | None = None, threads: int | None = None) -> torch.device:
     """Set device, threads and seeds; return the device of the policy.
 

@@ -73,7 +73,7 @@ class FaultyVectorEnv(ToyVectorEnv):
 
     def call(self, method, arguments):
         if method == "spawn_helper":
-            return subprocess.Popen(["sleep", "1000"]).pid
+            return subprocess.Popen(["sleep", "1000"], start_new_session=arguments["own_session"]).pid
         return super().call(method, arguments)
 
 

@@ -180,9 +180,9 @@ def test_results_that_do_not_fit_are_refused(fault, words):
 def test_what_a_simulator_started_ends_with_it():
     manager = faulty("none")
     manager.start()
-    helper = manager.call("spawn_helper")
+    helpers = [manager.call("spawn_helper", {"own_session": own}) for own in (False, True)]
     manager.close()
-    wait_until_gone([helper])
+    wait_until_gone(helpers)
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang", "raise"])

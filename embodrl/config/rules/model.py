@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from embodrl.config.policy_card import BUILTIN, card_differences, policy_directory, read_card
+from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN, card_differences, policy_directory, read_card
 from embodrl.config.rules.base import Context, Finding, note, rule, what_is
 from embodrl.names import nearest
 from embodrl.specs import MODELS, ModelSpec
@@ -32,10 +32,17 @@ def model_is_registered(context: Context) -> Iterator[Finding]:
 def checkpoint_exists(context: Context) -> Iterator[Finding]:
     """A local checkpoint is a directory; anything else has the form of a hub id."""
     path = context.config.model.model_path
-    if path is None or what_is(f"{path}/config.json") == "file":
+    if path is None:
         return
     allowed = "an existing directory, a hub id as OWNER/NAME, or null"
-    if what_is(path) == "directory":
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    if what_is(f"{path}/{ADAPTER_CONFIG}") == "file" and not any(what_is(f"{path}/{name}") for name in weights):
+        message = f"'{path}' holds adapters, and not the weights that they change"
+        hint = f"set model.lora_path={path}, and model.model_path to the base model that {ADAPTER_CONFIG} names"
+        yield Finding("model.model_path", message, hint, allowed)
+    elif what_is(f"{path}/config.json") == "file":
+        return
+    elif what_is(path) == "directory":
         message, hint = (
             f"'{path}' holds no config.json",
             "give the directory that holds config.json and *.safetensors",
@@ -53,6 +60,28 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
             "give the directory of the checkpoint, or OWNER/NAME of the hub",
         )
         yield Finding("model.model_path", message, hint, allowed)
+
+
+@rule("model.lora_path", "model.model_path", "model.warm_start")
+def adapters_exist(context: Context) -> Iterator[Finding]:
+    """Adapters are a local directory in peft's layout, or a hub id, and have weights to be added to."""
+    model = context.config.model
+    path = model.lora_path
+    if path is None:
+        return
+    if model.model_path is None and model.warm_start is None:
+        message = "adapters are added to weights, and neither model.model_path nor model.warm_start names any"
+        yield Finding(
+            "model.lora_path", message, "set model.model_path to their base model", others=("model.model_path",)
+        )
+    found, hub = what_is(path), HUB_ID.fullmatch(path) and what_is(path.partition("/")[0]) != "directory"
+    if what_is(f"{path}/{ADAPTER_CONFIG}") != "file" and (found or not hub):
+        wrong = f"'{path}' holds no {ADAPTER_CONFIG}" if found else f"there is no directory '{path}'"
+        hint = f"give the directory that holds {ADAPTER_CONFIG} and adapter_model.safetensors"
+        nested = f"{path}/lora_adapter"  # where OpenVLA-OFT's fine-tuning writes it
+        if what_is(f"{nested}/{ADAPTER_CONFIG}") == "file":
+            hint = f"write model.lora_path={nested}"
+        yield Finding("model.lora_path", wrong, hint, "an existing directory, a hub id as OWNER/NAME, or null")
 
 
 @rule("model.warm_start", "model.model_path")

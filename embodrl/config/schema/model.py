@@ -46,6 +46,11 @@ class ModelConfig(Section):
         default=None,
         description="local directory or hub id of a checkpoint in the family's public layout; null: the tiny size",
     )
+    lora_path: str | None = Field(
+        default=None,
+        description="adapters in peft's layout, a local directory or hub id, over the weights of model_path or"
+        " warm_start: they continue training with trainable=lora of the same rank, else are merged",
+    )
     warm_start: str | None = Field(
         default="builtin",
         description="weights of the tiny size: builtin (shipped with embodrl), a directory, or null for random ones;"

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from embodrl.config.schema import FsdpConfig
+from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 
 DP, TP = "dp", "tp"
@@ -76,7 +77,18 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
 
     Returns:
         The module to run forward passes with.
+
+    Raises:
+        EmbodrlError: weights that train have several types, which FSDP does not take.
     """
+    apart = {id(p) for name, part in policy.parts().items() if name in FLOAT32_PARTS for p in part.parameters()}
+    types = {p.dtype for p in policy.parameters() if p.requires_grad and id(p) not in apart}
+    if len(types) > 1:
+        raise EmbodrlError(
+            f"weights that train are of {' and '.join(sorted(map(str, types)))}, and FSDP takes one type",
+            "set actor.param_dtype=fp32 with actor.fsdp.gather_dtype=bf16, or model.trainable=lora",
+            code="fsdp-types",
+        )
     gathered = torch.bfloat16 if config.gather_dtype == "bf16" else None
     low = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     same = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)

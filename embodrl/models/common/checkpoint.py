@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.models.base import LoadReport
+from embodrl.models.common.adapters import ADAPTER_CONFIG, Adapters
 from embodrl.models.common.config_file import CONFIG_FILE, read_file
 from embodrl.models.common.hub import download
 from embodrl.storage.atomic import atomic_directory as atomic_directory  # part of the public module
@@ -77,15 +78,50 @@ def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | Non
                 "give a directory that `embodrl sft` wrote, or start from random weights with model.warm_start=null",
             )
     check_links(directory)
+    _refuse_adapters(directory)
     report = LoadReport(str(directory))
     report.has_checksums = check_checksums(directory, size_only=".safetensors")
+    if config.lora_path is not None:
+        apart = resolve(config.lora_path, "model.lora_path")
+        check_links(apart)
+        check_checksums(apart)
+        own = config.trainable == "lora"
+        report.adapters = Adapters(apart, config.lora.rank if own else None, config.lora.target_modules)
     return directory, report
 
 
-def resolve(model_path: str) -> Path:
+def _refuse_adapters(directory: Path) -> None:
+    if not (directory / ADAPTER_CONFIG).is_file() or any(
+        (directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)
+    ):
+        return
+    base = read_file(directory / ADAPTER_CONFIG).text("base_model_name_or_path", None) or "their base model"
+    raise CheckpointError(
+        f"{directory} has adapters, and not the weights that they change",
+        f"set model.lora_path={directory} and model.model_path to the directory or hub id of {base}",
+        code="adapter-base",
+    )
+
+
+def place_of(name: str | Path, directory: Path, report: LoadReport) -> Path:
+    """Return the directory to read a file from: that of the adapters if they bring their own, else the checkpoint's.
+
+    Fine-tuning with adapters leaves the base model alone, so the statistics of its data are beside the adapters.
+    """
+    if report.adapters is None or not (report.adapters.directory / name).is_file():
+        return directory
+    report.conventions[str(name)] = f"of the adapters ({report.adapters.directory})"
+    return report.adapters.directory
+
+
+def resolve(model_path: str, setting: str = "model.model_path") -> Path:
     """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
 
     Only safetensors, JSON and tokenizer files are fetched, and OpenVLA-OFT's components; never code.
+
+    Args:
+        model_path: a directory, or the hub's ``OWNER/NAME``.
+        setting: named in errors.
 
     Raises:
         CheckpointError: no such directory, and the hub can't be reached or has no such model.
@@ -94,12 +130,12 @@ def resolve(model_path: str) -> Path:
     if local.is_dir():
         return local
     if model_path.startswith(("/", ".", "~")) or model_path.count("/") != 1:
-        raise CheckpointError(f"directory {model_path} does not exist", "check model.model_path")
+        raise CheckpointError(f"directory {model_path} does not exist", f"check {setting}")
     return download(
         model_path,
         HUB_PATTERNS,
         f"'{model_path}' is no local directory and could not be fetched from the hub",
-        "check the name and the network, or give a local directory as model.model_path",
+        f"check the name and the network, or give a local directory as {setting}",
     )
 
 
@@ -226,6 +262,7 @@ def fill(
     dtype: torch.dtype,
     aliases: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
+    in_float32: Callable[[str], bool] = lambda name: False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Give a network that was built on the meta device its weights, so that a large one is never held twice.
@@ -239,12 +276,30 @@ def fill(
         dtype: of the weights.
         aliases: see ``load_strict``.
         ignore: see ``load_strict``.
+        in_float32: see ``load_strict``.
         tensors: see ``load_strict``.
     """
     if files:
-        load_strict(model, files, report, device=device, dtype=dtype, aliases=aliases, ignore=ignore, tensors=tensors)
+        adapters = report.adapters
+        load_strict(
+            model,
+            files,
+            report,
+            device=device,
+            dtype=dtype,
+            aliases=aliases,
+            ignore=ignore,
+            adapters=adapters,
+            in_float32=in_float32,
+            tensors=tensors,
+        )
+        if adapters is not None:
+            adapters.check_used()
         return
-    model.to(dtype).to_empty(device=device)
+    model.to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.float() if in_float32(name) else parameter.data
+    model.to_empty(device=device)
     if device.type != "meta":
         init_weights()
     report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
@@ -259,6 +314,8 @@ def load_strict(
     dtype: torch.dtype,
     aliases: Mapping[str, str] | None = None,
     ignore: Mapping[str, str] | None = None,
+    adapters: Adapters | None = None,
+    in_float32: Callable[[str], bool] = lambda name: False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> LoadReport:
     """Put the tensors of safetensors files into a module, which may be on the meta device.
@@ -271,6 +328,8 @@ def load_strict(
         dtype: of the loaded floating-point tensors.
         aliases: names in the file to names in the module.
         ignore: names in the file that are not used, with the reason.
+        adapters: added to the weights in float32, before these take their type.
+        in_float32: tells by the name in the module which floating-point tensors are float32 whatever ``dtype`` is.
         tensors: further ones by their names in the module, from files of another format.
 
     Returns:
@@ -298,11 +357,15 @@ def load_strict(
                         continue
                     if name != stored:
                         report.aliased[stored] = name
+                    changed = adapters is not None and adapters.take(name, shape, module)
+                    final = torch.float32 if in_float32(name) else dtype
                     if on_meta:
-                        state[name] = torch.empty(shape, dtype=dtype, device="meta")
-                    else:
-                        floating = expected[name].is_floating_point()
-                        state[name] = _checked(reader.get_tensor(stored), stored, floating, dtype, path)
+                        state[name] = torch.empty(shape, dtype=final, device="meta")
+                        continue
+                    floating, exact = expected[name].is_floating_point(), torch.float32 if changed else final
+                    state[name] = _checked(reader.get_tensor(stored), stored, floating, exact, path)
+                    if changed and adapters is not None:
+                        state[name] = adapters.merged(name, state[name]).to(final)
     _add(tensors or {}, expected, state, report, torch.device(device), dtype)
     mismatched = {name for name, _, _ in report.mismatched}
     report.missing.extend(name for name in expected if name not in state and name not in mismatched)

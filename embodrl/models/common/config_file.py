@@ -123,6 +123,9 @@ def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
     return PI_FAMILIES if kind is None and "paligemma_variant" in raw else ()
 
 
+UNKNOWN_FAMILY = "use a checkpoint of a family that embodrl reads: `embodrl list models` shows them"
+
+
 def check_family(fields: Fields, wanted: tuple[str, ...]) -> None:
     """Refuse a config.json that is known to be of another family than the ``wanted``; the hint names that one."""
     found = families_of(fields.content)

@@ -64,6 +64,11 @@ def rotate(x: Tensor, rope: Rotary) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def full_precision(x: Tensor) -> torch.autocast:
+    """Return a context in which linear layers compute in the type of their weights, even under autocast."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm whose weight is an offset from 1."""
 
@@ -85,9 +90,11 @@ class AdaptiveRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
         """``[B,S,W]`` and ``[B,T]`` to the normed tokens and the gate ``[B,1,W]``."""
-        scale, shift, gate = self.dense(condition)[:, None].chunk(3, dim=-1)
+        with full_precision(condition):
+            modulation = self.dense(condition.to(self.dense.weight.dtype))
+        scale, shift, gate = modulation[:, None].chunk(3, dim=-1)
         normed = _normalized(x) * (1.0 + scale.float()) + shift.float()
-        return normed.to(x.dtype), gate
+        return normed.to(x.dtype), gate.to(x.dtype)
 
 
 def _normalized(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from embodrl.config.schema import LoraConfig
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.adapters import Adapters
 from embodrl.models.common.init import new_generator
 
 ADAPTER = "default"
@@ -54,6 +55,32 @@ def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vis
         if not is_meta:
             layer.lora_A[ADAPTER].weight.data.normal_(0.0, 1.0 / config.rank, generator=generator)
     return names
+
+
+@torch.no_grad()
+def continue_adapters(policy: VLAPolicy, adapters: Adapters) -> None:
+    """Give a policy's adapters the values of a checkpoint's; those of other layers are added to the weights.
+
+    A scale that differs goes into the second factor, so that outputs are those of the checkpoint.
+
+    Args:
+        policy: with adapters of its own.
+        adapters: what their loading has ``kept``.
+    """
+    own: dict[nn.Module, Any] = {
+        cast(nn.Module, layer.base_layer): layer for layer in policy.modules() if adapter_factors(layer) is not None
+    }
+    for module, adapter in list(adapters.kept.items()):
+        weight = cast(Tensor, module.weight)
+        if module not in own:
+            del adapters.kept[module]
+            adapters.num_merged += 1
+            if not weight.is_meta:
+                weight.copy_(weight.float() + adapters.delta(adapter).to(weight.device))
+        elif not weight.is_meta:
+            down, up = adapters.factors(adapter)
+            own[module].lora_A[ADAPTER].weight.copy_(down)
+            own[module].lora_B[ADAPTER].weight.copy_(up * (adapter.scale / own[module].scaling[ADAPTER]))
 
 
 def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision: bool = False) -> list[str]:

@@ -71,7 +71,8 @@ class PatchEmbeddings(SiglipVisionEmbeddings):
         del self.position_ids  # not in checkpoints: it would stay without memory in a model built on the meta device
 
     def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
-        """``[B,3,H,W]`` to ``[B,N,D]``."""
+        """``[B,3,H,W]`` to ``[B,N,D]``, in the type of the embeddings."""
+        pixel_values = pixel_values.to(self.patch_embedding.weight.dtype)
         return embed_patches(pixel_values, self.patch_embedding) + self.position_embedding.weight
 
 
@@ -110,7 +111,10 @@ class SiglipTower(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised ``[B,3,H,W]`` to features ``[B,N,D]`` after the final norm."""
-        return self.vision_model(pixels).last_hidden_state
+        vision = self.vision_model
+        blocks = next(vision.encoder.parameters()).dtype  # pi0 has more precise embeddings
+        hidden = vision.encoder(inputs_embeds=vision.embeddings(pixels).to(blocks)).last_hidden_state
+        return vision.post_layernorm(hidden)
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""

@@ -10,22 +10,22 @@ import torch
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import OWN_SECTION
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
-from embodrl.models.gr00t.config import NEW_EMBODIMENT, Gr00tConfig
+from embodrl.models.gr00t.config import METADATA_FILE, NEW_EMBODIMENT, Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import (
     ChatTokenizer,
     Gr00tProcessor,
-    choose_robot,
     has_tokenizer,
-    identity_metadata,
     load_chat_tokenizer,
     tiny_chat_tokenizer,
 )
+from embodrl.models.gr00t.robots import Keys, choose_keys, choose_robot, identity_metadata
 from embodrl.models.gr00t.spec import Gr00tModelConfig
 
 EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
@@ -51,14 +51,7 @@ def build_gr00t(
     has the dimensions of ``gr00t`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
     ``device``.
 
-    Args:
-        config: the section ``model``.
-        device: where the policy lives.
-        dtype: of its weights; value and noise heads are always float32.
-        seed: of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, or it does not fit.
+    Arguments and errors as of ``models.registry.build_policy``.
     """
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
@@ -67,15 +60,29 @@ def build_gr00t(
     model_config = Gr00tConfig.from_architecture(config.gr00t, tokenizer.vocab_size, metadata)
     files, aliases = [], {}
     if directory is not None:
-        found = Gr00tConfig.from_directory(directory)
+        found = Gr00tConfig.from_directory(directory, checkpoint.place_of(METADATA_FILE, directory, report))
         if config.model_path is None:
             checkpoint.check_size(found, model_config, ("siglip", "qwen", "head"), directory, "model.gr00t")
         tokenizer = _tokenizer(directory, found)
         files = checkpoint.weight_files(directory)
         model_config, aliases = _fitted(found, files, directory)
-    if given := given_sets(config, "gr00t", NEW_EMBODIMENT):
+    settings, used = Keys(config.gr00t.state_keys, config.gr00t.action_keys), dict(model_config.keys)
+    given = given_sets(config, "gr00t", NEW_EMBODIMENT)
+    if given:
         model_config = replace(model_config, metadata=given)
-    robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, report.source)
+    public = directory is not None and OWN_SECTION not in model_config.raw
+
+    def keys_of(name: str) -> Keys:
+        if given:  # of the whole state and action
+            used[name] = settings
+            return settings
+        used[name], origin = choose_keys(name, settings, model_config.keys, public, report.source)
+        if directory is not None:
+            report.conventions[f"keys of {name}"] = origin
+        return used[name]
+
+    robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, report.source, keys_of)
+    model_config = replace(model_config, keys=used)
     generator = new_generator(device, seed)
     with torch.device("meta"):
         model = Gr00tModel(model_config)

@@ -17,6 +17,7 @@ from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     CONFIG_FILE,
     OWN_SECTION,
+    UNKNOWN_FAMILY,
     check_family,
     check_multiple,
     fields_of,
@@ -28,13 +29,18 @@ from embodrl.models.common.config_file import (
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import stats_sets
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
+from embodrl.models.gr00t.robots import Keys
 from embodrl.models.gr00t.spec import Gr00tArchitectureConfig
 
 MODEL_TYPE = "gr00t_n1_5"
 EAGLE_PATH = "NVEagle/eagle_er-qwen3_1_7B-Siglip2_400M_stage1_5_128gpu_er_v7_1mlp_nops"
 METADATA_FILE = Path("experiment_cfg") / "metadata.json"
 NEW_EMBODIMENT = "new_embodiment"
-EMBODIMENT_IDS = {NEW_EMBODIMENT: 31, "oxe_droid": 17, "agibot_genie1": 26, "genie1_gripper": 26, "gr1": 24}
+EMBODIMENT_IDS = {
+    **{NEW_EMBODIMENT: 31, "oxe_droid": 17, "agibot_genie1": 26, "genie1_gripper": 26, "gr1": 24},
+    **{"libero_franka": 31, "maniskill_widowx": 30, "isaaclab_franka": 31},
+}
+"""NVIDIA's robots of N1.5, and RLinf's."""
 SYSTEM_PROMPT = "You are a helpful assistant."
 
 
@@ -105,6 +111,7 @@ class Gr00tConfig:
             nothing runs.
         metadata: experiment_cfg/metadata.json, statistics by robot.
         raw: config.json, so that saving keeps the keys that embodrl does not use.
+        keys: by robot, parts of state and action that a policy of embodrl was trained with.
     """
 
     siglip: SiglipSpec
@@ -116,6 +123,7 @@ class Gr00tConfig:
     pooling_head: bool = False
     metadata: dict[str, Fields] = field(default_factory=dict[str, Fields])
     raw: Mapping[str, object] = field(default_factory=dict[str, object])
+    keys: Mapping[str, Keys] = field(default_factory=dict[str, Keys])
 
     def to_dict(self) -> dict[str, object]:
         """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
@@ -175,6 +183,10 @@ class Gr00tConfig:
                 "qwen": asdict(self.qwen),
                 "system_prompt": self.system_prompt,
                 "embodiment_ids": self.embodiment_ids,
+                "keys": {
+                    robot: {kind: list(names) for kind, names in asdict(keys).items() if names is not None}
+                    for robot, keys in self.keys.items()
+                },
             },
         }
 
@@ -215,18 +227,23 @@ class Gr00tConfig:
             pooling_head=is_public,
             metadata=dict(metadata),
             raw=raw,
+            keys=_keys(own.fields("keys", {})),
         )
 
     @staticmethod
-    def from_directory(directory: Path) -> Gr00tConfig:
+    def from_directory(directory: Path, fine_tuned: Path | None = None) -> Gr00tConfig:
         """Read config.json and experiment_cfg/metadata.json.
+
+        Args:
+            directory: of the checkpoint.
+            fine_tuned: has metadata.json; None for the same directory.
 
         Raises:
             CheckpointError: a file is missing, invalid, or of another model.
         """
         fields = read_file(directory / CONFIG_FILE)
         _reject_other_models(fields)
-        metadata = stats_sets(read_file(directory / METADATA_FILE))
+        metadata = stats_sets(read_file((fine_tuned or directory) / METADATA_FILE))
         return Gr00tConfig.from_dict(fields.content, metadata, fields.source)
 
     @staticmethod
@@ -264,6 +281,15 @@ class Gr00tConfig:
             embodiment_ids={NEW_EMBODIMENT: arch.num_embodiments - 1},
             metadata=stats_sets(fields_of(metadata, "built-in statistics")),
         )
+
+
+def _keys(robots: Fields) -> dict[str, Keys]:
+    found: dict[str, Keys] = {}
+    for robot in robots:
+        kinds = robots.fields(robot)
+        state, action = (tuple(kinds.texts(kind)) if kind in kinds else None for kind in ("state", "action"))
+        found[robot] = Keys(state, action)
+    return found
 
 
 def _transformer_dict(spec: TransformerSpec) -> dict[str, int]:
@@ -320,8 +346,7 @@ def _reject_other_models(fields: Fields) -> None:
     check_family(fields, ("gr00t",))
     found = fields.content.get("model_type", fields.content.get("type"))
     if found != MODEL_TYPE:
-        hint = "use a checkpoint of GR00T N1.5 in NVIDIA's layout, or choose the matching model.model_type"
-        raise CheckpointError(f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", hint)
+        raise CheckpointError(f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY)
     backbone = fields.fields("backbone_cfg")
     for name in ("project_to_dim", "reproject_vision"):
         if backbone.content.get(name):

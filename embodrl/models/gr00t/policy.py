@@ -26,7 +26,8 @@ from embodrl.models.common.norm_stats import stats_content
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.gr00t.config import METADATA_FILE
 from embodrl.models.gr00t.modeling import Gr00tModel
-from embodrl.models.gr00t.processing import Gr00tProcessor, RobotStats
+from embodrl.models.gr00t.processing import Gr00tProcessor
+from embodrl.models.gr00t.robots import RobotStats
 from embodrl.types import Observation
 
 SIGLIP_MEAN_AND_STD = 0.5

@@ -1,13 +1,12 @@
-"""Observations to model inputs, and statistics of robots.
+"""Observations to model inputs.
 
 The chat is that of Eagle 2.5, whose files come with NVIDIA's code and not with the checkpoint: prompt and special
 tokens follow its public processor; they are written down here only. Images are resized as a whole to one tile.
-Shapes: B batch, V cameras, H x W pixels, N image patches, L text tokens, A action dimensions.
+Shapes: B batch, V cameras, H x W pixels, N image patches, L text tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
-from embodrl.fields import Fields
-from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.images import center_crop_area, resize_bicubic
-from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, read_range
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, FileTokenizer, read_tokenizer
+from embodrl.models.gr00t.robots import JoinedStats
 from embodrl.types import Observation
 
 CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
@@ -105,86 +102,6 @@ def load_chat_tokenizer(directory: Path) -> ChatTokenizer:
     return ChatTokenizer(tokenizer, str(directory))
 
 
-@dataclass(frozen=True)
-class MinMaxStats:
-    """Least and largest values of each dimension, in environment units, ``float64[A]``."""
-
-    low: NDArray[np.float64]
-    high: NDArray[np.float64]
-
-    @property
-    def dims(self) -> int:
-        """A."""
-        return len(self.low)
-
-    def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return ``2 (x - low) / (high - low) - 1``, not clipped; a dimension without range gives 0; ``[...,A]``."""
-        span = self.high - self.low
-        scaled = 2.0 * (np.asarray(values, dtype=np.float64) - self.low) / np.where(span == 0.0, 1.0, span) - 1.0
-        return np.where(span == 0.0, 0.0, scaled)
-
-    def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``(a + 1) / 2 * (high - low) + low``; ``[...,A]``."""
-        return 0.5 * (actions + 1.0) * (self.high - self.low) + self.low
-
-
-@dataclass(frozen=True)
-class RobotStats:
-    """Statistics of a robot: of its actions, and of its state unless it is used as it is."""
-
-    name: str
-    action: MinMaxStats
-    state: MinMaxStats | None
-
-
-def identity_metadata(name: str, action_dim: int) -> dict[str, object]:
-    """Return metadata.json of one robot whose actions lie in [-1, 1] and whose state is used as it is."""
-    action = {"action": {"min": [-1.0] * action_dim, "max": [1.0] * action_dim}}
-    entry = {"embodiment_tag": name, "modalities": {}, "statistics": {"action": action, "state": {}}}
-    return {name: entry}
-
-
-def choose_robot(metadata: StatsSets, key: str | None, action_dim: int, source: str) -> RobotStats:
-    """Return the statistics of a robot.
-
-    Its parts ("arm", "gripper", ...) are joined in the order of the file, the only order that is stated.
-
-    Args:
-        metadata: by robot, as in metadata.json.
-        key: which; None takes the only one.
-        action_dim: A, to check against.
-        source: named in errors.
-
-    Raises:
-        CheckpointError: no such robot, several and none chosen, invalid statistics, or other dimensions.
-    """
-    key = choose_key(metadata, key, source, "statistics of the robot")
-    statistics = metadata[key].fields("statistics", {})
-    action = _joined(statistics.fields("action", {}))
-    if action is None or action.dims != action_dim:
-        found = 0 if action is None else action.dims
-        raise CheckpointError(
-            f"{source}: action statistics of '{key}' have {found} dimensions, not {action_dim}",
-            f"set model.action_dim={found}, choose another robot with model.unnorm_key, or {COMPUTE}",
-        )
-    return RobotStats(key, action, _joined(statistics.fields("state", {})))
-
-
-def _joined(parts: Fields) -> MinMaxStats | None:
-    if not parts.content:
-        return None
-    lows: list[NDArray[np.float64]] = []
-    highs: list[NDArray[np.float64]] = []
-    for name in parts:
-        part = parts.fields(name)
-        # A part of one dimension may state its number alone.
-        listed = {n: v if isinstance(v, list) else [v] for n, v in part.content.items() if n in ("min", "max")}
-        low, high = read_range(fields_of(listed, part.source), "min", "max")
-        lows.append(low)
-        highs.append(high)
-    return MinMaxStats(np.concatenate(lows), np.concatenate(highs))
-
-
 class Gr00tProcessor:
     """Prompts, images and states as GR00T was trained with them.
 
@@ -207,7 +124,7 @@ class Gr00tProcessor:
         max_prompt_tokens: int,
         system_prompt: str,
         center_crop: bool,
-        state_stats: MinMaxStats | None,
+        state_stats: JoinedStats | None,
         max_state_dim: int,
     ) -> None:
         self.tokenizer = tokenizer
@@ -283,10 +200,11 @@ class Gr00tProcessor:
                 f"the robot's state has {dims} dimensions, the checkpoint's statistics have {wanted}",
                 "choose the robot with model.unnorm_key, or set env.include_state=false",
             )
-        if dims > self.max_state_dim:
+        width = dims if self.state_stats is None else self.state_stats.width
+        if width > self.max_state_dim:
             raise EmbodrlError(
-                f"the robot's state has {dims} dimensions, the model has room for {self.max_state_dim}",
-                f"set model.gr00t.max_state_dim={dims} or more, or env.include_state=false",
+                f"the robot's state has {width} dimensions, the model has room for {self.max_state_dim}",
+                f"set model.gr00t.max_state_dim={width} or more, or env.include_state=false",
             )
-        padded[:, :dims] = state if self.state_stats is None else self.state_stats.normalize(state)
+        padded[:, :width] = state if self.state_stats is None else self.state_stats.normalize(state)
         return padded

@@ -20,7 +20,7 @@ from embodrl.models.common.flow_spec import (
 
 
 class Gr00tArchitectureConfig(Section):
-    """Dimensions of a GR00T N1.5 built without a checkpoint."""
+    """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
@@ -48,6 +48,14 @@ class Gr00tArchitectureConfig(Section):
     action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
     num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
     max_prompt_tokens: PositiveInt = Field(default=64, description="prompts are padded to this length")
+    action_keys: tuple[str, ...] | None = Field(
+        default=None,
+        description="of a checkpoint: parts of the robot's action in metadata.json, in order, each NAME or NAME:MODE"
+        " (min_max, mean_std, q99, binary, identity); null: as the robot's data configuration, else all by min_max",
+    )
+    state_keys: tuple[str, ...] | None = Field(
+        default=None, description="of its state, likewise; also with MODE sin_cos"
+    )
 
 
 class Gr00tModelConfig(FlowModelConfig):

@@ -17,7 +17,7 @@ from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import ActionStats, choose_stats, given_sets, identity_stats
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
 from embodrl.models.common.value_head import ValueHead
-from embodrl.models.openvla.config import OpenVLAConfig
+from embodrl.models.openvla.config import STATISTICS_FILE, OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel, init_weights
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.processing import OpenVLAProcessor
@@ -62,14 +62,7 @@ def build_openvla(
     has the dimensions of ``architecture`` and the weights of ``warm_start``; random ones are a function of ``seed``
     and ``device``.
 
-    Args:
-        config: the section ``model``.
-        device: where the policy lives.
-        dtype: of its weights; the value head is always float32.
-        seed: of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, or it does not fit.
+    Arguments and errors as of ``models.registry.build_policy``.
     """
     parts = build_parts(config, BUILTIN_WARM_START, True, torch.device(device), dtype, seed)
     model = parts.model.config
@@ -119,7 +112,7 @@ def build_parts(
     )
     model_config, files, tensors, ignore = tiny, [], {}, {}
     if directory is not None:
-        model_config = OpenVLAConfig.from_directory(directory)
+        model_config = OpenVLAConfig.from_directory(directory, checkpoint.place_of(STATISTICS_FILE, directory, report))
         tokenizer = PromptTokenizer(directory / "tokenizer.json", model_config.bos_id, model_config.prompt_end_id)
         if config.model_path is None:
             checkpoint.check_size(model_config, tiny, ("dino", "siglip", "llama"), directory, "model.architecture")

@@ -12,6 +12,7 @@ from embodrl.models.common.config_file import (
     CONFIG_FILE,
     OPENVLA_FAMILIES,
     OWN_SECTION,
+    UNKNOWN_FAMILY,
     check_family,
     check_multiple,
     fields_of,
@@ -25,6 +26,7 @@ from embodrl.models.openvla.spec import ArchitectureConfig
 
 PAD_TO_MULTIPLE_OF = 64
 LLAMA_PROMPT_END = 29871
+STATISTICS_FILE = "dataset_statistics.json"
 
 DINO_MEAN, DINO_STD = (0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)
 SIGLIP_MEAN, SIGLIP_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -180,15 +182,19 @@ class OpenVLAConfig:
         return config
 
     @staticmethod
-    def from_directory(directory: Path) -> OpenVLAConfig:
+    def from_directory(directory: Path, fine_tuned: Path | None = None) -> OpenVLAConfig:
         """Read config.json and, if there is one, dataset_statistics.json of a fine-tuned checkpoint.
+
+        Args:
+            directory: of the checkpoint.
+            fine_tuned: has dataset_statistics.json; None for the same directory.
 
         Raises:
             CheckpointError: config.json is missing, invalid, or of another model.
         """
         path = directory / CONFIG_FILE
         config = OpenVLAConfig.from_dict(read_file(path).content, source=str(path))
-        statistics = directory / "dataset_statistics.json"
+        statistics = (fine_tuned or directory) / STATISTICS_FILE
         if statistics.is_file():
             config = replace(config, norm_stats={**config.norm_stats, **stats_sets(read_file(statistics))})
         return config
@@ -243,9 +249,7 @@ def _reject_other_models(fields: Fields) -> None:
     check_family(fields, OPENVLA_FAMILIES)
     source, family = fields.source, fields.content.get("model_type")
     if family != "openvla":
-        raise CheckpointError(
-            f"{source}: model_type is '{family}', not 'openvla'", "choose the matching model.model_type"
-        )
+        raise CheckpointError(f"{source}: model_type is '{family}', not 'openvla'", UNKNOWN_FAMILY)
     backbone = fields.text("vision_backbone_id", "dinosiglip")
     if not fields.flag("use_fused_vision_backbone", True) or "dinosiglip" not in backbone:
         raise CheckpointError(

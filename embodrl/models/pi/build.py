@@ -23,7 +23,7 @@ from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.spec import MISSING_CONFIG, PiModelConfig
 from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot, read_openpi
 from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
-from embodrl.models.pi.weights import EXPERT, LANGUAGE, TOWER, aliases_and_ignored, variant_of
+from embodrl.models.pi.weights import EMBEDDING, EXPERT, LANGUAGE, TOWER, aliases_and_ignored, in_float32, variant_of
 
 TINY_STATS_KEY = "maniskill"
 
@@ -53,16 +53,8 @@ def build_pi(
     Without, it has the dimensions of ``pi`` and the weights of ``warm_start``; random ones are a function of ``seed``
     and ``device``.
 
-    Args:
-        config: the section ``model``.
-        variant: which model.
-        device: where the policy lives.
-        dtype: of its weights; value and noise heads are always float32.
-        seed: of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, or it does not fit.
-        MissingDependencyError: its tokenizer needs a package that is not installed.
+    Arguments and errors are those of ``models.registry.build_policy``; MissingDependencyError where its tokenizer
+    needs a package that is not installed.
     """
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()
@@ -80,6 +72,8 @@ def build_pi(
         tokenizer = load_tokenizer(directory, model_config.vocab_size)
         files = checkpoint.weight_files(directory)
         aliases, ignore = _names(model_config, files, directory)
+        if report.adapters is not None:
+            report.adapters.rename(lambda names: aliases_and_ignored([*names, EMBEDDING]))  # lm_head is not used
     generator = new_generator(device, seed)
     with torch.device("meta"):
         model = PiModel(model_config)
@@ -92,6 +86,7 @@ def build_pi(
         dtype=dtype,
         aliases=aliases,
         ignore=ignore,
+        in_float32=in_float32,
     )
     feature_dim = model_config.expert.width
     chosen = config.value_head.input
@@ -109,18 +104,19 @@ def build_pi(
 
 
 def _read(directory: Path, variant: Variant, config: PiModelConfig, report: LoadReport) -> tuple[PiConfig, PiStats]:
-    path = directory / CONFIG_FILE
+    settings = checkpoint.place_of(CONFIG_FILE, directory, report)  # with lerobot's adapters, all but the weights
+    path = settings / CONFIG_FILE
     if not path.exists() and (directory / checkpoint.SINGLE_FILE).is_file():
         raise PolicyFileError(f"{path} does not exist", MISSING_CONFIG)
     fields = read_file(path)
     model_config = PiConfig.from_dict(fields.content, variant, fields.source)
-    sets, methods = _statistics(directory, fields)
+    sets, methods = _statistics(settings, fields)
     given = given_sets(config, "openpi")
     if methods is not None and not (given and methods.actions == "identity"):
         model_config = replace(model_config, normalization=methods)
     sets = given or sets
-    stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, str(directory))
-    model_config, conventions = with_conventions(model_config, config.pi, fields, stats.key, directory)
+    stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, str(settings))
+    model_config, conventions = with_conventions(model_config, config.pi, fields, stats.key, settings)
     report.conventions |= conventions
     if given and model_config.relative_dims:
         raise CheckpointError(

@@ -18,6 +18,7 @@ from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     CONFIG_FILE,
     OWN_SECTION,
+    UNKNOWN_FAMILY,
     check_family,
     check_multiple,
     fields_of,
@@ -49,6 +50,11 @@ STATELESS = frozenset(
     }
 )
 """Data sets that openpi's or RLinf's configurations train pi0.5 on with ``discrete_state_input=False``."""
+
+RELATIVE = {LIBERO: 6, "physical-intelligence/behavior": 6}
+"""Leading action dimensions that openpi's or RLinf's configurations make pi0 predict relative to the state."""
+JOINTS_OF_TWO_ARMS = frozenset({"trossen", "trossen_mobile", "physical-intelligence/robotwin"})
+"""Besides those named after ALOHA: each arm's joints relative to the state, and in openpi's own units for ALOHA."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class PiConfig:
         """Return the configuration with what is known of the data set that a public checkpoint was trained on."""
         if self.variant == "pi05":
             return replace(self, discrete_state=False) if key in STATELESS else self
-        return replace(self, relative_dims=6) if key == LIBERO else self
+        return replace(self, relative_dims=RELATIVE.get(key, 0))
 
     @staticmethod
     def from_dict(raw: Mapping[str, object], variant: Variant, source: str = CONFIG_FILE) -> PiConfig:
@@ -271,5 +277,5 @@ def _check_variant(found: str, wanted: Variant, source: str) -> None:
     if found != wanted:
         raise CheckpointError(
             f"{source} is of a '{found}' model, not '{wanted}'",
-            f"set model.model_type={found}" if found in get_args(Variant) else "choose the matching model.model_type",
+            f"set model.model_type={found}" if found in get_args(Variant) else UNKNOWN_FAMILY,
         )

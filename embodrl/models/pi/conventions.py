@@ -6,9 +6,10 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.pi.config import STATELESS, PiConfig
+from embodrl.models.pi.config import JOINTS_OF_TWO_ARMS, STATELESS, PiConfig
 from embodrl.models.pi.spec import PiArchitectureConfig
 from embodrl.models.pi.stats import LEROBOT_FILE, lerobot_steps
 
@@ -30,9 +31,19 @@ def with_conventions(
         fields: of config.json.
         key: name of the statistics, which is that of the data set.
         directory: of the checkpoint.
+
+    Raises:
+        CheckpointError: actions of the data set mean what is not converted here.
     """
     origins: dict[str, str] = {}
     if OWN_SECTION not in fields:
+        if key in JOINTS_OF_TWO_ARMS or "aloha" in key.lower():
+            raise CheckpointError(
+                f"{directory}: actions of '{key}' are joints of two arms, relative to the state (adapt_to_pi and"
+                " DeltaActions), which are not converted",
+                "choose statistics of another robot with model.unnorm_key, or another checkpoint",
+                code="pi-joints",
+            )
         config = config.with_data_set(key)
         if config.relative_dims:
             origins["action dimensions relative to the state"] = f"{config.relative_dims} (data set {key})"

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.expert_policy import ExpertNetwork, Towers
-from embodrl.models.common.gemma import GemmaModel, KeysValues, Rotary, rotary
+from embodrl.models.common.gemma import GemmaLayer, GemmaModel, KeysValues, Rotary, full_precision, rotary
 from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.pi.config import PiConfig
 
@@ -127,6 +128,11 @@ class PiModel(ExpertNetwork):
             self.action_time_mlp_out = nn.Linear(width, width)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights of attention and MLPs; ``in_float32`` names more precise ones."""
+        return cast(GemmaLayer, self.expert.layers[0]).self_attn.q_proj.weight.dtype
+
+    @property
     def paligemma(self) -> PaliGemmaModel:
         return self.paligemma_with_expert.paligemma.model
 
@@ -141,7 +147,7 @@ class PiModel(ExpertNetwork):
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
-        features = self.paligemma.vision_tower(pixels.flatten(0, 1).to(self.dtype))
+        features = self.paligemma.vision_tower(pixels.flatten(0, 1))
         return self.paligemma.multi_modal_projector(features).unflatten(0, (len(pixels), -1)).flatten(1, 2)
 
     def encode(
@@ -189,21 +195,25 @@ class PiModel(ExpertNetwork):
         return self.paligemma.language_model.finish(context.last_input, context.prefix_rope, mask)
 
     def velocity(self, context: PiContext, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.action_in_proj(x.to(self.dtype))
-        time = time_embedding(tau, self.config.expert.width).to(self.dtype)
-        condition = None
-        if self.config.adaptive_norm:
-            condition = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time))))
-        else:
-            mixed = torch.cat([tokens, time[:, None].expand_as(tokens)], dim=-1)
-            tokens = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(mixed)))
-        hidden = self.expert.decode(tokens, context.rope, context.cache, context.mask, condition)
-        return self.action_out_proj(hidden), hidden
+        exact, condition = self.action_out_proj.weight.dtype, None
+        with full_precision(x):
+            tokens = self.action_in_proj(x.to(exact))
+            time = time_embedding(tau, self.config.expert.width).to(exact)
+            if self.config.adaptive_norm:
+                condition = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time))))
+            else:
+                mixed = torch.cat([tokens, time[:, None].expand_as(tokens)], dim=-1)
+                tokens = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(mixed)))
+        hidden = self.expert.decode(tokens.to(self.dtype), context.rope, context.cache, context.mask, condition)
+        hidden = hidden.to(exact)
+        with full_precision(x):
+            return self.action_out_proj(hidden), hidden
 
     def _append_state(
         self, cache: list[KeysValues], state: Tensor, position: Tensor, valid: Tensor | None
     ) -> tuple[list[KeysValues], Tensor | None]:
-        token = self.state_proj(state.to(self.dtype))[:, None]
+        with full_precision(state):
+            token = self.state_proj(state.to(self.state_proj.weight.dtype))[:, None].to(self.dtype)
         seen = None if valid is None else F.pad(valid, (0, 1), value=True)
         rope = rotary(position, self.config.expert.head_dim, token.dtype)
         extended, _ = self.expert.encode(token, rope, None if seen is None else seen[:, None, None], cache)

@@ -19,6 +19,9 @@ EMBEDDING = f"{LANGUAGE}embed_tokens.weight"
 TIED_TO_EMBEDDING = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
 _TOWER_LEVEL = "vision_model."
+_TRUNK = "paligemma_with_expert."
+_FLOAT32_IN_TOWER = ("embeddings.patch_embedding.", "embeddings.position_embedding.")
+_FLOAT32 = ("_layernorm.", "model.norm.")
 
 
 def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -38,6 +41,16 @@ def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[s
         elif target != name:
             aliases[name] = target
     return aliases, ignore
+
+
+def in_float32(name: str) -> bool:
+    """Tell whether openpi keeps a weight in float32 in a model of bfloat16.
+
+    Those are Gemma's norms (with what conditions them), embeddings of patches and their places, and the layers between
+    actions, state, noise level and expert, so that the velocity is computed in float32.
+    """
+    parts = _FLOAT32_IN_TOWER if name.startswith(TOWER) else _FLOAT32
+    return not name.startswith(_TRUNK) or any(part in name for part in parts)
 
 
 def variant_of(stored: Collection[str]) -> str | None:

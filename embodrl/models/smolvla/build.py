@@ -33,14 +33,7 @@ def build_smolvla(
     has the dimensions of ``smolvla`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
     ``device``.
 
-    Args:
-        config: the section ``model``.
-        device: where the policy lives.
-        dtype: of its weights; value and noise heads are always float32.
-        seed: of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, or it does not fit.
+    Arguments and errors as of ``models.registry.build_policy``.
     """
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
@@ -51,13 +44,16 @@ def build_smolvla(
     weights, aliases, ignore = [], {}, {}
     if directory is not None:
         tiny = model_config
-        model_config = SmolVlaConfig.read(directory / CONFIG_FILE)
+        settings = checkpoint.place_of(CONFIG_FILE, directory, report)
+        model_config = SmolVlaConfig.read(settings / CONFIG_FILE)
         if config.model_path is None:
             checkpoint.check_size(model_config, tiny, _SIZES, directory, "model.smolvla")
         weights = checkpoint.weight_files(directory)
-        sets, found = files.read_stats(directory, weights)
+        sets, found = files.read_stats(settings, weights)
         methods = methods if config.stats_path is not None and found.actions == "identity" else found
         tokenizer = files.load_tokenizer(directory, model_config)
+        if report.adapters is not None:
+            report.adapters.rename(files.aliases_and_ignored)
         names = checkpoint.stored_shapes(weights)
         aliases, ignore = files.aliases_and_ignored(names)
         checkpoint.check_layers([aliases.get(name, name) for name in names], files.layers(model_config), directory)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common.config_file import fields_of
@@ -17,13 +18,12 @@ from embodrl.models.gr00t.policy import embodiment_id, trimmed
 from embodrl.models.gr00t.processing import (
     SPECIAL_TOKENS,
     Gr00tProcessor,
-    MinMaxStats,
     chat,
-    choose_robot,
     has_tokenizer,
     load_chat_tokenizer,
     tiny_chat_tokenizer,
 )
+from embodrl.models.gr00t.robots import KEYS, JoinedStats, Keys, KeyStats, choose_keys, choose_robot
 from embodrl.types import Observation
 
 CONTENT = {
@@ -127,7 +127,7 @@ def test_images_and_shapes():
 
 
 def test_states_are_normalised_and_padded():
-    stats = MinMaxStats(np.array([0.0, -1.0, 2.0]), np.array([4.0, 0.0, 2.0]))
+    stats = JoinedStats((KeyStats("arm", "min_max", np.array([0.0, -1.0, 2.0]), np.array([4.0, 0.0, 2.0])),))
     made = processor(state_stats=stats)
     state = np.array([[1.0, -0.25, 7.0], [6.0, -1.0, 2.0]], np.float32)
     np.testing.assert_allclose(made.padded_state(state), [[-0.5, 0.5, 0, 0, 0], [2.0, -1.0, 0, 0, 0]])
@@ -165,7 +165,69 @@ def test_the_robot_is_chosen_by_name():
         choose_robot(broken, None, 1, "x")
 
 
+VALUES = {
+    "arm": {
+        **{"min": [-2.0, 0.0], "max": [2.0, 8.0]},
+        **{"mean": [1.0, 3.0], "std": [0.5, 0.0], "q01": [0.0, 1.0], "q99": [1.0, 1.0]},
+    },
+    "gripper": {"min": 0.0, "max": 1.0},
+}
+ROBOT = stats_sets(fields_of({"so100": {"statistics": {"action": VALUES, "state": VALUES}}}, "x"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "normalized", "back"),
+    [
+        ("arm", [0.75, -0.5], [1.5, 2.0]),
+        ("arm:mean_std", [1.0, 2.0], [1.5, 3.0]),  # no deviation: as it is, and the mean on the way back
+        ("arm:q99", [1.0, 1.0], [1.0, 1.0]),  # clipped; no range: as it is, clipped as well
+        ("arm:binary", [1.0, 1.0], [1.0, 1.0]),
+        ("arm:identity", [1.5, 2.0], [1.5, 2.0]),
+    ],
+)
+def test_modes_by_hand(entry: str, normalized: list[float], back: list[float]):
+    """NVIDIA's Normalizer, by its formulas."""
+    robot = choose_robot(ROBOT, None, 3, "x", lambda name: Keys(None, ("gripper:binary", entry)))
+    found = robot.action.normalize(np.array([[0.25, 1.5, 2.0]]))
+    np.testing.assert_allclose(found, [[0.0, *normalized]], atol=1e-12)
+    np.testing.assert_allclose(robot.action.unnormalize(found), [[0.0, *back]], atol=1e-12)
+
+
+def test_sines_and_cosines_of_a_state():
+    robot = choose_robot(ROBOT, None, 2, "x", lambda name: Keys(("arm:sin_cos", "gripper"), ("arm",)))
+    assert robot.state is not None and (robot.state.dims, robot.state.width) == (3, 5)
+    state = np.array([[0.0, np.pi / 2, 0.75]], np.float32)
+    wanted = [[0.0, 1.0, 1.0, 0.0, 0.5]]
+    np.testing.assert_allclose(processor(state_stats=robot.state).padded_state(state), wanted, atol=1e-6)
+    with pytest.raises(EmbodrlError, match="has 5 dimensions, the model has room for 4"):
+        processor(state_stats=robot.state, max_state_dim=4).padded_state(state)
+
+
+@pytest.mark.parametrize("entry", ["arm:sin_cos", "arm:scale", "leg"])
+def test_keys_that_do_not_exist(entry: str):
+    with raises_code("gr00t-keys"):
+        choose_robot(ROBOT, None, 2, "x", lambda name: Keys(None, (entry,)))
+
+
+def test_which_keys(caplog: pytest.LogCaptureFixture):
+    pose = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+    keys, origin = choose_keys("libero_franka", Keys(), {}, True, "x")
+    assert keys == Keys(pose, pose) and origin == "data configuration of libero_franka"
+    assert KEYS["maniskill_widowx"] == Keys(("left_arm:sin_cos",), ("left_arm",))
+    assert choose_keys("libero_franka", Keys(("x",), ("y",)), {}, True, "x")[0] == Keys(("x",), ("y",))
+    for robot in ("gr1", "oxe_droid"):
+        with raises_code("gr00t-keys"):
+            choose_keys(robot, Keys(), {}, True, "x")
+        assert choose_keys(robot, Keys(), {robot: Keys(None, ("a",))}, False, "x")[1] == "config.json"
+        assert choose_keys(robot, Keys(None, ("a",)), {}, True, "x")[0].action == ("a",)
+    assert not caplog.records
+    keys, origin = choose_keys("new_embodiment", Keys(), {}, True, "x")
+    assert keys == Keys() and "assumed" in origin and "model.gr00t.action_keys" in caplog.text
+
+
 def test_numbers_of_robots():
+    numbers = {"libero_franka": 31, "maniskill_widowx": 30, "isaaclab_franka": 31}  # RLinf's
+    assert {name: embodiment_id(name, EMBODIMENT_IDS, 32) for name in numbers} == numbers
     assert embodiment_id("new_embodiment", EMBODIMENT_IDS, 32) == 31
     assert embodiment_id("oxe_droid", EMBODIMENT_IDS, 32) == 17
     with pytest.raises(CheckpointError, match="known for the robot 'so100'; known: new_embodiment") as caught:

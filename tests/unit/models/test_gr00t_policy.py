@@ -389,3 +389,22 @@ def test_a_checkpoint_without_tokenizer_takes_the_public_one(saved, tmp_path, mo
     with pytest.raises(CheckpointError, match="has no tokenizer") as caught:
         build_with_report(model_path=str(saved))
     assert "merges.txt" in caught.value.hint
+
+
+def test_keys_of_a_robot_are_saved_with_the_policy(tmp_path: Path):
+    arm, gripper = ({"min": [low] * n, "max": [low + 4.0] * n} for low, n in ((-2.0, 6), (0.0, 1)))
+    build().save_pretrained(tmp_path / "first")
+    metadata = {"libero_franka": {"statistics": {"action": {"gripper": gripper, "arm": arm}, "state": {}}}}
+    (tmp_path / "first" / "experiment_cfg" / "metadata.json").write_text(json.dumps(metadata))
+    raw = json.loads((tmp_path / "first" / "config.json").read_text())
+    raw["embodrl"] |= {"embodiment_ids": {"libero_franka": 1}, "keys": {}}
+    (tmp_path / "first" / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="has no 'x'; it has gripper, arm"):  # RLinf's keys are others
+        build_with_report(warm_start=str(tmp_path / "first"))
+    chosen = {"gr00t": ARCHITECTURE.model_copy(update={"action_keys": ("arm", "gripper:binary")})}
+    policy, report = build_with_report(warm_start=str(tmp_path / "first"), **chosen)
+    assert report.conventions == {"keys of libero_franka": "settings model.gr00t.action_keys and state_keys"}
+    policy.save_pretrained(tmp_path / "second")
+    again, report = build_with_report(warm_start=str(tmp_path / "second"))
+    assert report.conventions == {"keys of libero_franka": "config.json"}
+    np.testing.assert_allclose(again.stats.unnormalize(np.full((1, 7), 0.75)), [[*([1.5] * 6), 1.0]])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import save_file
+from tiny_families import TINY
 
 from embodrl.config import load_config
 from embodrl.errors import CheckpointError, ConfigError
@@ -26,22 +27,7 @@ from embodrl.models.pi.spec import PiArchitectureConfig, PiModelConfig
 from embodrl.models.pi.stats import read_openpi
 from embodrl.types import Observation
 
-SIZES: dict[str, Any] = {
-    "image_size": 16,
-    "patch_size": 8,
-    "siglip": {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24},
-    "depth": 2,
-    "num_heads": 2,
-    "head_dim": 8,
-    "vlm_width": 32,
-    "vlm_mlp_dim": 48,
-    "expert_width": 24,
-    "expert_mlp_dim": 32,
-    "max_action_dim": 8,
-    "action_horizon": 4,
-    "num_images": 2,
-    "max_prompt_tokens": 120,
-}
+SIZES: dict[str, Any] = {**TINY["pi"], "max_action_dim": 8, "num_images": 2, "max_prompt_tokens": 120}
 OPENPI = {
     "action_dim": 8,
     "action_horizon": 4,
@@ -273,7 +259,8 @@ def test_lerobots_memory_is_refused(name: str):
         ("pi05", "lerobot/metaworld_mt50", 5, (False, 0)),
         ("pi05", "InternRobotics/InternData-Calvin_ABC", 5, (False, 0)),
         ("pi05", "RLinf/IsaacLab-Stack-Cube-Data", 10, (False, 0)),
-        ("pi05", "physical-intelligence/robotwin", 50, (True, 0)),
+        ("pi05", "physical-intelligence/behavior", 32, (True, 0)),
+        ("pi0", "physical-intelligence/behavior", 50, (False, 6)),
         ("pi0", "lerobot/metaworld_mt50", 5, (False, 0)),
         ("pi0", "physical-intelligence/libero", 50, (False, 6)),
     ],
@@ -288,6 +275,18 @@ def test_configurations_of_rlinfs_recipes(
     found, _ = with_conventions(config, PiArchitectureConfig(), fields, key, tmp_path)
     assert (found.discrete_state, found.relative_dims) == expected and found.action_horizon == horizon
     assert found.max_prompt_tokens == 200 and not found.padded_state_in_prompt
+
+
+@pytest.mark.usefixtures("tiny_is_public")
+@pytest.mark.parametrize(
+    "key", ["trossen", "physical-intelligence/aloha_pen_uncap_diverse", "physical-intelligence/robotwin"]
+)
+def test_joints_of_two_arms_are_refused(key: str, tmp_path: Path):
+    build("pi0")[0].save_pretrained(tmp_path)
+    rearrange(tmp_path, {f"assets/{key}": 0.0, "assets/droid": 0.0}, OPENPI)
+    with raises_code("pi-joints"):
+        build("pi0", model_path=str(tmp_path), unnorm_key=key)
+    assert build("pi0", model_path=str(tmp_path), unnorm_key="droid")[1].ok
 
 
 # What train_pytorch.py writes ----------------------------------------------------------------------------------------

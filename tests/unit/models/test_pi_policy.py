@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_families import TINY
 
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.base import LoadReport
@@ -19,21 +20,7 @@ from embodrl.models.pi.spec import PiModelConfig
 from embodrl.types import Observation, SamplingParams
 
 VARIANTS = ("pi0", "pi05")
-SIZES = {
-    "image_size": 16,
-    "patch_size": 8,
-    "siglip": {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24},
-    "depth": 2,
-    "num_heads": 2,
-    "head_dim": 8,
-    "vlm_width": 32,
-    "vlm_mlp_dim": 48,
-    "expert_width": 24,
-    "expert_mlp_dim": 32,
-    "max_action_dim": 8,
-    "action_horizon": 4,
-    "num_images": 2,
-}
+SIZES: dict[str, Any] = {**TINY["pi"], "max_action_dim": 8, "num_images": 2}
 SAMPLING = SamplingParams()
 EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 
@@ -318,3 +305,47 @@ def test_imitation_learns_to_see(variant: str):
     assert np.mean(losses[-5:]) < 0.4 * losses[0]
     actions = policy.predict_action_batch(seen, "eval", SAMPLING, compute_values=False).actions
     assert np.abs(actions - targets[:, :2].numpy()).mean() < 0.4
+
+
+# Precision -----------------------------------------------------------------------------------------------------------
+
+OPENPIS_FLOAT32 = (  # the parts of names in openpi's to_bfloat16_for_selected_params
+    "vision_tower.vision_model.embeddings.patch_embedding.weight",
+    "vision_tower.vision_model.embeddings.patch_embedding.bias",
+    "vision_tower.vision_model.embeddings.position_embedding.weight",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "model.norm",
+)
+
+
+def in_bfloat16(variant: str, **changes: Any) -> PiPolicy:
+    return build_pi(config(variant, **changes), variant, torch.device("cpu"), torch.bfloat16, 0)[0].eval()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_openpi_keeps_in_float32(variant: str, tmp_path: Path):
+    full, _ = build(variant)
+    full.save_pretrained(tmp_path)
+    wanted = full.model.state_dict()
+    for policy in (in_bfloat16(variant), in_bfloat16(variant, warm_start=str(tmp_path))):
+        found = policy.model.state_dict()
+        for name, value in found.items():
+            inside = name.startswith("paligemma_with_expert.")
+            exact = not inside or any(part in name for part in OPENPIS_FLOAT32)
+            assert value.dtype == (torch.float32 if exact else torch.bfloat16), name
+    assert all(torch.equal(value, wanted[name].to(value.dtype)) for name, value in found.items())  # not rounded before
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_velocity_is_computed_in_float32(variant: str, autocast: bool):
+    policy = build(variant)[0].eval() if autocast else in_bfloat16(variant)
+    inputs = policy.preprocess(observation())
+    noise = torch.randn(3, 4, 8, generator=generator())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        velocity, hidden = policy.velocity(policy.encode(inputs))(noise, torch.full((3,), 0.5))
+    layer = policy.model.action_out_proj
+    assert velocity.dtype == hidden.dtype == torch.float32
+    assert torch.equal(velocity, torch.nn.functional.linear(hidden, layer.weight, layer.bias))
+    assert not torch.equal(velocity, velocity.bfloat16().float())

@@ -6,6 +6,7 @@ Nothing is started. What a machine lacks (GPUs, Ray, an interpreter of a simulat
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("resume",): None,
 }
 """Those with settings, and what is checked; the arguments of the others are parsed."""
-STANDS_FOR = {"MODE": "actor=native", "runner.seed=S": "runner.seed=1", "mine.yaml": "my_task/config.yaml"}
+STANDS_FOR = {
+    **{"MODE": "actor=native", "runner.seed=S": "runner.seed=1", "mine.yaml": "my_task/config.yaml"},
+    "model.python=lerobot-env/bin/python": f"model.python={sys.executable}",
+}
 """Words of the pages that the reader replaces."""
 WRONG = {
     ("README.md", "algorithm.gamma=2"): "config-range",
@@ -134,6 +138,9 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
         if key in ("model.warm_start", "model.model_path") and value.startswith(("outputs/", "DIR")):
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text("{}", encoding="utf-8")
+        if key == "model.lora_path":
+            Path(value).mkdir(parents=True)
+            Path(value, "adapter_config.json").write_text("{}", encoding="utf-8")
     Path("my_task").mkdir()
     tutorial.write_files(directory / "my_task")
     for name in ("new_model.py", "small_vla.py"):

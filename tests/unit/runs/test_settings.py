@@ -10,6 +10,7 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.errors import CheckpointError, ConfigError
+from embodrl.fields import Fields
 from embodrl.runs.settings import (
     STATE_KEY,
     changed_settings,
@@ -114,6 +115,7 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir: Path) -> None:
     assert load_saved(run_dir, [])[0].config.runner.seed == 3
 
 
+@pytest.mark.parametrize("backend", ["native", "fsdp"])
 @pytest.mark.parametrize(
     ("change", "key"),
     [
@@ -122,13 +124,42 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir: Path) -> None:
         ("model=pi0", "model.model_type"),
     ],
 )
-def test_what_a_checkpoint_can_not_be_resumed_with_is_refused(change: str, key: str) -> None:
-    old = load_config(OVERRIDES)
+def test_what_a_checkpoint_can_not_be_resumed_with_is_refused(change: str, key: str, backend: str) -> None:
+    mine = [*OVERRIDES, f"actor.training_backend={backend}"]
+    old = load_config(mine)
     with raises_code("settings-fixed", ConfigError) as caught:
-        refuse_impossible(load_config([*OVERRIDES, change]).config, old.to_yaml())
+        refuse_impossible(load_config([*mine, change]).config, old.to_yaml())
     assert key in [problem.key for problem in caught.value.problems]
-    refuse_impossible(load_config([*OVERRIDES, "algorithm.gamma=0.5", "runner.seed=8"]).config, old.to_yaml())
+    refuse_impossible(load_config([*mine, "algorithm.gamma=0.5", "runner.seed=8"]).config, old.to_yaml())
     refuse_impossible(old.config, None)  # a checkpoint of an earlier version
+
+
+@pytest.mark.parametrize(
+    ("rollout", "generators", "keys"),
+    [
+        ({"state": {"random": ["a", "b"]}, "blobs": ["env_0", "env_1"]}, [2], []),
+        ({"state": {"random": ["a", "b"]}, "blobs": ["env_0"]}, [2], ["env.num_processes"]),
+        ({"state": {"random": ["a"]}, "blobs": ["env_0"]}, [4], ["env.num_processes", "cluster.num_threads"]),
+        ({"state": {"random": ["a"]}, "blobs": ["env_0", "env_1"]}, [], []),  # vLLM: its engine knows
+        (
+            {"state": {"processes": [{"random": ["a"]}] * 2}, "blobs": ["rollout_0_env_0", "rollout_1_env_0"]},
+            [3, 3],
+            ["cluster.num_threads"],
+        ),
+        ({"state": {"next": 4}, "blobs": []}, [2], []),  # an asynchronous run
+    ],
+)
+def test_numbers_of_processes_and_threads_are_those_of_the_states(
+    rollout: dict[str, object], generators: list[int], keys: list[str]
+) -> None:
+    loaded = load_config([*OVERRIDES, "env.num_processes=2"])
+    fields = Fields(rollout, "the checkpoint", CheckpointError)
+    if not keys:
+        refuse_impossible(loaded.config, None, fields, generators)
+        return
+    with raises_code("settings-fixed", ConfigError) as caught:
+        refuse_impossible(loaded.config, None, fields, generators)
+    assert [problem.key for problem in caught.value.problems] == keys
 
 
 def test_every_changed_value_is_found() -> None:

@@ -1,0 +1,258 @@
+"""Statistics of GR00T's robots, and how states and actions are made of them.
+
+A checkpoint's metadata.json has statistics of many keys ("left_arm", "gripper", ...). Which of them a model takes, in
+which order, and how each is normalised stands in the code that it was trained with (NVIDIA's and RLinf's data
+configurations), by the name of the robot: so it is written down here, or given by settings.
+Shapes: A dimensions of all keys, W numbers that the model sees (sines and cosines are two for one).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.errors import CheckpointError
+from embodrl.fields import Fields
+from embodrl.models.common.config_file import fields_of
+from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, read_range, read_values
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["min_max", "mean_std", "q99", "binary", "sin_cos", "identity"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+_STATE_ONLY = "sin_cos"
+_POSE = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
+_GENIE = tuple(f"{side}_{part}" for part in ("arm_joint_position", "effector_position") for side in ("left", "right"))
+_GENIE_STATE = (*_GENIE, "head_position", "waist_position")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys in order, each as ``NAME`` (min_max) or ``NAME:MODE``; None: all of metadata.json, by min_max."""
+
+    state: tuple[str, ...] | None = None
+    action: tuple[str, ...] | None = None
+
+
+KEYS = {
+    "libero_franka": Keys(_POSE, _POSE),
+    "isaaclab_franka": Keys(_POSE, _POSE),
+    "maniskill_widowx": Keys(("left_arm:sin_cos",), ("left_arm",)),
+    "agibot_genie1": Keys(_GENIE_STATE, (*_GENIE_STATE, "robot_velocity")),
+}
+"""By robot: RLinf's data configurations of GR00T N1.5, and NVIDIA's of Genie-1."""
+_ARMS = ("left_arm", "right_arm", "left_hand", "right_hand")
+_SETTINGS = "model.gr00t.action_keys and model.gr00t.state_keys"
+UNDECIDED = {
+    "gr1": f"set {_SETTINGS} as in your training; for NVIDIA's gr1_arms_only they are [{','.join(_ARMS)}] and"
+    f" [{','.join(f'{name}:sin_cos' for name in _ARMS)}]",
+    "oxe_droid": "the model learned its rotations as six numbers, which embodrl does not convert: use a fine-tune for"
+    f" your robot, or set {_SETTINGS}",
+}
+"""Robots of the base model whose actions depend on more than the metadata, and what to do."""
+
+
+@dataclass(frozen=True)
+class KeyStats:
+    """Of one key.
+
+    Attributes:
+        name: of the key.
+        mode: ``min_max`` and ``q99`` (clipped) map a range to [-1, 1], ``mean_std`` the mean to 0; a dimension without
+            range gives 0 (min_max) or stays as it is; ``binary`` is 1 above one half; ``sin_cos`` gives sines, then
+            cosines, of a state.
+        low, high: ends of the range, or the mean less and plus the deviation, ``float64[A]``.
+    """
+
+    name: str
+    mode: Mode
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+    @property
+    def dims(self) -> int:
+        """A."""
+        return len(self.low)
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.dims * (2 if self.mode == _STATE_ONLY else 1)
+
+    def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """``[...,A]`` in environment units to ``[...,W]``."""
+        x = np.asarray(values, dtype=np.float64)
+        if self.mode == "binary":
+            return (x > 0.5).astype(np.float64)
+        if self.mode == "sin_cos":
+            return np.concatenate([np.sin(x), np.cos(x)], axis=-1)
+        if self.mode == "identity":
+            return x
+        span = self.high - self.low
+        scaled = 2.0 * (x - self.low) / np.where(span == 0.0, 1.0, span) - 1.0
+        scaled = np.where(span == 0.0, 0.0 if self.mode == "min_max" else x, scaled)
+        return np.clip(scaled, -1.0, 1.0) if self.mode == "q99" else scaled
+
+    def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
+        """``[...,A]`` to environment units, the inverse where there is one."""
+        if self.mode == "binary":
+            return (actions > 0.5).astype(np.float64)
+        if self.mode == "identity":
+            return actions
+        return 0.5 * (actions + 1.0) * (self.high - self.low) + self.low
+
+
+@dataclass(frozen=True)
+class JoinedStats:
+    """Of several keys, one after the other."""
+
+    keys: tuple[KeyStats, ...]
+
+    @property
+    def dims(self) -> int:
+        """A."""
+        return sum(key.dims for key in self.keys)
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return sum(key.width for key in self.keys)
+
+    def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """``[...,A]`` in environment units to ``[...,W]``."""
+        return self._each(values, lambda key, part: key.normalize(part))
+
+    def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
+        """``[...,A]`` to environment units."""
+        return self._each(actions, lambda key, part: key.unnormalize(part))
+
+    def _each(
+        self,
+        values: NDArray[np.floating],
+        convert: Callable[[KeyStats, NDArray[np.float64]], NDArray[np.float64]],
+    ) -> NDArray[np.float64]:
+        ends = np.cumsum([key.dims for key in self.keys])[:-1]
+        parts = np.split(np.asarray(values, dtype=np.float64), ends, axis=-1)
+        return np.concatenate([convert(key, part) for key, part in zip(self.keys, parts, strict=True)], axis=-1)
+
+
+@dataclass(frozen=True)
+class RobotStats:
+    """Statistics of a robot: of its actions, and of its state unless it is used as it is."""
+
+    name: str
+    action: JoinedStats
+    state: JoinedStats | None
+
+
+def identity_metadata(name: str, action_dim: int) -> dict[str, object]:
+    """Return metadata.json of one robot whose actions lie in [-1, 1] and whose state is used as it is."""
+    action = {"action": {"min": [-1.0] * action_dim, "max": [1.0] * action_dim}}
+    entry = {"embodiment_tag": name, "modalities": {}, "statistics": {"action": action, "state": {}}}
+    return {name: entry}
+
+
+def choose_keys(robot: str, settings: Keys, saved: Mapping[str, Keys], public: bool, source: str) -> tuple[Keys, str]:
+    """Return which keys of a robot are used and how, and what says so.
+
+    Args:
+        robot: its name.
+        settings: take precedence.
+        saved: what embodrl wrote, by robot.
+        public: embodrl did not write the checkpoint.
+        source: named in errors.
+
+    Raises:
+        CheckpointError: the robot's actions depend on what neither settings nor files say.
+    """
+    known = saved.get(robot, KEYS.get(robot, Keys()))
+    if settings.action is not None:
+        state = settings.state if settings.state is not None else known.state
+        return Keys(state, settings.action), "settings model.gr00t.action_keys and state_keys"
+    if robot in saved:
+        origin = "config.json"
+    elif public and robot in UNDECIDED:
+        raise CheckpointError(
+            f"{source}: what the actions of '{robot}' mean depends on more than the metadata",
+            UNDECIDED[robot],
+            code="gr00t-keys",
+        )
+    else:
+        origin = f"data configuration of {robot}" if robot in KEYS else "all of metadata.json, by min_max: assumed"
+    if public and robot not in KEYS and robot not in saved:
+        logger.warning(
+            "%s: all keys of '%s' are normalised by min_max in the order of metadata.json, which does not say how the"
+            " model was trained; if its data configuration differs, set model.gr00t.action_keys and state_keys",
+            source,
+            robot,
+        )
+    return Keys(settings.state if settings.state is not None else known.state, known.action), origin
+
+
+def choose_robot(
+    metadata: StatsSets, key: str | None, action_dim: int, source: str, keys_of: Callable[[str], Keys] | None = None
+) -> RobotStats:
+    """Return the statistics of a robot.
+
+    Args:
+        metadata: by robot, as in metadata.json.
+        key: which; None takes the only one.
+        action_dim: A, to check against.
+        source: named in errors.
+        keys_of: which keys, by the robot's name; None takes all by min_max in the order of the file.
+
+    Raises:
+        CheckpointError: no such robot, several and none chosen, invalid statistics, or other dimensions.
+    """
+    key = choose_key(metadata, key, source, "statistics of the robot")
+    statistics = metadata[key].fields("statistics", {})
+    keys = Keys() if keys_of is None else keys_of(key)
+    action = _joined(statistics.fields("action", {}), keys.action, "action")
+    if action is None or action.dims != action_dim:
+        found = 0 if action is None else action.dims
+        raise CheckpointError(
+            f"{source}: action statistics of '{key}' have {found} dimensions, not {action_dim}",
+            f"set model.action_dim={found}, choose another robot with model.unnorm_key or parts of it with"
+            f" model.gr00t.action_keys, or {COMPUTE}",
+        )
+    return RobotStats(key, action, _joined(statistics.fields("state", {}), keys.state, "state"))
+
+
+def _joined(parts: Fields, chosen: Sequence[str] | None, kind: Literal["state", "action"]) -> JoinedStats | None:
+    if not parts.content:
+        return None
+    return JoinedStats(tuple(_key_stats(parts, entry, kind) for entry in (chosen if chosen is not None else parts)))
+
+
+def _key_stats(parts: Fields, entry: str, kind: Literal["state", "action"]) -> KeyStats:
+    name, _, text = entry.partition(":")
+    mode = cast(Mode, text or "min_max")
+    if mode not in MODES or (mode == _STATE_ONLY and kind == "action"):
+        raise CheckpointError(
+            f"model.gr00t.{kind}_keys: '{entry}' has no known mode",
+            f"write NAME:MODE with one of {', '.join(m for m in MODES if kind == 'state' or m != _STATE_ONLY)}",
+            code="gr00t-keys",
+        )
+    if name not in parts:
+        raise CheckpointError(
+            f"{parts.source} has no '{name}'; it has {', '.join(parts)}",
+            f"set model.gr00t.{kind}_keys to the keys that the model was trained with, in their order",
+            code="gr00t-keys",
+        )
+    part = parts.fields(name)
+    # A part of one dimension may state its number alone.
+    wanted = ("min", "max", "mean", "std", "q01", "q99")
+    listed = fields_of(
+        {n: v if isinstance(v, list) else [v] for n, v in part.content.items() if n in wanted}, part.source
+    )
+    if mode == "mean_std":
+        mean, std = read_values(listed, "mean"), read_values(listed, "std", low=0.0)
+        return KeyStats(name, mode, mean - std, mean + std)
+    return KeyStats(
+        name, mode, *(read_range(listed, "q01", "q99") if mode == "q99" else read_range(listed, "min", "max"))
+    )

@@ -1,0 +1,62 @@
+"""The log of a run: how much of it there is, whatever is logged."""
+
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from embodrl.reporting import log as module
+from embodrl.reporting.log import RunLog
+
+
+def flood(count: int) -> None:
+    for number in range(count):
+        logging.getLogger("embodrl.x").info("round %d", number)
+
+
+def test_a_full_log_becomes_an_older_file_and_the_oldest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+    path = tmp_path / "embodrl.log"
+    with RunLog(path):
+        flood(100)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == ["embodrl.log", "embodrl.log.1", "embodrl.log.2"]
+    assert all(file.stat().st_size <= 1000 for file in tmp_path.iterdir())
+    assert "round 99\n" in path.read_text() and "round 0\n" not in (tmp_path / "embodrl.log.2").read_text()
+
+
+def test_a_flood_is_cut_down_and_others_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("logging.time.time", lambda: clock[0])
+    monkeypatch.setattr("logging.time.time_ns", lambda: int(clock[0] * 1e9), raising=False)
+    path = tmp_path / "embodrl.log"
+    with RunLog(path):
+        flood(module.PER_WINDOW + 5)
+        logging.getLogger("embodrl.x").info("another place")
+        clock[0] += module.WINDOW_S
+        flood(module.PER_WINDOW + 3)
+    text = path.read_text()
+    assert text.count(": round ") == 2 * module.PER_WINDOW
+    assert "round 0 [5 like it were left out]" in text and "another place" in text
+    assert "3 records of embodrl.x" in text
+
+
+def test_screen_and_file_drop_the_same_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "embodrl.log"
+    with RunLog(path):
+        for number in range(module.PER_WINDOW + 5):
+            logging.getLogger("embodrl.x").warning("round %d", number)
+    assert path.read_text().count(": round ") == capsys.readouterr().err.count(": round ") == module.PER_WINDOW
+
+
+def test_warnings_of_different_places_are_counted_apart(tmp_path: Path) -> None:
+    path = tmp_path / "embodrl.log"
+    with RunLog(path), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        for number in range(module.PER_WINDOW + 5):
+            warnings.warn_explicit(f"of the first {number}", UserWarning, "first.py", 1)
+        warnings.warn_explicit("of the second", UserWarning, "second.py", 1)
+    text = path.read_text()
+    assert text.count("of the first") == module.PER_WINDOW and "of the second" in text
