@@ -19,7 +19,7 @@ PUBLISHED = {
 }
 LIMITS = {"": {name: suite.max_episode_steps for name, suite in SUITES.items()}}
 RLDS: dict[str, object] = {"model.center_crop": True, "model.gripper": "libero"}
-OPENVLA_PICTURES = RLDS | {"model.resize_filter": "lanczos3", "model.jpeg": True}
+OPENVLA_PICTURES = RLDS | {"model.resize_filter": "lanczos_jpeg"}
 
 OPENVLA = ProtocolSpec(
     name="openvla",

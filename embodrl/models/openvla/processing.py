@@ -5,48 +5,17 @@ Shapes: B batch, V cameras, H x W pixels, L prompt tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.errors import EmbodrlError
-from embodrl.models.common.images import center_crop_area, jpeg_and_back, resize_bicubic, resize_lanczos3
+from embodrl.models.common.images import center_crop_area, jpeg_round_trip, resize_bicubic, resize_lanczos
 from embodrl.models.common.tokenizer import PromptTokenizer
-from embodrl.models.openvla.spec import OpenVlaConfig
 from embodrl.types import Observation
 
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """What is done to a camera's image before the network.
-
-    Attributes:
-        center_crop: cut the middle 90 % of the area.
-        resize_filter: ``bicubic``, as the checkpoint's processor, or ``lanczos3``, as OpenVLA's LIBERO evaluation.
-        jpeg: encode and decode it as JPEG first.
-    """
-
-    center_crop: bool = False
-    resize_filter: Literal["bicubic", "lanczos3"] = "bicubic"
-    jpeg: bool = False
-
-    @staticmethod
-    def of(config: OpenVlaConfig) -> Pictures:
-        """Return what a configuration says."""
-        return Pictures(config.center_crop, config.resize_filter, config.jpeg)
-
-    def prepare(self, images: Tensor, size: int) -> Tensor:
-        """Return ``uint8[N,size,size,3]`` of ``uint8[N,H,W,3]``."""
-        pixels = jpeg_and_back(images) if self.jpeg else images
-        resize = resize_lanczos3 if self.resize_filter == "lanczos3" else resize_bicubic
-        pixels = resize(pixels, size, size)
-        return center_crop_area(pixels) if self.center_crop else pixels
 
 
 class OpenVLAProcessor:
@@ -57,17 +26,25 @@ class OpenVLAProcessor:
         image_size: side of the model's square input in pixels.
         max_prompt_tokens: L.
         pad_token_id: fills prompts up.
-        pictures: what is done to images.
+        center_crop: cut the middle 90 % of the area.
+        resize_filter: ``bicubic``, or ``lanczos_jpeg``: Lanczos after a JPEG round trip.
     """
 
     def __init__(
-        self, tokenizer: PromptTokenizer, image_size: int, max_prompt_tokens: int, pad_token_id: int, pictures: Pictures
+        self,
+        tokenizer: PromptTokenizer,
+        image_size: int,
+        max_prompt_tokens: int,
+        pad_token_id: int,
+        center_crop: bool,
+        resize_filter: str = "bicubic",
     ) -> None:
         self.tokenizer = tokenizer
         self.image_size = image_size
         self.max_prompt_tokens = max_prompt_tokens
         self.pad_token_id = pad_token_id
-        self.pictures = pictures
+        self.center_crop = center_crop
+        self.resize_filter = resize_filter
         self._rows: dict[str, tuple[list[int], list[int]]] = {}
 
     def prompt_row(self, instruction: str) -> tuple[list[int], list[int]]:
@@ -93,9 +70,13 @@ class OpenVLAProcessor:
         return self._rows[instruction]
 
     def resize(self, images: NDArray[np.uint8], device: torch.device) -> Tensor:
-        """Return ``uint8[N,H,W,3]`` at the model's size."""
-        pixels = torch.tensor(images, device=device)  # a copy: the source may be a reused buffer
-        return self.pictures.prepare(pixels, self.image_size)
+        """Return ``uint8[N,H,W,3]`` at the model's size, cropped if the policy does that."""
+        compressed = self.resize_filter == "lanczos_jpeg"
+        resize = resize_lanczos if compressed else resize_bicubic
+        # a copy: the source may be a reused buffer
+        pixels = torch.tensor(jpeg_round_trip(images) if compressed else images, device=device)
+        pixels = resize(pixels, self.image_size, self.image_size)
+        return center_crop_area(pixels) if self.center_crop else pixels
 
     def prompts(self, instructions: list[str], device: torch.device) -> dict[str, Tensor]:
         """Return ``input_ids`` and ``attention_mask`` ``int64[B,L]``; raises as ``prompt_row``."""

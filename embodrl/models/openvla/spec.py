@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Literal
 
@@ -45,24 +44,14 @@ class OpenVlaConfig(ModelConfig):
     """An OpenVLA."""
 
     architecture: ArchitectureConfig = Field(default=ArchitectureConfig(), description="dimensions of the tiny size")
-    resize_filter: Literal["bicubic", "lanczos3"] = Field(
-        default="bicubic",
-        description="to the model's image size: bicubic as the checkpoints' processor; lanczos3 as before it in LIBERO"
-        " evaluations of OpenVLA and OpenVLA-OFT",
-    )
-    jpeg: bool = Field(
-        default=False, description="encode and decode images as JPEG first, as those evaluations do; needs Pillow"
+    resize_filter: Literal["auto", "bicubic", "lanczos_jpeg"] = Field(
+        default="auto",
+        description="how pictures are resized; lanczos_jpeg: after a JPEG round trip, as in OpenVLA's LIBERO data and"
+        " evaluation; auto: that for public checkpoints of LIBERO, bicubic for others",
     )
 
 
 DIMENSIONS, SHIPPED, MEGATRON = RuleSet(), RuleSet(), RuleSet()
-
-
-@DIMENSIONS.rule("model.model_type", "model.jpeg", here=True)
-def jpeg_has_a_codec(context: Context) -> Iterator[Finding]:
-    """Pillow encodes and decodes JPEG."""
-    if context.model(OpenVlaConfig).jpeg and importlib.util.find_spec("PIL") is None:
-        yield Finding("model.jpeg", "Pillow is not installed", "pip install pillow, or set model.jpeg=false", "false")
 
 
 @DIMENSIONS.rule("model.model_type", "model.model_path", "model.architecture")

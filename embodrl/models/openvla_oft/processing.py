@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.tokenizer import PromptTokenizer
-from embodrl.models.openvla.processing import OpenVLAProcessor, Pictures
+from embodrl.models.openvla.processing import OpenVLAProcessor
 from embodrl.models.openvla_oft.config import MAX_IMAGES, ProprioStats
 from embodrl.types import Observation
 
@@ -57,7 +57,7 @@ class OpenVLAOFTProcessor(OpenVLAProcessor):
     """Prompts and images as OpenVLA's, but for several cameras, and the robot's state.
 
     Args:
-        tokenizer, image_size, max_prompt_tokens, pad_token_id, pictures: see OpenVLAProcessor.
+        tokenizer, image_size, max_prompt_tokens, pad_token_id, center_crop, resize_filter: see OpenVLAProcessor.
         proprio: makes the input of the state token; None without one.
     """
 
@@ -67,10 +67,11 @@ class OpenVLAOFTProcessor(OpenVLAProcessor):
         image_size: int,
         max_prompt_tokens: int,
         pad_token_id: int,
-        pictures: Pictures,
+        center_crop: bool,
         proprio: ProprioInput | None,
+        resize_filter: str = "bicubic",
     ) -> None:
-        super().__init__(tokenizer, image_size, max_prompt_tokens, pad_token_id, pictures)
+        super().__init__(tokenizer, image_size, max_prompt_tokens, pad_token_id, center_crop, resize_filter)
         self.proprio = proprio
 
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
