@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,14 +23,18 @@ from embodrl.bench.inference import make_observation
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, model_settings
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
 from embodrl.types import PolicyOutput, SamplingParams
 
-PRECISIONS = {"float32": ("fp32", torch.float32), "bf16 autocast": ("bf16", torch.float32)}
-PRECISIONS |= {"bf16 weights": ("bf16", torch.bfloat16)}
+PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], torch.dtype]] = {
+    "float32": ("fp32", torch.float32),
+    "bf16 autocast": ("bf16", torch.float32),
+    "bf16 weights": ("bf16", torch.bfloat16),
+}
 STEPS, ENVS = 4, 16
 STILL = OptimConfig(lr=1e-30, value_lr=1e-30, critic_warmup_iterations=0, lr_warmup_iterations=0)
 METRICS = ("clip_fraction", "approx_kl", "logprob_mismatch", "logprob_mismatch_max")
@@ -74,7 +79,7 @@ def measure(family: str, name: str, recompute: bool) -> dict[str, float]:
     policy, _ = build_policy(model_settings(family).model_validate(settings), device="cpu", dtype=dtype, seed=0)
     algorithm = AlgorithmConfig(loss_type="actor", adv_type="grpo", update_epoch=1, group_size=2)
     actor = ActorConfig(global_batch_size=32, micro_batch_size=8, precision=precision, optim=STILL)
-    engine = NativeTrainEngine(policy.eval(), actor, total_iterations=10, device="cpu")
+    engine = NativeTrainEngine(policy.eval(), EngineOptions(actor, 10), "cpu")
     sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
     batch = act(policy, family, precision, sampling)
     if recompute:

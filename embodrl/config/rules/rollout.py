@@ -95,7 +95,7 @@ def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
     """vLLM gets weights with the adapters in them, in its own precision."""
     config = context.config
     half = config.rollout.precision == "bf16" or (
-        config.rollout.precision == "auto" and context.solution.gpus_per_node > 0
+        config.rollout.precision == "auto" and bool(context.solution.gpus_per_node)
     )
     if config.rollout.backend == "vllm" and config.model.trainable == "lora" and half:
         yield Finding(
