@@ -37,7 +37,9 @@ from embodrl.storage.json_file import write_json_file
 CELL_S = 180.0
 FIRST_ITERATION_S = 120.0
 _PIDFD_GETFD = 438
-SETTINGS = """
+SETTINGS = (
+    (Path(__file__).parent / "smallest_run.yaml").read_text()
+    + """
 presets: {env: toy}
 env:
   tasks: [reach-red]
@@ -47,24 +49,6 @@ env:
   train: {total_num_envs: 4, max_steps_per_rollout_epoch: 12, ignore_terminations: true}
   eval: {total_num_envs: 4, num_episodes: 4}
   num_processes: 2
-model:
-  warm_start: null
-  num_action_chunks: 3
-  architecture:
-    image_size: 16
-    patch_size: 8
-    dino: {width: 8, depth: 2, num_heads: 1, mlp_dim: 16}
-    siglip: {width: 8, depth: 2, num_heads: 1, mlp_dim: 16}
-    hidden_size: 16
-    intermediate_size: 32
-    num_hidden_layers: 1
-    num_attention_heads: 2
-  value_head: {hidden_sizes: [8]}
-actor:
-  global_batch_size: 8
-  micro_batch_size: 4
-  optim: {critic_warmup_iterations: 1, lr_warmup_iterations: 0, lr: 1.0e-3}
-cluster: {num_threads: 1, device: cpu}
 runner:
   max_iterations: 60
   eval_interval: 100
@@ -72,6 +56,7 @@ runner:
   logger: {tensorboard: false, console: plain}
 extensions: [leak]
 """
+)
 LEAK = """
 import resource, signal
 
@@ -150,7 +135,7 @@ class Run:
         config = directory / "config.yaml"
         config.write_text(SETTINGS)
         (directory / "leak.py").write_text(LEAK)
-        command = [sys.executable, "-m", "embodrl", "train", "--config", str(config)]
+        command = [sys.executable, "-m", "embodrl", "train", "--config", str(config), "cluster.device=cpu"]
         self._output = (directory / "output").open("wb")
         self.process = subprocess.Popen(
             [*command, f"runner.output_dir={self.run_dir}", *settings],

@@ -115,7 +115,7 @@ def evaluate(
         overrides: as for ``load_config``.
         policy: a policy, or the path of a run, a checkpoint or a policy directory; None takes the configured one.
         output_dir: new or empty; None makes one in the run's directory or outputs/.
-        trust: settings of a run may run code, whoever started it.
+        trust: the settings of a run that another user started may run code.
 
     Returns:
         ``success_rate`` with its 95 % ``interval``, a record per episode in ``episodes``, ``report`` and ``videos``.
@@ -199,7 +199,7 @@ def load_policy(
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
         overrides: of the run's configuration; for a policy outside of a run the configuration that it was trained
             with, e.g. ``["model=pi0", "model.num_action_chunks=8"]``.
-        trust: settings of a run may run code, whoever started it.
+        trust: the settings of a run that another user started may run code.
 
     Returns:
         The policy in evaluation mode; see ``VLAPolicy.predict``.
@@ -229,7 +229,7 @@ def follow_weights(
         run_dir: of the run.
         versions: stop after so many; None: never.
         wait_s: stop when no new version came for so many seconds.
-        trust: the run's settings may run code, whoever started it.
+        trust: the settings of a run that another user started may run code.
 
     Yields:
         The version, that is the number of updates that the weights have seen, and its evaluation.

@@ -73,6 +73,13 @@ class Spec(Entry):
         return "" if is_names else "a list of names"
 
 
+EXAMPLE_CAMERA: dict[str, object] = {
+    **{"name": "camera", "height": 64, "width": 64},
+    **{"fov_rad": None, "eye": None, "target": None},
+}
+"""For the ``example`` of a ``SimulatorSpec``."""
+
+
 @dataclass(frozen=True)
 class TaskSuite:
     """Tasks that are evaluated together.
@@ -118,6 +125,8 @@ class SimulatorSpec(Spec):
         probe: ``probe(settings, python)``, from the section ``env`` (None: `embodrl doctor` without a configuration)
             and the simulators' interpreter (None: this one) to pairs of what is missing and how to get it; or
             ``module:function``. Called before anything is started, so it has to be quick.
+        warnings: ``module:function`` from the simulators' interpreter (None: this one) to triples of a name, what is
+            odd there although it runs, and a hint.
         example: keyword arguments of ``target`` (without ``num_envs``) for the environment that `embodrl doctor` makes.
         process_bytes: memory of a simulator process without environments.
         env_bytes: memory of an environment.
@@ -148,6 +157,7 @@ class SimulatorSpec(Spec):
     isolated: bool = False
     draws_with: str = ""
     probe: Callable[[EnvConfig | None, str | None], Sequence[tuple[str, str]]] | str | None = None
+    warnings: str = ""
     example: Mapping[str, object] | None = None
     process_bytes: int = 0
     env_bytes: int = 0
@@ -383,6 +393,7 @@ MODELS = Registry(
         "pi05": "embodrl.models.pi.spec:PI05",
         "gr00t": "embodrl.models.gr00t.spec:SPEC",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
+        "lerobot": "embodrl.models.lerobot.spec:SPEC",
     },
 )
 

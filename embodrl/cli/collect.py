@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load_measured
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load_measured
 
 
-def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+def collect(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
     """Gather demonstrations by scripted experts.
 
     \b
@@ -17,7 +17,7 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, debug: Debug
     """
 
     def action() -> int | None:
-        loaded = load_measured(overrides, config, verb="collect")
+        loaded = load_measured(overrides, config, verb="collect", trust=trust)
         from embodrl.runs import collect as worker
         from embodrl.runs.files import removed_if_empty
 

@@ -53,11 +53,12 @@ ConfigFile = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="write the results there, as JSON", show_default=False)
 ]
+JsonOutput = Annotated[bool, typer.Option("--json", help="print one JSON object", show_default=False)]
 Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="let the settings of a run run code (modules, functions, env.python) though you have not started it",
+        help="let the settings of a run that another user started run code (modules, functions, env.python)",
         show_default=False,
     ),
 ]
@@ -100,7 +101,7 @@ def load_measured(
         config_file: of the user's.
         needed: tells whether simulators will be started.
         verb: leaves out rules about settings that it does not read.
-        trust: a run's file may name code to run.
+        trust: the settings of a run that another user started may run code.
 
     Raises:
         ConfigError: with every problem found.
@@ -216,7 +217,7 @@ def describe_memory_limit(error: Exception) -> EmbodrlError | None:
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     """Leave through the ``finally`` clauses, which close the simulator processes; a verb may set a better handler.
 
-    Within an import it ends the process: libraries swallow exceptions there and go on half imported (NumPy does).
+    Within an import it ends the process: libraries swallow exceptions there and stay half imported (NumPy does).
     Processes that it has started end with it.
     """
     while frame is not None:

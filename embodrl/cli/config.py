@@ -94,6 +94,7 @@ def diff(
         str,
         typer.Argument(metavar="B", help="the same; without it, A is compared with the defaults", show_default=False),
     ] = "",
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Print the settings that differ between two configurations.
@@ -110,7 +111,7 @@ def diff(
     def action() -> None:
         from embodrl.config.explain import differences, side
 
-        one, other = (side(first), side(second)) if second else (side(""), side(first))
+        one, other = (side(text, trust) for text in ((first, second) if second else ("", first)))
         rows = differences(one, other)
         names = (first, second) if second else ("default", first)
         width = max([len(key) for key, _, _ in rows] + [3])

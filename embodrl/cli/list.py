@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from pydantic import BaseModel
 
 from embodrl.cli.app import choose, one_of
-from embodrl.cli.common import Debug, execute
+from embodrl.cli.common import ConfigFile, Debug, JsonOutput, Trust, execute
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.errors import ConfigError, ConfigProblem
-from embodrl.registry import Registry
-from embodrl.specs import (
-    ADVANTAGES,
-    ENVS,
-    LOSSES,
-    MODELS,
-    PIPELINES,
-    PROTOCOLS,
-    FunctionSpec,
-    PipelineSpec,
-    SimulatorSpec,
-    Spec,
-)
+from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SimulatorSpec, Spec
 
 MODEL_FACTS = {
     "sizes": "parameters",
@@ -50,6 +42,22 @@ class Kind(StrEnum):
     presets = "presets"
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A name that may be chosen, and what is known about it: labels and texts; several tasks have the same label."""
+
+    name: str
+    description: str
+    facts: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+    def as_json(self) -> dict[str, object]:
+        """Return it for JSON; the texts of a label are a list."""
+        facts: dict[str, list[str]] = {}
+        for label, text in self.facts:
+            facts.setdefault(label, []).append(text)
+        return {"name": self.name, "description": self.description, **facts}
+
+
 def list_names(
     kind: Annotated[
         str | None,
@@ -68,6 +76,9 @@ def list_names(
             show_default=False,
         ),
     ] = None,
+    config: ConfigFile = None,
+    json_output: JsonOutput = False,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """List models, environments, algorithms, pipelines, evaluation protocols and presets.
@@ -75,103 +86,107 @@ def list_names(
     \b
     Examples:
       embodrl list
-      embodrl list envs
-      embodrl list presets
+      embodrl list envs --json
       embodrl list envs 'extensions=[my_package.my_env]'
+      embodrl list models --config outputs/my-run
     """
 
     def action() -> None:
         first, rest = (None, [kind]) if kind and "=" in kind else (kind, [])
-        load_extensions([*rest, *(settings or [])])
+        load_extensions([*rest, *(settings or [])], config, trust)
         kinds = [Kind(choose(first, Kind, "kind"))] if first else list(Kind)
-        print("\n\n".join(f"{one.value}\n{SECTIONS[one]()}" for one in kinds))
+        found = {one.value: SECTIONS[one]() for one in kinds}
+        if json_output:
+            print(
+                json.dumps({name: [entry.as_json() for entry in entries] for name, entries in found.items()}, indent=2)
+            )
+        else:
+            print("\n\n".join(f"{name}\n{as_text(entries)}" for name, entries in found.items()))
 
     execute(action, debug)
 
 
-def load_extensions(settings: list[str]) -> None:
-    """Import the modules of ``extensions=[...]``.
+def load_extensions(settings: list[str], config_file: Path | None = None, trust: bool = False) -> None:
+    """Import the modules of ``extensions``, on the command line or in a file or run.
 
     Raises:
-        ConfigError: another setting is given, or a module can't be imported.
+        ConfigError: another setting is given, a module can't be imported, or a run that another user started names it.
     """
-    from embodrl.config.compose import parse_arguments
-    from embodrl.config.load import import_extensions
-    from embodrl.config.nodes import Node, Origin, from_plain
+    if not settings and config_file is None:
+        return
+    from embodrl.config.compose import compose, parse_arguments
+    from embodrl.config.load import import_extensions, refuse_foreign_code
 
-    arguments, problems = parse_arguments(settings)
-    tree = Node({}, Origin("argument"))
-    for argument in arguments:
-        if argument.key == "extensions":
-            tree.children["extensions"] = from_plain(argument.value, argument.origin)
-        else:
-            message = "is no setting of `embodrl list`"
-            hint = "give extensions=[MODULE,...], or no setting"
-            problems.append(
-                ConfigProblem(
-                    argument.key, message, str(argument.origin), "extensions", hint=hint, code="config-unknown-key"
-                )
-            )
-    problems += import_extensions(tree)[0]
+    problems = [
+        ConfigProblem(
+            argument.key,
+            "is no setting of `embodrl list`",
+            str(argument.origin),
+            "extensions",
+            hint="give extensions=[MODULE,...], or no setting",
+            code="config-unknown-key",
+        )
+        for argument in parse_arguments(settings)[0]
+        if argument.key != "extensions"
+    ]
+    if not problems:
+        composition = compose(settings, config_file)
+        refuse_foreign_code(composition, trust)
+        problems = composition.problems + import_extensions(composition.tree)[0]
     if problems:
         raise ConfigError(problems)
 
 
-def rows(table: list[tuple[str, str]]) -> str:
-    """Return names and descriptions in two columns."""
-    width = max(len(name) for name, _ in table)
-    return "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in table)
+def as_text(entries: list[Entry]) -> str:
+    """Return names and descriptions in two columns, and facts below the descriptions."""
+    name_width = max(len(entry.name) for entry in entries)
+    label_width = max((len(label) for entry in entries for label, _ in entry.facts), default=0)
+    lines: list[str] = []
+    for entry in entries:
+        lines.append(f"  {entry.name:<{name_width}}  {entry.description}")
+        lines += [f"  {'':<{name_width}}  {label:<{label_width}}  {text}" for label, text in entry.facts]
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def entries(registry: Registry[FunctionSpec] | Registry[PipelineSpec]) -> list[tuple[str, str]]:
-    """Return the names and descriptions of a registry."""
-    return [(name, registry.entry(name).description) for name in registry]
-
-
-def facts_of(spec: Spec, labels: dict[str, str]) -> dict[str, str]:
-    """Return the facts of a spec that are known, by label."""
-    found: dict[str, str] = {}
+def facts_of(spec: Spec, labels: dict[str, str]) -> list[tuple[str, str]]:
+    """Return the facts of a spec that are known, with their labels."""
+    found: list[tuple[str, str]] = []
     for key, label in labels.items():
         fact: str | tuple[str, ...] | None = getattr(spec, key)
         if fact:
-            found[label] = fact if isinstance(fact, str) else ", ".join(fact)
+            found.append((label, fact if isinstance(fact, str) else ", ".join(fact)))
     return found
 
 
-def settings_of(own: type[BaseModel], common: type[BaseModel], section: str) -> list[str]:
-    """Return the settings that a class adds to those of all."""
-    return [f"{section}.{name}" for name in own.model_fields if name not in common.model_fields]
+def settings_of(own: type[BaseModel], common: type[BaseModel], section: str) -> list[tuple[str, str]]:
+    """Return as a fact the settings that a class adds to those of all."""
+    names = [f"{section}.{name}" for name in own.model_fields if name not in common.model_fields]
+    return [(SETTINGS, ", ".join(names))] if names else []
 
 
-def models() -> str:
+def models() -> list[Entry]:
     """Return the registered models, each with what is known about it."""
-    table: list[tuple[str, str]] = []
-    for spec in MODELS.all():
-        facts = facts_of(spec, MODEL_FACTS)
-        own = settings_of(model_settings(spec.name), ModelConfig, "model")
-        facts |= {SETTINGS: ", ".join(own)} if own else {}
-        width = max(map(len, MODEL_FACTS.values()))
-        table.append((spec.name, spec.description))
-        table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
-    return rows(table)
+    return [
+        Entry(
+            spec.name,
+            spec.description,
+            [*facts_of(spec, MODEL_FACTS), *settings_of(model_settings(spec.name), ModelConfig, "model")],
+        )
+        for spec in MODELS.all()
+    ]
 
 
-def envs() -> str:
+def envs() -> list[Entry]:
     """Return the registered environments, each with what is known about it, and its tasks with their instructions."""
-    table: list[tuple[str, str]] = []
-    width = max(map(len, [*ENV_FACTS.values(), INSTALL]))
+    found: list[Entry] = []
     for spec in ENVS.all():
-        facts = facts_of(spec, ENV_FACTS)
-        own = settings_of(env_settings(spec.name), EnvConfig, "env")
-        facts |= {SETTINGS: ", ".join(own)} if own else {}
-        if spec.extra:
-            facts[INSTALL] = f"pip install 'embodrl[{spec.extra}]'"
+        facts = [*facts_of(spec, ENV_FACTS), *settings_of(env_settings(spec.name), EnvConfig, "env")]
         if spec.isolated:
-            facts[INSTALL] = f"embodrl env install {spec.name}"
-        table.append((spec.name, spec.description))
-        table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
-        table += [("", f"{label:<{width}}  {text}") for label, text in labelled_tasks(spec)]
-    return rows(table)
+            facts.append((INSTALL, f"embodrl env install {spec.name}"))
+        elif spec.extra:
+            facts.append((INSTALL, f"pip install 'embodrl[{spec.extra}]'"))
+        found.append(Entry(spec.name, spec.description, facts + labelled_tasks(spec)))
+    return found
 
 
 def labelled_tasks(spec: SimulatorSpec) -> list[tuple[str, str]]:
@@ -184,49 +199,50 @@ def labelled_tasks(spec: SimulatorSpec) -> list[tuple[str, str]]:
     return result + [("task", text) for text in tasks.values()]
 
 
-def algorithms() -> str:
+def algorithms() -> list[Entry]:
     """Return the advantage estimators and losses."""
-    return rows(
-        [(f"adv_type={name}", text) for name, text in entries(ADVANTAGES)]
-        + [(f"loss_type={name}", text) for name, text in entries(LOSSES)]
-    )
+    return [
+        Entry(f"{key}={name}", registry.entry(name).description)
+        for key, registry in (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
+        for name in registry
+    ]
 
 
-def pipelines() -> str:
+def pipelines() -> list[Entry]:
     """Return the built-in pipelines."""
-    return rows(entries(PIPELINES))
+    return [Entry(name, PIPELINES.entry(name).description) for name in PIPELINES]
 
 
-def protocols() -> str:
+def protocols() -> list[Entry]:
     """Return the evaluation protocols, each with what it sets and where that is written down."""
-    table: list[tuple[str, str]] = []
+    found: list[Entry] = []
     for spec in PROTOCOLS.all():
-        facts = {"": ", ".join(f"{key}={value}" for key, value in spec.settings.items())}
-        facts |= {
-            name: ", ".join(f"{key}={value}" for key, value in settings.items())
-            for name, settings in spec.models.items()
-        }
-        facts |= {
-            f"steps{f', {name}' * bool(name)}": ", ".join(f"{suite} {steps}" for suite, steps in limits.items())
-            for name, limits in spec.step_limits.items()
-        }
-        facts["episodes"] = f"{spec.episodes_per_task} a task, cameras of {spec.camera_px} x {spec.camera_px} pixels"
-        facts |= {"differs": spec.differs} if spec.differs else {}
-        facts["source"] = spec.source
-        width = max(map(len, facts))
-        table.append((spec.name, spec.description))
-        table += [("", f"{label:<{width}}  {fact}") for label, fact in facts.items()]
-    return rows(table)
+        facts = [("", _assignments(spec.settings))]
+        facts += [(name, _assignments(settings)) for name, settings in spec.models.items()]
+        for name, limits in spec.step_limits.items():
+            steps = ", ".join(f"{suite} {steps}" for suite, steps in limits.items())
+            facts.append((f"steps, {name}" if name else "steps", steps))
+        facts.append(
+            ("episodes", f"{spec.episodes_per_task} a task, cameras of {spec.camera_px} x {spec.camera_px} pixels")
+        )
+        facts += [("differs", spec.differs)] if spec.differs else []
+        found.append(Entry(spec.name, spec.description, [*facts, ("source", spec.source)]))
+    return found
 
 
-def presets() -> str:
+def _assignments(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def presets() -> list[Entry]:
     """Return the presets of every group with the first line of their comment."""
     from embodrl.config import compose
 
-    table: list[tuple[str, str]] = []
-    for group in compose.groups():
-        table += [(f"{group}={name}", compose.describe(group, name)) for name in compose.presets(group)]
-    return rows(table)
+    return [
+        Entry(f"{group}={name}", compose.describe(group, name))
+        for group in compose.groups()
+        for name in compose.presets(group)
+    ]
 
 
 SECTIONS = {

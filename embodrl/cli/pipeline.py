@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from embodrl.cli.app import add, make_app
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load
 from embodrl.errors import UsageError
 
 app = make_app()
@@ -32,7 +32,13 @@ def about() -> None:
     """
 
 
-def show(overrides: Overrides = None, config: ConfigFile = None, output: Drawing = None, debug: Debug = False) -> None:
+def show(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    output: Drawing = None,
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
     """Print the nodes in the order in which they run; draw them if a file is named.
 
     \b
@@ -52,7 +58,7 @@ def show(overrides: Overrides = None, config: ConfigFile = None, output: Drawing
                 kinds = " or ".join(drawings)
                 raise UsageError(f"{output} has the ending '{output.suffix}'", f"name a file that ends in {kinds}")
             check_json_file(output)
-        graph = build_graph(load(overrides, config).config)
+        graph = build_graph(load(overrides, config, trust=trust).config)
         print(to_text(graph))
         if output is not None:
             write_text_file(output, drawings[output.suffix](graph))

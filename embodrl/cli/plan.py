@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from embodrl.cli.app import add, make_app
-from embodrl.cli.common import EXIT_ERROR, ConfigFile, Debug, Overrides, execute, show_notes
+from embodrl.cli.common import EXIT_ERROR, ConfigFile, Debug, JsonOutput, Overrides, Trust, execute, show_notes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from embodrl.preflight.plan_memory import MemoryOf
 
 app = make_app()
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object", show_default=False)]
 MAX_ROWS = 40
 
 
@@ -36,7 +33,11 @@ def about() -> None:
 
 
 def train(
-    overrides: Overrides = None, config: ConfigFile = None, json_output: Json = False, debug: Debug = False
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    json_output: JsonOutput = False,
+    trust: Trust = False,
+    debug: Debug = False,
 ) -> None:
     """Print where every process of a training run would be, its batches, and the memory that it takes.
 
@@ -54,7 +55,7 @@ def train(
         from embodrl.preflight.plan import make_plan
         from embodrl.runs.load import load_config
 
-        loaded = load_config(overrides or [], config, verb="plan")
+        loaded = load_config(overrides or [], config, "plan", trust)
         show_notes(loaded.notes)
         plan = make_plan(loaded)
         if json_output:

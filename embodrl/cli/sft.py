@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, execute, load_measured
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load_measured
 
 
 def sft(
@@ -17,6 +17,7 @@ def sft(
         Path | None,
         typer.Option("--stats", metavar="FILE", help="statistics of the robot: sft.stats=FILE", show_default=False),
     ] = None,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Fine-tune a policy on demonstrations.
@@ -32,7 +33,8 @@ def sft(
         from embodrl.config.compose import assignment
 
         given = [] if stats is None else [assignment("sft.stats", stats)]
-        loaded = load_measured([*(overrides or []), *given], config, lambda config: config.sft.eval_interval > 0, "sft")
+        arguments = [*(overrides or []), *given]
+        loaded = load_measured(arguments, config, lambda config: config.sft.eval_interval > 0, "sft", trust)
         from embodrl.runs import sft as verb
 
         return verb.sft(loaded)

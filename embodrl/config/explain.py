@@ -107,11 +107,11 @@ def summary(config: Config) -> str:
 MISSING = "-"
 
 
-def side(text: str) -> dict[str, object]:
+def side(text: str, trust: bool = False) -> dict[str, object]:
     """Return the values of a run, of a YAML file, or of settings separated by blanks ("" is the defaults).
 
     Raises:
-        ConfigError: the configuration is invalid.
+        ConfigError: the configuration is invalid, or that of a run by another user names code, without ``trust``.
         UsageError: there is no such run or file.
     """
     path = Path(text).expanduser()
@@ -122,9 +122,9 @@ def side(text: str) -> dict[str, object]:
             code="config-diff-side",
         )
     if text and "=" not in text and (path / "config.yaml").is_file():
-        return load_run(path / "config.yaml", resuming=True).config.model_dump(mode="json")
+        return load_run(path / "config.yaml", resuming=True, trust=trust).config.model_dump(mode="json")
     if text and "=" not in text:
-        return load_config([], path).config.model_dump(mode="json")
+        return load_config([], path, trust=trust).config.model_dump(mode="json")
     return load_config(shlex.split(text)).config.model_dump(mode="json")
 
 

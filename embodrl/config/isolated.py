@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import cast
 
@@ -58,3 +59,15 @@ def installed_python(name: str) -> Path | None:
     python, marker = python_of(prefix), read_marker(prefix)
     whole = marker is not None and marker.get("name") == name and os.access(python, os.X_OK)
     return python if whole else None
+
+
+def ask(python: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a piece of code in an interpreter, which sees what a simulator process there would see.
+
+    Raises:
+        OSError: it can't be started.
+        subprocess.TimeoutExpired: it hangs.
+    """
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    command = [python, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)

@@ -107,13 +107,13 @@ def load_config(
         verb: what the configuration is for: settings that it does not read are not checked, and noted where they are
             on the command line. With ``plan`` machines may be described that are not there. None checks everything.
         further_rules: of packages above this one, reported together with its own.
-        trust: a run's file may name code to run, whoever started the run.
+        trust: the settings of a run that another user started may run code.
 
     Raises:
         ConfigError: with every problem found.
     """
     composition = compose(overrides, config_file)
-    _refuse_foreign_code(composition, trust)
+    refuse_foreign_code(composition, trust)
     return finish(composition, verb, further_rules=further_rules)
 
 
@@ -141,7 +141,7 @@ def load_run(
         ConfigError: with every problem found.
     """
     composition = compose_resolved(path, overrides or [], text)
-    _refuse_foreign_code(composition, trust)
+    refuse_foreign_code(composition, trust)
     if resuming:
         _keep_schedule(composition, compose_resolved(path, [], text).tree)
     return finish(composition, verb, resuming, further_rules)
@@ -164,7 +164,7 @@ def _keep_schedule(composition: Composition, before: Node) -> None:
         composition.notes.append(ConfigProblem(key, message, str(planned.origin), hint=hint, code="schedule-kept"))
 
 
-def _refuse_foreign_code(composition: Composition, trust: bool) -> None:
+def refuse_foreign_code(composition: Composition, trust: bool) -> None:
     """Raise before anything is imported that only an untrusted file names."""
     if composition.untrusted and not trust:
         problems = foreign_settings(composition.tree, composition.untrusted)

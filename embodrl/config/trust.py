@@ -33,12 +33,13 @@ CODE_SETTINGS = {
     "env.id": "a module that is imported, if it is module:Name",
     "env.python": "the program that runs the simulators, unless it is auto",
     "extensions": "modules that are imported",
+    "model.python": "the program that runs the policy",
     "pipeline.fn": "a function",
     "reward.fn": "a function",
     "rollout.workflow": "a class",
 }
 """Dotted keys of the settings that run code, and what each names."""
-_ALWAYS = ("cluster.ray_address", "env.python", "extensions")
+_ALWAYS = ("cluster.ray_address", "env.python", "extensions", "model.python")
 TRUST_VARIABLE = "EMBODRL_TRUST"
 SEAL = "# SHA-256 of all above: "
 _APPROVAL = re.compile(r"^# approval of the settings that run code: ([0-9a-f]{64})$", re.MULTILINE)

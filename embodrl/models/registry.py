@@ -30,6 +30,7 @@ class SupportedModel(RegisteredName):
     PI05: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
     SMOLVLA: ClassVar[SupportedModel]
+    LEROBOT: ClassVar[SupportedModel]
 
     @classmethod
     def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:
@@ -58,9 +59,18 @@ def build_policy(
 ) -> tuple[VLAPolicy, LoadReport]:
     """Build the policy of ``config.model_type``.
 
+    Args:
+        config: the section ``model``.
+        device: where the policy lives.
+        dtype: of its weights; value and noise heads are always float32.
+        seed: of weights that come from no checkpoint.
+
+    Returns:
+        The policy, and what became of the checkpoint.
+
     Raises:
         UnknownNameError: no such model family.
-        CheckpointError: see the family's builder.
+        CheckpointError: there is no such checkpoint, or it does not fit.
         EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have; the builder's module
             is missing; or the policy lacks methods of ``VLAPolicy``.
     """

@@ -11,39 +11,24 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 
-from embodrl.config.isolated import installed_python
-from embodrl.errors import MissingDependencyError
-from embodrl.preflight import libero, vulkan
+from embodrl.preflight import vulkan
 from embodrl.preflight.extras import check_extras
 from embodrl.preflight.findings import Finding, as_json, can_train, show
 from embodrl.preflight.isolated import check_all_pins
-from embodrl.preflight.libraries import missing_libraries
 from embodrl.preflight.presets import Machine, preset_lacks
-from embodrl.preflight.simulators import CAMERA, check_others, draw_frame, preflight, troubles
+from embodrl.preflight.simulators import check_libraries, check_simulators, check_vulkan, problems
 
 GIB = 1 << 30
 SUPPORTED_PYTHONS = ((3, 11), (3, 12))
 MIN_MEMORY_GIB = 4.0
 MIN_SHARED_MEMORY_MIB = 256.0
 MIN_DISK_GIB = 2.0
-
-SIMULATOR_HINT = "pip install 'embodrl[maniskill]' (in a clone: make setup)"
-MANISKILL_EXAMPLE: dict[str, object] = {"tasks": ["PushCube-v1"], "cameras": [{**CAMERA, "name": "base_camera"}]}
-INSTALLER = "in a clone: scripts/install_system_packages.sh"
-MESA = "apt install mesa-vulkan-drivers, on Debian 12 with -t bookworm-backports"
-FRAME_HINT = f"reinstall its packages: {SIMULATOR_HINT}; or try another Vulkan driver: {MESA}"
-VULKAN_REMEDIES = {
-    vulkan.NO_LOADER: f"install the Vulkan loader: apt install libvulkan1 ({INSTALLER})",
-    vulkan.NO_DEVICE: f"install a Vulkan driver: {MESA} ({INSTALLER})",
-    vulkan.NO_FEATURE: f"install a newer Mesa: {MESA} ({INSTALLER})",
-}
 
 
 def installed_version(distribution: str) -> str | None:
@@ -135,45 +120,6 @@ def check_torchvision(torch: str | None, torchvision: str | None) -> Finding:
     return Finding("torchvision", "ok", text)
 
 
-def check_simulator() -> Finding:
-    """ManiSkill and SAPIEN, without importing them."""
-    missing = [
-        name for name in ("mani_skill", "sapien", "fast_simplification") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        return Finding("ManiSkill", "error", f"not installed: {', '.join(missing)}", SIMULATOR_HINT)
-    return Finding(
-        "ManiSkill", "ok", f"mani_skill {installed_version('mani_skill')}, sapien {installed_version('sapien')}"
-    )
-
-
-def check_libraries() -> Finding:
-    """Shared libraries of the system that ManiSkill's dependencies open."""
-    missing = missing_libraries()
-    if missing:
-        packages = " ".join(missing.values())
-        hint = f"apt install {packages} ({INSTALLER})"
-        return Finding("system libraries", "error", f"missing: {', '.join(missing)}", hint)
-    return Finding("system libraries", "ok", "all there")
-
-
-def check_vulkan(report: vulkan.VulkanReport) -> Finding:
-    """A Vulkan device with what SAPIEN's renderer needs."""
-    if not report.usable:
-        return Finding("Vulkan", "error", report.detail, VULKAN_REMEDIES[report.status])
-    devices = [f"{d.name}: {d.driver}, Vulkan {d.api_version}" for d in report.devices if d.partially_bound]
-    return Finding("Vulkan", "ok", "; ".join(devices))
-
-
-def check_maniskill(can_draw: bool) -> Finding:
-    """One environment and one frame, for real, where the packages are there and something can draw."""
-    packages = check_simulator()
-    if packages.status == "error" or not can_draw:
-        return packages
-    frame = draw_frame("ManiSkill", "maniskill", MANISKILL_EXAMPLE, hint=FRAME_HINT)
-    return replace(frame, detail=f"{packages.detail}: {frame.detail}")
-
-
 def list_gpus() -> list[tuple[str, int]]:
     """Return name and memory in bytes of the NVIDIA GPUs that the driver reports; empty without a driver."""
     pynvml = importlib.import_module("pynvml")  # it has no types
@@ -201,26 +147,6 @@ def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> Finding:
     return Finding("GPU", "ok", text)
 
 
-def preflight_rendering(python: str | None = None) -> None:
-    """Refuse before anything is started where no camera can be rendered. Takes about 0.1 s.
-
-    Args:
-        python: interpreter of the simulator processes, which may bring libraries of its own; None for this one.
-
-    Raises:
-        MissingDependencyError: ManiSkill, the Vulkan loader or a sufficient driver is missing; names the package.
-    """
-    checks: list[Callable[[], Finding]] = [lambda: check_vulkan(vulkan.probe_in_subprocess())]
-    if python is None:
-        checks = [check_simulator, check_libraries, *checks]
-    else:
-        preflight("maniskill", python)
-    for check in checks:
-        finding = check()
-        if finding.status == "error":
-            raise MissingDependencyError(f"{finding.name}: {finding.detail}", finding.hint)
-
-
 def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[str] = ()) -> list[Finding]:
     """Run every check; a frame is drawn only where the driver could do it."""
     torch, libraries, driver = installed_version("torch"), check_libraries(), vulkan.probe_in_subprocess()
@@ -233,37 +159,22 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[
         check_torch(),
         check_torchvision(torch, installed_version("torchvision")),
         check_gpu(gpus, torch),
-        check_maniskill(driver.usable and libraries.status == "ok"),
         libraries,
         check_vulkan(driver),
-        *check_others(extensions),
+        *check_simulators(extensions, driver.usable and libraries.status == "ok"),
     ]
-    if libero.wanted():
-        python = installed_python("libero")
-        newer = libero.check_mujoco(None if python is None else str(python))
-        findings += [libero.check_libero(), *filter(None, [newer])]
     return findings + check_all_pins() + check_extras()
 
 
 def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
     """Return what the presets need to know."""
-    simulator_checks = ("ManiSkill", "system libraries", "Vulkan")
-    lacking = [f"{f.name}: {f.detail}" for f in findings if f.name in simulator_checks and f.status == "error"]
     usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
     return Machine(
-        simulators={"maniskill": "; ".join(lacking), **troubles(findings), "libero": libero_trouble(findings)},
+        simulators=problems(findings),
         memory_bytes=memory_limit_bytes(),
         gpu_bytes=tuple(size for _, size in usable_gpus),
         has_wandb=installed_version("wandb") is not None,
     )
-
-
-def libero_trouble(findings: list[Finding]) -> str:
-    """Return what LIBERO lacks; "" if it runs."""
-    checked = [f for f in findings if f.name == "LIBERO"]
-    if not checked:
-        return f"LIBERO: not installed ({libero.INSTALL})"
-    return "; ".join(f"LIBERO: {f.detail}" for f in checked if f.status != "ok")
 
 
 def run_doctor(

@@ -1,10 +1,11 @@
-"""Whether a simulator other than ManiSkill can run: its packages, and a way to draw. Imports none of them.
+"""Whether a simulator can run: its packages, the probe of its spec, and a way to draw. Imports none of them.
 
 A simulator is proved by making one environment and drawing one frame, in the interpreter that would run it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,25 +15,34 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
+from embodrl.config.isolated import ask, installed_python
 from embodrl.config.schema import EnvConfig
 from embodrl.envs.mujoco.scene import GL_HINT, GL_LIBRARIES, loads
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EmbodrlError, EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
 from embodrl.names import exits_named, import_function
+from embodrl.preflight import vulkan
 from embodrl.preflight.findings import Finding
-from embodrl.specs import ENVS
+from embodrl.preflight.libraries import missing_libraries
+from embodrl.specs import ENVS, SimulatorSpec
 
 RENDER_TIMEOUT_S = 120.0
 FRAME_TIMEOUTS = EnvTimeouts(300.0, 300.0, 300.0)
-CAMERA: dict[str, object] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
-EXAMPLES: dict[str, dict[str, object]] = {
-    "metaworld": {"tasks": ["reach-v3"], "cameras": [{**CAMERA, "name": "corner2"}]},
-    "gymnasium": {"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [CAMERA]},
+# What draws -> the checks of it.
+DRAWING = {"vulkan": ("system libraries", "Vulkan"), "mujoco": ("MuJoCo rendering",)}
+REQUIRED: str = EnvConfig.model_fields["env_type"].default
+"""The simulator of the default configuration: without it, `embodrl doctor` reports an error."""
+INSTALLER = "in a clone: scripts/install_system_packages.sh"
+MESA = "apt install mesa-vulkan-drivers, on Debian 12 with -t bookworm-backports"
+VULKAN_HINTS = {
+    vulkan.NO_LOADER: f"install the Vulkan loader: apt install libvulkan1 ({INSTALLER})",
+    vulkan.NO_DEVICE: f"install a Vulkan driver: {MESA} ({INSTALLER})",
+    vulkan.NO_FEATURE: f"install a newer Mesa: {MESA} ({INSTALLER})",
 }
-"""Arguments of an environment of each, which `embodrl doctor` makes where the packages are there."""
 VIDEO_MODULES = ("imageio", "imageio_ffmpeg")
 FIND_MODULES = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
 DRAW = """
@@ -52,27 +62,17 @@ print(json.dumps({"contrast": contrast, "gl": gl, "software": draws_in_software(
 """
 
 
-def ask(python: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a piece of code in an interpreter, which sees what a simulator process there would see.
-
-    Raises:
-        OSError: it can't be started.
-        subprocess.TimeoutExpired: it hangs.
-    """
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    command = [python, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
-
-
 def missing_packages(env_type: str, python: str | None = None) -> list[str]:
     """Return the modules that an environment needs and an interpreter (None: this one) has not.
 
     Raises:
         MissingDependencyError: the interpreter can't be run.
     """
-    needs = ENVS.entry(env_type).needs if env_type in ENVS else ()
+    spec = ENVS.entry(env_type)
+    if spec.isolated:  # its pinned packages came together; its probe knows more
+        return []
     # The simulator processes themselves need numpy, which an interpreter named by the user may lack.
-    return missing_modules((*needs, "numpy") if python is not None else needs, python)
+    return missing_modules((*spec.needs, "numpy") if python is not None else spec.needs, python)
 
 
 def missing_modules(names: Sequence[str], python: str | None = None) -> list[str]:
@@ -93,25 +93,55 @@ def missing_modules(names: Sequence[str], python: str | None = None) -> list[str
     return done.stdout.split()
 
 
-def check_simulator(env_type: str, extensions: Sequence[str] = ()) -> Finding:
-    """The packages, the probe and one frame of a simulator; it is optional, so nothing missing is an error.
+def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: bool = True) -> Finding:
+    """The packages, the probe and one frame of a simulator; only the default one's absence is an error.
 
     Args:
         env_type: a name of the environment registry.
         extensions: modules that register environments.
+        can_draw: try to draw the frame.
     """
-    spec, missing = ENVS.entry(env_type), missing_packages(env_type)
+    spec, python = ENVS.entry(env_type), _own_python(env_type)
+    missing = missing_packages(env_type, python)
     if missing:
-        detail = f"not installed: {', '.join(missing)}; for env={env_type} only"
-        return Finding(env_type, "ok", detail, _install_hint(env_type, missing))
-    found = probe(env_type)
+        detail, required = f"not installed: {', '.join(missing)}", env_type == REQUIRED
+        detail += "" if required else f"; for env={env_type} only"
+        return Finding(env_type, "error" if required else "ok", detail, _install_hint(spec, missing))
+    found = probe(env_type, None, python)
     if found:
         message, hint = ("; ".join(part) for part in zip(*found, strict=True))
         return Finding(env_type, "warning", message, hint)
-    example = EXAMPLES.get(env_type, spec.example)
-    if example is None:
+    if spec.example is None:
         return Finding(env_type, "ok", "its own probe finds nothing missing")
-    return optional(draw_frame(env_type, env_type, example, extensions=extensions))
+    if not can_draw:
+        return Finding(env_type, "ok", "installed")
+    hint = f"reinstall it: {_install_hint(spec)}{' --force' * spec.isolated}" if env_type in ENVS.builtin else ""
+    hint += f"; or try another Vulkan driver: {MESA}" * (spec.draws_with == "vulkan")
+    frame = draw_frame(env_type, env_type, spec.example, python, extensions, hint)
+    frame = replace(frame, detail=f"{_versions(spec)}{frame.detail}")
+    return frame if env_type == REQUIRED else optional(frame)
+
+
+def _versions(spec: SimulatorSpec) -> str:
+    """Return the versions of a simulator's packages in this environment, as the beginning of a text."""
+    found: list[str] = []
+    for name in spec.needs:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return f"{', '.join(found)}: " if found else ""
+
+
+def find_warnings(env_type: str, python: str | None) -> list[Finding]:
+    """Return what is odd about a simulator that runs."""
+    called = ENVS.entry(env_type).warnings
+    found = import_function(called)(python) if called else []
+    return [Finding(name, "warning", message, hint) for name, message, hint in found]
+
+
+def _own_python(env_type: str) -> str | None:
+    """Return the interpreter that ``env.python: auto`` finds for a simulator; None is this one."""
+    python = installed_python(env_type)
+    return None if python is None else str(python)
 
 
 def probe(env_type: str, settings: EnvConfig | None = None, python: str | None = None) -> list[tuple[str, str]]:
@@ -137,9 +167,12 @@ def probe(env_type: str, settings: EnvConfig | None = None, python: str | None =
         ) from error
 
 
-def _install_hint(env_type: str, missing: Sequence[str]) -> str:
-    extra = ENVS.entry(env_type).extra  # a custom environment has none
-    return f"pip install 'embodrl[{extra}]'" if extra else f"install {', '.join(missing)}"
+def _install_hint(spec: SimulatorSpec, missing: Sequence[str] = ()) -> str:
+    if spec.isolated:
+        return f"embodrl env install {spec.name}"
+    in_a_clone = " (in a clone: make setup)" * (spec.name == REQUIRED)
+    # A custom environment has no extra.
+    return f"pip install 'embodrl[{spec.extra}]'{in_a_clone}" if spec.extra else f"install {', '.join(missing)}"
 
 
 def optional(found: Finding) -> Finding:
@@ -187,7 +220,11 @@ def draw_frame(
         raised_by_simulator = error.code == EnvRaised.code and hint
         return Finding(name, "error", what, hint if raised_by_simulator else error.hint or hint)
     if contrast == 0:
-        other = "try another Vulkan driver" if env_type == "maniskill" else "try MUJOCO_GL=osmesa, or another driver"
+        other = (
+            "try another Vulkan driver"
+            if ENVS.entry(env_type).draws_with == "vulkan"
+            else "try MUJOCO_GL=osmesa, or another driver"
+        )
         return Finding(name, "error", "it draws an empty picture", other)
     seconds = time.monotonic() - start
     return Finding(name, "ok", f"one environment and one frame in {seconds:.1f} s ({python or 'this environment'})")
@@ -221,24 +258,59 @@ def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
     return Finding(name, "ok", f"MUJOCO_GL={answer['gl']}, on the {'CPU' if answer['software'] else 'GPU'}")
 
 
-def check_others(extensions: Sequence[str] = ()) -> list[Finding]:
-    """Run the checks of all simulators but ManiSkill and LIBERO: those with an example or a probe in their spec."""
-    custom = [spec.name for spec in ENVS.all() if spec.name not in ENVS.builtin and (spec.probe or spec.example)]
-    findings = [check_simulator(name, extensions) for name in (*EXAMPLES, *custom)]
+def check_libraries() -> Finding:
+    """Shared libraries of the system that Vulkan renderers open."""
+    missing = missing_libraries()
+    if missing:
+        packages = " ".join(missing.values())
+        hint = f"apt install {packages} ({INSTALLER})"
+        return Finding("system libraries", "error", f"missing: {', '.join(missing)}", hint)
+    return Finding("system libraries", "ok", "all there")
+
+
+def check_vulkan(report: vulkan.VulkanReport) -> Finding:
+    """A Vulkan device with what SAPIEN's renderer needs."""
+    if not report.usable:
+        return Finding("Vulkan", "error", report.detail, VULKAN_HINTS[report.status])
+    devices = [f"{d.name}: {d.driver}, Vulkan {d.api_version}" for d in report.devices if d.partially_bound]
+    return Finding("Vulkan", "ok", "; ".join(devices))
+
+
+def _checked() -> list[SimulatorSpec]:
+    """Return the simulators with an example or a probe, the default one first."""
+    return sorted((spec for spec in ENVS.all() if spec.probe or spec.example), key=lambda spec: spec.name != REQUIRED)
+
+
+def _is_absent(spec: SimulatorSpec) -> bool:
+    """Tell whether a simulator that has an environment of its own is installed neither there nor here."""
+    return spec.isolated and _own_python(spec.name) is None and importlib.util.find_spec(spec.name) is None
+
+
+def check_simulators(extensions: Sequence[str] = (), vulkan_draws: bool = True) -> list[Finding]:
+    """Run the checks of all simulators; frames are drawn by Vulkan only where it was found usable."""
+    findings = [
+        check_simulator(spec.name, extensions, vulkan_draws or spec.draws_with != "vulkan")
+        for spec in _checked()
+        if not _is_absent(spec)
+    ]
+    for spec in _checked():
+        findings += [] if _is_absent(spec) else find_warnings(spec.name, _own_python(spec.name))
     if importlib.util.find_spec("mujoco") is not None:
         findings.append(check_mujoco_rendering())
     return findings
 
 
-def troubles(findings: list[Finding]) -> dict[str, str]:
+def problems(findings: list[Finding]) -> dict[str, str]:
     """Return env_type -> why it does not run here; "" if it does."""
-    drawing = "; ".join(f"{f.name}: {f.detail}" for f in findings if f.name == "MuJoCo rendering" and f.status != "ok")
+
+    def text(*names: str) -> str:
+        return "; ".join(f"{f.name}: {f.detail}" for f in findings if f.name in names and f.status != "ok")
+
     result: dict[str, str] = {}
-    for name in EXAMPLES:
-        missing = missing_packages(name)
-        text = f"not installed: {', '.join(missing)} (pip install 'embodrl[{ENVS.entry(name).extra}]')"
-        frame = "; ".join(f"{f.name}: {f.detail}" for f in findings if f.name == name and f.status != "ok")
-        result[name] = text if missing else frame or (drawing if name == "metaworld" else "")
+    for spec in _checked():
+        missing = [spec.name] if _is_absent(spec) else missing_packages(spec.name, _own_python(spec.name))
+        installation = f"not installed: {', '.join(missing)} ({_install_hint(spec, missing)})" if missing else ""
+        result[spec.name] = installation or text(spec.name) or text(*DRAWING.get(spec.draws_with, ()))
     return result
 
 
@@ -247,23 +319,27 @@ def preflight(env_type: str, python: str | None = None, settings: EnvConfig | No
 
     Args:
         env_type: a name of the environment registry.
-        python: interpreter of the simulator processes; None for this one.
+        python: interpreter of the simulator processes, which may bring libraries of its own; None for this one.
         settings: the section ``env``, for the probe of the spec.
 
     Raises:
         MissingDependencyError: a package, a way to draw, or what the probe of the spec looks for is missing.
     """
-    missing = missing_packages(env_type, python)
+    if env_type not in ENVS:
+        return
+    spec, missing = ENVS.entry(env_type), missing_packages(env_type, python)
     if missing:
-        install = _install_hint(env_type, missing)
         raise MissingDependencyError(
             f"env.env_type {env_type} needs {', '.join(missing)}, which {python or 'this environment'} has not",
-            f"{install}, or set env.python to an interpreter that has it",
+            f"{_install_hint(spec, missing)}, or set env.python to an interpreter that has it",
         )
-    spec = ENVS.entry(env_type) if env_type in ENVS else None
-    if spec is not None and spec.draws_with == "mujoco" and missing_gl():
-        raise MissingDependencyError(f"MuJoCo can't draw: {missing_gl()}", GL_HINT)
-    found = probe(env_type, settings, python) if spec is not None else []
+    found = probe(env_type, settings, python)
+    if spec.draws_with == "mujoco" and missing_gl():
+        found.append((f"MuJoCo can't draw: {missing_gl()}", GL_HINT))
+    if spec.draws_with == "vulkan":
+        checks = [] if python is not None else [check_libraries()]
+        checks.append(check_vulkan(vulkan.probe_in_subprocess()))
+        found += [(f"{check.name}: {check.detail}", check.hint) for check in checks if check.status == "error"]
     if found:
         raise MissingDependencyError(*("; ".join(part) for part in zip(*found, strict=True)))
 

@@ -158,7 +158,6 @@ def build(
         weights = WeightChannel(
             kind,
             sender,
-            list(pipes.values()),
             list(channels_of(channels, "answers").values()),
             run_dir.resolve() / "weight_sync",
             "cuda" if uses_nccl(deployment) and sent_from.type == "cuda" else "cpu",

@@ -28,8 +28,8 @@ def export_checkpoint(
         source: a run, whose newest intact checkpoint is taken, or ``RUN/checkpoints/step_N``.
         directory: a new one.
         overrides: of the run's configuration.
-        trust: its settings may run code, whoever started the run.
-        adapters: low-rank ones are added to the weights, or written apart from them in peft's layout.
+        trust: its settings may run code though another user started the run.
+        adapters: low-rank ones are added to the weights, or written apart from them in peft\'s layout.
 
     Returns:
         the checkpoint.

@@ -47,7 +47,7 @@ class PolicySource:
 
         Args:
             overrides: of the command line.
-            trust: the run's settings may run code, whoever started it.
+            trust: the run's settings may run code though another user started it.
 
         Raises:
             ConfigError: with every problem found.

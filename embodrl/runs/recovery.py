@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, WorkerDied
@@ -16,7 +15,6 @@ from embodrl.runs.files import how_to_go_on
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 
 logger = logging.getLogger(__name__)
-R = TypeVar("R")
 
 
 class TrainersLostError(Exception):
@@ -40,34 +38,52 @@ def lost_trainers(engine: TrainEngine) -> bool:
     return False
 
 
-def with_restarts(
-    execute: Callable[[Checkpoint | None, bool], R], config: Config, run_dir: Path, checkpoint: Checkpoint | None
-) -> R:
-    """Return what a run returns, which begins again as often as ``actor.max_restarts`` allows.
+class Attempt:
+    """A try of a run from a checkpoint. As a context it catches the loss of the training processes.
+
+    Attributes:
+        checkpoint: where it begins; None for the start.
+        restarted: the run has been tried before, in this process.
+        lost: the error that it has caught.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None, restarted: bool) -> None:
+        self.checkpoint, self.restarted = checkpoint, restarted
+        self.lost: TrainersLostError | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.lost = error if isinstance(error, TrainersLostError) else None
+        return self.lost is not None
+
+
+def attempts(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Iterator[Attempt]:
+    """Yield the tries of a run, as many as ``actor.max_restarts`` allows: ``for attempt in ...: with attempt: return``.
 
     Args:
-        execute: runs from a checkpoint, or from the start; is told whether that is a restart.
         config: the run.
         run_dir: its directory.
         checkpoint: where it begins first.
 
     Raises:
-        EmbodrlError: the run failed otherwise, or too often.
+        EmbodrlError: the training processes were lost too often.
     """
     budget = RestartBudget(config.actor.max_restarts, config.cluster.restart_window_s)
-    restarted = False
+    attempt = Attempt(checkpoint, False)
     while True:
-        try:
-            return execute(checkpoint, restarted)
-        except TrainersLostError as lost:
-            if not budget.take():
-                if restarted:
-                    lost.error.add(f"given up after {budget} of the training processes")
-                lost.error.add_hint(how_to_go_on(run_dir))
-                raise lost.error from lost.error.__cause__
-            message = lost.error.message
+        yield attempt
+        assert attempt.lost is not None
+        error, attempt.lost = attempt.lost.error, None
+        if not budget.take():
+            if attempt.restarted:
+                error.add(f"given up after {budget} of the training processes")
+            error.add_hint(how_to_go_on(run_dir))
+            raise error from error.__cause__
+        message = error.message
+        del error
         gc.collect()  # what the frames of the error have held: a policy, say
         checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
         where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
         logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
-        restarted = True
+        attempt = Attempt(checkpoint, True)

@@ -195,7 +195,7 @@ def load_saved(
         verb: what it is loaded for; see ``load_config``.
         checkpoint: the one that is used, if it has been opened.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
-        trust: the settings may run code, whoever started the run.
+        trust: the settings may run code though another user started the run.
 
     Raises:
         CheckpointError: the settings are lost.

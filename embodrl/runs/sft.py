@@ -211,7 +211,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     Args:
         directory: of the run.
         overrides: of the command line.
-        trust: its settings may run code, whoever started the run.
+        trust: its settings may run code though another user started the run.
 
     Raises:
         CheckpointError: there is no intact checkpoint.

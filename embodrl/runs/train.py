@@ -52,7 +52,7 @@ from embodrl.runs.files import (
 from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
-from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
+from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.result import TrainResult, already_complete
 from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible, write_settings
 from embodrl.runs.stop import StopSignal, named_exit
@@ -430,7 +430,11 @@ def train(loaded: LoadedConfig) -> TrainResult:
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
-            return _restarting(loaded, run_dir, lock, None)
+            for attempt in attempts(config, run_dir, None):
+                with attempt:
+                    settings = loaded.to_yaml() if attempt.restarted else None
+                    return _execute(loaded, run_dir, lock, attempt.checkpoint, settings)
+    raise AssertionError("attempts ends by raising")
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -439,7 +443,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     Args:
         directory: of the run.
         overrides: of the command line.
-        trust: its settings may run code, whoever started the run.
+        trust: its settings may run code though another user started the run.
 
     Returns:
         the exit code.
@@ -472,7 +476,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
                 "start a new run; remove the checkpoints to start this one over",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
-        return _restarting(loaded, directory, lock, None, saved.text)
+        return _continue(loaded, directory, lock, None, saved.text)
     state = checkpoint.state
     generators = num_generators(config, loaded.deployment)
     refuse_impossible(config, state.text(STATE_KEY, None), state.fields("rollout"), generators)
@@ -484,18 +488,18 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
         )
     if done == config.runner.max_iterations and pending is None and has_results(directory):
         return already_complete(config, directory, checkpoint, done, overrides)
-    return _restarting(loaded, directory, lock, checkpoint, saved.text)
+    return _continue(loaded, directory, lock, checkpoint, saved.text)
 
 
-def _restarting(
-    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None = None
+def _continue(
+    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str
 ) -> TrainResult:
     """As ``_execute``; training processes that are lost are restarted."""
-
-    def execute(at: Checkpoint | None, restarted: bool) -> TrainResult:
-        return _execute(loaded, run_dir, lock, at, loaded.to_yaml() if restarted else old_settings)
-
-    return with_restarts(execute, loaded.config, run_dir, checkpoint)
+    for attempt in attempts(loaded.config, run_dir, checkpoint):
+        with attempt:
+            settings = loaded.to_yaml() if attempt.restarted else old_settings
+            return _execute(loaded, run_dir, lock, attempt.checkpoint, settings)
+    raise AssertionError("attempts ends by raising")
 
 
 def _last_logged(checkpoint: Checkpoint) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config, EnvConfig
@@ -17,7 +16,6 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.isolated import check_pins
-from embodrl.preflight.libero import check_mujoco
 from embodrl.specs import ENVS
 
 logger = logging.getLogger(__name__)
@@ -29,27 +27,12 @@ def check_simulator(config: Config) -> None:
     Raises:
         MissingDependencyError: names the missing package.
     """
-    _refuse_missing(config)
+    from embodrl.preflight.simulators import find_warnings, preflight
+
+    preflight(config.env.env_type, interpreter_of(config), config.env)
     outdated = check_pins(config.env.env_type) if config.env.python == AUTO else None
-    newer = check_mujoco(interpreter_of(config)) if config.env.env_type == "libero" else None
-    for warning in filter(None, (outdated, newer)):
+    for warning in filter(None, (outdated, *find_warnings(config.env.env_type, interpreter_of(config)))):
         logger.warning("%s: %s; %s", warning.name, warning.detail, warning.hint)
-
-
-def _refuse_missing(config: Config) -> None:
-    if config.env.env_type == "maniskill":
-        from embodrl.preflight.doctor import preflight_rendering
-
-        preflight_rendering(interpreter_of(config))
-    elif config.env.env_type == "libero":
-        from embodrl.envs.libero.spec import LiberoConfig
-        from embodrl.preflight.libero import preflight_libero
-
-        preflight_libero(interpreter_of(config), cast(LiberoConfig, config.env).libero_assets)
-    else:
-        from embodrl.preflight.simulators import preflight
-
-        preflight(config.env.env_type, interpreter_of(config), config.env)
 
 
 def check_videos(config: Config, here: bool = False) -> None:
@@ -74,11 +57,11 @@ def check_videos(config: Config, here: bool = False) -> None:
 
 def try_simulator(config: Config) -> Finding:
     """Make one environment as configured, in the interpreter that would run it, and draw one frame."""
-    from embodrl.preflight.simulators import draw_frame
+    from embodrl.preflight.simulators import draw_frame, preflight
 
     name = f"env={config.env.env_type}"
     try:
-        _refuse_missing(config)  # doctor tells of outdated environments, whatever the configuration
+        preflight(config.env.env_type, interpreter_of(config), config.env)
     except MissingDependencyError as error:
         return Finding(name, "error", error.message, error.hint)
     return draw_frame(name, config.env.env_type, env_kwargs(config), interpreter_of(config), config.extensions)

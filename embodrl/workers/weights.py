@@ -295,7 +295,7 @@ class RemoteSender:
     """
 
     def __init__(self, group: WorkerGroup, pipes: Mapping[str, Channel], trained: Collection[str]) -> None:
-        self.group, self.pipes = group, pipes
+        self.group, self.pipes = group, list(pipes.values())
         self._call("make_sender", list(pipes), sorted(trained))
 
     def address(self) -> str:
@@ -346,7 +346,7 @@ class RemoteSender:
             with contextlib.suppress(RuntimeError):  # not open yet, or closed already
                 cancel_rendezvous(open_rendezvous(rendezvous, len(self.pipes) + 1, False, _CANCEL_S))
         if isinstance(failure, WorkerDied):
-            drain(list(self.pipes.values())[failure.rank])
+            drain(self.pipes[failure.rank])
 
 
 Sender = LocalSender | RemoteSender
@@ -358,7 +358,6 @@ class WeightChannel:
     Args:
         kind: memory, collective or disk.
         sender: in this process, or in those that train.
-        pipes: one channel per rollout process, for memory.
         answers: one channel per rollout process, for acknowledgements.
         directory: of the versions, for disk.
         device: of the buckets of a collective sync.
@@ -369,14 +368,13 @@ class WeightChannel:
         self,
         kind: Kind,
         sender: Sender,
-        pipes: Sequence[Channel],
         answers: Sequence[Channel],
         directory: Path,
         device: str = "cpu",
         timeout_s: float = 600.0,
     ) -> None:
         self.kind: Kind = kind
-        self.sender, self.pipes, self.answers = sender, pipes, answers
+        self.sender, self.answers = sender, answers
         self.directory, self.device, self.timeout_s = directory, device, timeout_s
         self.generation = 0
 
@@ -388,7 +386,7 @@ class WeightChannel:
         if self.kind == "collective":
             where = self.sender.address()
         if self.kind == "memory":
-            for pipe in self.pipes:
+            for pipe in self.sender.pipes:
                 drain(pipe)
         return Route(kind=self.kind, generation=self.generation, where=where, world_size=world_size, device=self.device)
 

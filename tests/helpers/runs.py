@@ -13,25 +13,9 @@ from fork_server import fork_servers
 
 HERE = Path(__file__).parent
 GONE_S = 20.0
-TINY_POLICY = """
-model:
-  warm_start: null
-  num_action_chunks: 3
-  architecture:
-    image_size: 16
-    patch_size: 8
-    dino: {width: 8, depth: 2, num_heads: 1, mlp_dim: 16}
-    siglip: {width: 8, depth: 2, num_heads: 1, mlp_dim: 16}
-    hidden_size: 16
-    intermediate_size: 32
-    num_hidden_layers: 1
-    num_attention_heads: 2
-  value_head: {hidden_sizes: [8]}
-actor:
-  global_batch_size: 8
-  micro_batch_size: 4
-  optim: {critic_warmup_iterations: 1, lr_warmup_iterations: 0, lr: 1.0e-3}
-cluster: {num_threads: 1}
+TINY_POLICY = (
+    (HERE.parents[1] / "benchmarks" / "smallest_run.yaml").read_text()
+    + """
 runner:
   max_iterations: 4
   eval_interval: 2
@@ -39,6 +23,7 @@ runner:
   logger: {tensorboard: false, console: plain}
 extensions: [stop_at]
 """
+)
 TINY = (
     """
 presets: {env: toy}
@@ -88,8 +73,8 @@ def script(
 
 
 def start(*args: object) -> subprocess.Popen[str]:
-    """Start the command line as a user does."""
-    command = [sys.executable, "-c", "from embodrl.cli.main import main; main()", *map(str, args)]
+    """Start the command line, as a child of this process."""
+    command = [sys.executable, "-m", "embodrl.__main__", *map(str, args)]
     return subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -72,7 +72,7 @@ TINY = {
 }
 """One size for all: a family reads its own part."""
 
-FAMILIES = list(MODELS)
+FAMILIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, which has no network here
 TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "tokens"]
 FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "flow"]
 # A family and, of flow families, each way to make it a distribution.

@@ -26,8 +26,7 @@ from embodrl.config.isolated import installed_python
 from embodrl.envs.libero.suites import SUITES
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EnvRaised
-from embodrl.preflight.libero import check_libero
-from embodrl.preflight.simulators import missing_gl
+from embodrl.preflight.simulators import check_simulator, missing_gl
 from embodrl.types import EnvStep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,10 +220,10 @@ def test_missing_assets_are_named(tmp_path: Path):
 
 def test_doctor_draws_a_frame(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EMBODRL_LIBERO_ASSETS", ASSETS)
-    finding = check_libero()
+    finding = check_simulator("libero")
     assert finding.status == "ok", finding
     monkeypatch.setenv("EMBODRL_LIBERO_ASSETS", "/no/such/folder")
-    assert check_libero().status == "warning"
+    assert check_simulator("libero").status == "warning"
 
 
 def test_it_trains_and_evaluates(tmp_path: Path):

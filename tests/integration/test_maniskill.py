@@ -440,7 +440,7 @@ def test_the_example_of_the_doctor_is_drawn() -> None:
 
 @pytest.mark.long
 def test_doctor_makes_an_environment(env: Any) -> None:
-    from embodrl.preflight.doctor import check_maniskill
+    from embodrl.preflight.simulators import check_simulator
 
-    found = check_maniskill(can_draw=True)
+    found = check_simulator("maniskill")
     assert found.status == "ok" and "one environment and one frame" in found.detail, found

@@ -8,9 +8,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig
-from embodrl.specs import SimulatorSpec
-
-CAMERA: dict[str, object] = {"name": "camera", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+from embodrl.specs import EXAMPLE_CAMERA, SimulatorSpec
 
 
 class GymnasiumConfig(EnvConfig):
@@ -55,7 +53,7 @@ SPEC = SimulatorSpec(
     max_cameras=1,
     needs=("gymnasium", "PIL"),
     extra="gymnasium",
-    example={"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [CAMERA]},
+    example={"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [EXAMPLE_CAMERA]},
     actions="a Box, mapped from -1 to 1; no discrete actions",
     camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
     expert_tasks=(),

@@ -10,7 +10,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig, Fraction
 from embodrl.envs.maniskill.tasks import INSTRUCTIONS
-from embodrl.specs import REWARD_MODES, SimulatorSpec
+from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
 MIB = 1 << 20
 
@@ -135,6 +135,7 @@ SPEC = SimulatorSpec(
     needs=("mani_skill", "sapien", "fast_simplification"),
     extra="maniskill",
     draws_with="vulkan",
+    example={"tasks": ["PushCube-v1"], "cameras": [{**EXAMPLE_CAMERA, "name": "base_camera"}]},
     process_bytes=600 * MIB,
     env_bytes=5 * MIB,
     actions="change of the gripper's pose (x, y, z, three angles) and its opening, -1 to 1",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from embodrl.envs.metaworld.tasks import INSTRUCTIONS
-from embodrl.specs import REWARD_MODES, SimulatorSpec
-
-CAMERA: dict[str, object] = {"name": "corner2", "height": 64, "width": 64, "fov_rad": None, "eye": None, "target": None}
+from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
 SPEC = SimulatorSpec(
     name="metaworld",
@@ -21,7 +19,7 @@ SPEC = SimulatorSpec(
     needs=("metaworld", "mujoco", "fast_simplification"),
     extra="metaworld",
     draws_with="mujoco",
-    example={"tasks": ["reach-v3"], "cameras": [CAMERA]},
+    example={"tasks": ["reach-v3"], "cameras": [{**EXAMPLE_CAMERA, "name": "corner2"}]},
     actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
     camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
     experts="all tasks",

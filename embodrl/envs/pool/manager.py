@@ -21,6 +21,7 @@ from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EmbodrlError, EnvError, EnvProtocolError, EnvRaised, EnvTimeout, EnvWorkerDied, MessageError
 from embodrl.fields import Fields
+from embodrl.processes import bootstrap
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
@@ -35,7 +36,6 @@ _SHOWN = 8
 _SHOWN_TEXT = 8000  # characters of an error that a simulator reports
 _OOM_SCORE_ADJ = 300
 """If memory runs out, the kernel ends a simulator, which is restarted, before it ends the driver."""
-_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 # One simulator process is bound to one core: thread pools would only compete for it.
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
@@ -188,7 +188,7 @@ class EnvManager:
         self._memory_fd = os.memfd_create("embodrl-env", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             self._process = ChildProcess(
-                [self.python or sys.executable, str(_BOOTSTRAP)],
+                [self.python or sys.executable, bootstrap.__file__, "embodrl.envs.pool.worker_main"],
                 self._config | {"memory_fd": self._memory_fd},
                 environ={**SINGLE_THREADED, **self._environ},
                 log_path=self._log_path,

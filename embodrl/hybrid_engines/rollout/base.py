@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource, RowGenerators, generator_state, restore_generator
-from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy
@@ -52,6 +52,8 @@ class RolloutEngine(ABC):
         num_threads: parts of a batch computed in parallel on a CPU, each with its own random generator.
         part: rank and number of the processes that share the environments: together they draw as one process with the
             threads of all of them does.
+        memory: the policy's weights, where ``offload`` may take them: nothing else uses them while this engine does
+            not; None where they stay.
 
     Attributes:
         version: number of updates behind the weights.
@@ -66,8 +68,10 @@ class RolloutEngine(ABC):
         seed: int,
         num_threads: int = 1,
         part: tuple[int, int] = (0, 1),
+        memory: Offload | None = None,
     ) -> None:
         self.part = part
+        self._memory = memory
         self.policy = policy
         self.device = policy.device
         self.precision: Precision = resolve_precision(config.precision, self.device)

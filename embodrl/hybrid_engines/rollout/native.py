@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodrl.config.schema import Config, RolloutConfig, SamplingConfig
+from embodrl.config.schema import Config
 from embodrl.data.rng import RandomSource
 from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine
@@ -23,25 +23,7 @@ class NativeRolloutEngine(RolloutEngine):
     """Computes actions with the policy's own modules.
 
     On a CPU a batch is cut into ``num_threads`` parts, each with its own random generator.
-
-    Args:
-        policy, config, sampling, seed, num_threads, part: see RolloutEngine.
-        memory: the policy's weights, where ``offload`` may take them: nothing else uses them while this engine does
-            not; None where they stay.
     """
-
-    def __init__(
-        self,
-        policy: VLAPolicy,
-        config: RolloutConfig,
-        sampling: SamplingConfig,
-        seed: int,
-        num_threads: int = 1,
-        part: tuple[int, int] = (0, 1),
-        memory: Offload | None = None,
-    ) -> None:
-        super().__init__(policy, config, sampling, seed, num_threads, part)
-        self._memory = memory
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self._lock:

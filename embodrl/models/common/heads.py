@@ -67,17 +67,7 @@ def build_noise_head(
 ) -> NoiseHead | None:
     """Return Flow-Noise's head, from the checkpoint if that has one; None with Flow-SDE.
 
-    Args:
-        config: section ``model``.
-        feature_dim: size of an action's features.
-        action_dim: padded action dimensions.
-        directory: of the checkpoint, or None.
-        report: filled in.
-        device: of the head, which is always float32.
-        generator: source of new weights.
-
-    Raises:
-        CheckpointError: its file is corrupt.
+    It reads an action's features, ``float32[..., feature_dim]``; ``action_dim`` is padded. Rest: ``build_value_head``.
     """
     if config.flow.method != "flow_noise":
         _ignore(directory, NOISE_HEAD_FILE, f"model.flow.method is {config.flow.method}", report)

@@ -62,14 +62,7 @@ def build_openvla(
     has the dimensions of ``architecture`` and the weights of ``warm_start``; random ones are a function of ``seed``
     and ``device``.
 
-    Args:
-        config: the section ``model``.
-        device: where the policy lives.
-        dtype: of its weights; the value head is always float32.
-        seed: of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, or it does not fit.
+    Arguments and errors as of ``models.registry.build_policy``.
     """
     parts = build_parts(config, BUILTIN_WARM_START, True, torch.device(device), dtype, seed)
     model = parts.model.config

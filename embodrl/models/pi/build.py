@@ -53,16 +53,8 @@ def build_pi(
     Without, it has the dimensions of ``pi`` and the weights of ``warm_start``; random ones are a function of ``seed``
     and ``device``.
 
-    Args:
-        config: the section ``model``.
-        variant: which model.
-        device: where the policy lives.
-        dtype: of its weights; value and noise heads are always float32.
-        seed: of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, or it does not fit.
-        MissingDependencyError: its tokenizer needs a package that is not installed.
+    Arguments and errors are those of ``models.registry.build_policy``; MissingDependencyError where its tokenizer
+    needs a package that is not installed.
     """
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()

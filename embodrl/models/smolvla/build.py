@@ -33,14 +33,7 @@ def build_smolvla(
     has the dimensions of ``smolvla`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
     ``device``.
 
-    Args:
-        config: the section ``model``.
-        device: where the policy lives.
-        dtype: of its weights; value and noise heads are always float32.
-        seed: of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, or it does not fit.
+    Arguments and errors as of ``models.registry.build_policy``.
     """
     device = torch.device(device)
     directory, report = checkpoint.locate(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,11 @@ TWO_TRAINERS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 
 @pytest.mark.parametrize(("group", "name"), PRESETS, ids=lambda part: part)
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str) -> None:
-    extra = {"libero_wrist": ["model=openvla_oft"], "megatron": [TWO_TRAINERS]}.get(name, [])
+    lerobot = [f"model.python={sys.executable}", "model.model_path=OWNER/NAME"]
+    extra = {"libero_wrist": ["model=openvla_oft"], "megatron": [TWO_TRAINERS], "lerobot": lerobot}.get(name, [])
     # The hardware of a cluster need not be here, nor the package of a backend.
-    loaded = load_config(
-        [f"{group}={name}", *extra], verb="plan" if group == "cluster" or name in ("vllm", "megatron") else None
-    )
+    verb = "plan" if group == "cluster" or name in ("vllm", "megatron") else "eval" if name == "lerobot" else None
+    loaded = load_config([f"{group}={name}", *extra], verb=verb)
     assert f"configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}
     assert (CONFIGS / group / f"{name}.yaml").read_text().startswith("# ")
 

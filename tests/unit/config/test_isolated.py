@@ -13,11 +13,10 @@ import pytest
 
 from embodrl.config import isolated as places
 from embodrl.config import load_config
+from embodrl.envs.libero import probe
 from embodrl.errors import EmbodrlError, UsageError
-from embodrl.preflight import isolated, libero, simulators
+from embodrl.preflight import isolated, simulators
 from embodrl.preflight.findings import Finding, can_train
-from embodrl.preflight.libero import find_package, preflight_libero
-from embodrl.preflight.libero import problems as libero_problems
 from embodrl.workers.env import check_simulator, try_simulator
 
 
@@ -81,7 +80,7 @@ def mark(prefix: Path, **changes: str) -> None:
 def test_other_pins_make_it_outdated_which_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(libero, "problems", lambda *_: [])
+    monkeypatch.setattr(simulators, "probe", lambda *_: [])
     config = load_config(["env=libero"]).config
     install()
     check_simulator(config)
@@ -138,11 +137,11 @@ def test_the_shipped_pins_are_exact_and_name_no_index():
 
 def test_a_libero_that_does_not_run_keeps_nobody_from_training(monkeypatch: pytest.MonkeyPatch):
     install()
-    broken = Finding("LIBERO", "error", "it draws an empty picture", "another driver")
-    monkeypatch.setattr(libero, "problems", lambda *_: [])
-    monkeypatch.setattr(libero, "draw_frame", lambda *_, **__: broken)
-    assert can_train([libero.check_libero()])
-    assert libero.check_libero().hint == broken.hint
+    broken = Finding("libero", "error", "it draws an empty picture", "another driver")
+    monkeypatch.setattr(simulators, "probe", lambda *_: [])
+    monkeypatch.setattr(simulators, "draw_frame", lambda *_, **__: broken)
+    found = simulators.check_simulator("libero")
+    assert can_train([found]) and found.hint == broken.hint
     # What a configuration asks for is another matter.
     monkeypatch.setattr(simulators, "draw_frame", lambda name, *_: replace(broken, name=name))
     config = load_config(["env=libero"]).config
@@ -155,29 +154,27 @@ def test_packages_of_this_environment_are_not_those_of_another(tmp_path: Path, m
     (tmp_path / "here" / "libero").mkdir(parents=True)
     (tmp_path / "here" / "libero" / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "here"))
-    assert find_package(str(places.installed_python("libero"))) is None
+    assert probe.find_package(str(places.installed_python("libero"))) is None
 
 
 def test_all_that_libero_lacks_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
     install()
     python = str(places.installed_python("libero"))
-    assert find_package(python) is None
-    found = [message for message, _ in libero_problems(python, str(tmp_path))]
-    assert "not installed" in found[0]
-    assert "assets are not in" in found[1]
+    assert probe.find_package(python) is None
+    settings = load_config(["env=libero"]).config.env.model_copy(update={"libero_assets": str(tmp_path)})
     with pytest.raises(EmbodrlError, match=r"(?s)not installed.*assets are not in.*embodrl env install libero"):
-        preflight_libero(python, str(tmp_path))
+        simulators.preflight("libero", python, settings)
     assert os.access(python, os.X_OK)
 
 
 @pytest.mark.parametrize(("found", "warns"), [("3.2.3", False), ("3.3.2", False), ("3.3.3", True), ("3.10.0", True)])
 def test_a_mujoco_that_draws_libero_otherwise_is_told(monkeypatch: pytest.MonkeyPatch, found: str, warns: bool):
-    monkeypatch.setattr(libero.metadata, "version", lambda _: found)
-    finding = libero.check_mujoco(None)
-    assert (finding is not None and finding.name == "mujoco-version" and finding.status == "warning") == warns
+    monkeypatch.setattr(probe.metadata, "version", lambda _: found)
+    findings = simulators.find_warnings("libero", None)
+    assert [(finding.name, finding.status) for finding in findings] == [("mujoco-version", "warning")] * warns
 
 
 def test_an_interpreter_without_mujoco_is_not_warned_of():
     install()
-    assert libero.check_mujoco(str(places.installed_python("libero"))) is None
+    assert probe.find_warnings(str(places.installed_python("libero"))) == []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from expect import raises_code
+from typer.testing import CliRunner
 
 import embodrl
+from embodrl.cli.main import app
 from embodrl.config import load_config, load_run
 from embodrl.config.nodes import Origin, from_plain
 from embodrl.config.trust import CODE_SETTINGS, code_settings
@@ -119,6 +122,29 @@ def test_the_environment_may_trust_all(hostile: Path, tmp_path: Path, monkeypatc
     assert load_run(path).config.extensions == ("hostile_code",)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sft -c RUN no=1",
+        "collect -c RUN no=1",
+        "plan train -c RUN",
+        "pipeline show -c RUN",
+        "config diff RUN",
+        "list -c RUN",
+    ],
+)
+def test_every_verb_that_reads_a_run_has_the_option(command: str, hostile: Path, tmp_path: Path) -> None:
+    """``no=1`` is no setting: it ends the verbs that would start something, after extensions have been imported."""
+    path = write_run(tmp_path / "run", "extensions=[hostile_code]")
+    shutil.rmtree(tmp_path / "state")
+    arguments = command.replace("RUN", str(path.parent)).split()
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 2 and "settings-run-code" in refused.stderr and not hostile.exists()
+    sys.modules.pop("hostile_code", None)
+    trusted = CliRunner().invoke(app, [*arguments, "--trust"])
+    assert hostile.exists() and "settings-run-code" not in trusted.stderr
+
+
 def test_a_reference_is_taken_for_code() -> None:
     tree = from_plain(
         {"reward": {"fn": "${runner.name}"}, "env": {"id": "Reacher-v5", "python": "auto"}}, Origin("run")
@@ -135,6 +161,7 @@ SITES = {
     "cli/bench.py": "",
     "cli/parity.py": "",
     "config/__init__.py": "",
+    "config/isolated.py": "env.python",
     "config/load.py": "extensions",
     "config/schema/tagged.py": "",
     "data/lerobot.py": "",
@@ -147,7 +174,8 @@ SITES = {
     "preflight/isolated.py": "",
     "preflight/simulators.py": "env.python",
     "preflight/vulkan.py": "",
-    "processes/child.py": "env.python",
+    "processes/bootstrap.py": "",
+    "processes/child.py": "env.python model.python",
     "processes/guard.py": "",
     "registry.py": "algorithm.adv_type algorithm.loss_type algorithm.srpo.encoder",
     "runs/provenance.py": "",

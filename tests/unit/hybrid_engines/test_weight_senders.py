@@ -58,7 +58,7 @@ class Bench:
         self.engine = RemoteTrainEngine(config, self.policy, group, sends_weights=True)
         self.target = Target(acting)  # type: ignore[arg-type]
         end = RemoteSender(group, {PIPE: pipe}, trained_names(self.policy))
-        self.link = WeightChannel("memory", end, [pipe], [answers], directory)
+        self.link = WeightChannel("memory", end, [answers], directory)
         options = self.link.options()
         self.link.open(options)
         receiver = MemoryReceiver(self.target, pipe, layout_of(acting))
@@ -251,7 +251,6 @@ def test_shards_are_gathered_a_bucket_at_a_time_and_only_those_that_travel(tmp_p
         link = WeightChannel(
             "memory",
             RemoteSender(group, {PIPE: channels[PIPE]}, names),
-            [channels[PIPE]],
             [channels["answers"]],
             tmp_path,
         )

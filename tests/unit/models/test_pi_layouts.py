@@ -12,6 +12,7 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import save_file
+from tiny_families import TINY
 
 from embodrl.config import load_config
 from embodrl.errors import CheckpointError, ConfigError
@@ -26,22 +27,7 @@ from embodrl.models.pi.spec import PiArchitectureConfig, PiModelConfig
 from embodrl.models.pi.stats import read_openpi
 from embodrl.types import Observation
 
-SIZES: dict[str, Any] = {
-    "image_size": 16,
-    "patch_size": 8,
-    "siglip": {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24},
-    "depth": 2,
-    "num_heads": 2,
-    "head_dim": 8,
-    "vlm_width": 32,
-    "vlm_mlp_dim": 48,
-    "expert_width": 24,
-    "expert_mlp_dim": 32,
-    "max_action_dim": 8,
-    "action_horizon": 4,
-    "num_images": 2,
-    "max_prompt_tokens": 120,
-}
+SIZES: dict[str, Any] = {**TINY["pi"], "max_action_dim": 8, "num_images": 2, "max_prompt_tokens": 120}
 OPENPI = {
     "action_dim": 8,
     "action_horizon": 4,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_families import TINY
 
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.base import LoadReport
@@ -19,21 +20,7 @@ from embodrl.models.pi.spec import PiModelConfig
 from embodrl.types import Observation, SamplingParams
 
 VARIANTS = ("pi0", "pi05")
-SIZES = {
-    "image_size": 16,
-    "patch_size": 8,
-    "siglip": {"width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24},
-    "depth": 2,
-    "num_heads": 2,
-    "head_dim": 8,
-    "vlm_width": 32,
-    "vlm_mlp_dim": 48,
-    "expert_width": 24,
-    "expert_mlp_dim": 32,
-    "max_action_dim": 8,
-    "action_horizon": 4,
-    "num_images": 2,
-}
+SIZES: dict[str, Any] = {**TINY["pi"], "max_action_dim": 8, "num_images": 2}
 SAMPLING = SamplingParams()
 EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 

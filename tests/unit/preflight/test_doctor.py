@@ -86,33 +86,33 @@ def test_gpu_beside_a_cpu_torch() -> None:
     ],
 )
 def test_preflight_names_the_package(monkeypatch: pytest.MonkeyPatch, status: int, package: str) -> None:
-    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
-    monkeypatch.setattr(doctor, "check_libraries", lambda: Finding("system libraries", "ok", ""))
+    monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
+    monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("system libraries", "ok", ""))
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(status, [], "broken"))
     with pytest.raises(MissingDependencyError, match="broken") as caught:
-        doctor.preflight_rendering()
+        simulators.preflight("maniskill")
     assert package in caught.value.hint
 
 
 def test_preflight_names_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
-    monkeypatch.setattr(doctor, "missing_libraries", lambda: missing_libraries({"libno-such.so.7": "libno-such7"}))
+    monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
+    monkeypatch.setattr(simulators, "missing_libraries", lambda: missing_libraries({"libno-such.so.7": "libno-such7"}))
     with pytest.raises(MissingDependencyError, match=r"libno-such\.so\.7") as caught:
-        doctor.preflight_rendering()
+        simulators.preflight("maniskill")
     assert "apt install libno-such7" in caught.value.hint
 
 
 def test_preflight_passes_with_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
-    monkeypatch.setattr(doctor, "check_libraries", lambda: Finding("system libraries", "ok", ""))
+    monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
+    monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("system libraries", "ok", ""))
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.USABLE))
-    doctor.preflight_rendering()
+    simulators.preflight("maniskill")
 
 
 def test_preflight_without_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(simulators.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="mani_skill") as caught:
-        doctor.preflight_rendering()
+        simulators.preflight("maniskill")
     assert "embodrl[maniskill]" in caught.value.hint
 
 
@@ -120,17 +120,22 @@ def frame(name: str) -> Finding:
     return Finding(name, "ok", "one environment and one frame")
 
 
-def test_maniskill_itself_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", "mani_skill 3"))
-    assert doctor.check_maniskill(can_draw=False).detail == "mani_skill 3"
-    # What the process of a ManiSkill whose packages are broken says.
-    monkeypatch.setattr(doctor, "MANISKILL_EXAMPLE", {"no_such_argument": 1})
-    found = doctor.check_maniskill(can_draw=True)
-    assert (found.name, found.status) == ("ManiSkill", "error")
-    assert "mani_skill 3: " in found.detail and "no_such_argument" in found.detail
+def test_the_simulator_of_the_defaults_is_required_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
+    registry = simulators.ENVS
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    for name in ("maniskill", "metaworld"):
+        # What the process of a simulator whose packages are broken says.
+        broken = dataclasses.replace(
+            registry.entry(name), example={"no_such_argument": 1}, target="embodrl.envs.toy.env:ToyVectorEnv"
+        )
+        registry._entries[name] = broken
+    assert simulators.check_simulator("maniskill", can_draw=False).detail == "installed"
+    found = simulators.check_simulator("maniskill")
+    assert (found.name, found.status) == ("maniskill", "error") and "no_such_argument" in found.detail
     assert "embodrl[maniskill]" in found.hint and "Vulkan driver" in found.hint
-    lacking = doctor.summarize([found], []).simulators["maniskill"]
-    assert "no_such_argument" in lacking
+    assert "no_such_argument" in simulators.problems([found])["maniskill"]
+    assert simulators.check_simulator("metaworld").status == "warning"
 
 
 @pytest.mark.parametrize("error", [EnvWorkerDied, EnvTimeout])
@@ -153,17 +158,17 @@ def test_run_doctor_as_json(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vulkan_status: int, exit_code: int
 ) -> None:
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan_status, [], "as told"))
-    monkeypatch.setattr(doctor, "check_simulator", lambda: Finding("ManiSkill", "ok", ""))
-    monkeypatch.setattr(doctor, "check_libraries", lambda: Finding("system libraries", "ok", ""))
+    monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
+    monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("system libraries", "ok", ""))
     monkeypatch.setattr(doctor, "check_extras", lambda: [frame("extra some")])
     drawn: list[str] = []
-    monkeypatch.setattr(doctor, "draw_frame", lambda name, *rest, **options: drawn.append(name) or frame(name))
+    monkeypatch.setattr(simulators, "draw_frame", lambda name, *rest, **options: drawn.append(name) or frame(name))
     monkeypatch.setattr(doctor, "check_shared_memory", lambda: Finding("shared memory", "ok", "enough"))
     out = io.StringIO()
     assert doctor.run_doctor(json_output=True, output_dir=tmp_path, console=Console(file=out, width=40)) == exit_code
     report = json.loads(out.getvalue())
     assert report["can_train"] == (exit_code == 0)
-    assert ("ManiSkill" in drawn) == (vulkan_status == vulkan.USABLE)
+    assert ("maniskill" in drawn) == (vulkan_status == vulkan.USABLE)
     assert ("as told" in report["presets"]["env=maniskill"]) == (exit_code == 1)
 
 
@@ -224,9 +229,9 @@ def test_doctor_checks_environments_from_outside(monkeypatch: pytest.MonkeyPatch
         return [("the rail is not plugged in", "plug it in"), ("no power", "switch it on")]
 
     registry._entries["line_world"] = dataclasses.replace(spec, probe=probe)
-    for name in simulators.EXAMPLES:
+    for name in registry.builtin:
         registry._entries[name] = dataclasses.replace(registry.entry(name), needs=("no_such_package_at_all",))
-    custom = [found for found in simulators.check_others() if found.name == "line_world"]
+    custom = [found for found in simulators.check_simulators() if found.name == "line_world"]
     assert [(f.status, f.detail, f.hint) for f in custom] == [
         ("warning", "the rail is not plugged in; no power", "plug it in; switch it on")
     ]

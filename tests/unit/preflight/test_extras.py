@@ -8,7 +8,7 @@ import pytest
 
 from embodrl.config import load_config
 from embodrl.errors import MissingDependencyError
-from embodrl.preflight import doctor, extras, simulators, vulkan
+from embodrl.preflight import extras, simulators, vulkan
 from embodrl.preflight.extras import Extra, check_extra, check_extras
 from embodrl.preflight.findings import Finding
 from embodrl.workers.env import check_simulator, try_simulator
@@ -111,10 +111,8 @@ def test_maniskill_is_looked_for_in_the_interpreter_that_will_run_it(
     needs = ("simulator_of_another_interpreter",)
     set_needs(monkeypatch, "maniskill", needs)
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.USABLE))
-    here = Finding("ManiSkill", "error", "not installed: in this environment")
-    monkeypatch.setattr(doctor, "check_simulator", lambda: here)
-    monkeypatch.setattr(doctor, "check_libraries", lambda: here)
-    with pytest.raises(MissingDependencyError, match="in this environment"):
+    monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("libraries", "error", "of this environment"))
+    with pytest.raises(MissingDependencyError, match=f"{needs[0]}, which this environment has not"):
         check_simulator(load_config(["env=maniskill"]).config)
     check_simulator(load_config(["env=maniskill", f"env.python={python_with(tmp_path, *needs)}"]).config)
     config = load_config(["env=maniskill", f"env.python={sys.executable}"]).config

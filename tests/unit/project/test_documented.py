@@ -6,6 +6,7 @@ Nothing is started. What a machine lacks (GPUs, Ray, an interpreter of a simulat
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("resume",): None,
 }
 """Those with settings, and what is checked; the arguments of the others are parsed."""
-STANDS_FOR = {"MODE": "actor=native", "runner.seed=S": "runner.seed=1", "mine.yaml": "my_task/config.yaml"}
+STANDS_FOR = {
+    **{"MODE": "actor=native", "runner.seed=S": "runner.seed=1", "mine.yaml": "my_task/config.yaml"},
+    "model.python=lerobot-env/bin/python": f"model.python={sys.executable}",
+}
 """Words of the pages that the reader replaces."""
 WRONG = {
     ("README.md", "algorithm.gamma=2"): "config-range",

@@ -1,12 +1,13 @@
 """Runs that lose their training processes: what is tried again, from where, and how often."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from embodrl.config.schema import Config
 from embodrl.errors import WorkerDied, WorkerRaised
-from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
+from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 
 
@@ -17,6 +18,15 @@ class Engine:
     def check(self) -> None:
         if self.error is not None:
             raise self.error
+
+
+def with_restarts(
+    execute: Callable[[Checkpoint | None, bool], str | None], config: Config, run_dir: Path, checkpoint: None
+) -> str | None:
+    for attempt in attempts(config, run_dir, checkpoint):
+        with attempt:
+            return execute(attempt.checkpoint, attempt.restarted)
+    raise AssertionError
 
 
 def config(max_restarts: int) -> Config:

@@ -1,7 +1,7 @@
-"""Start of a simulator process: ``python bootstrap.py SOCKET_FD``.
+"""Start of a process in another interpreter: ``python bootstrap.py MODULE SOCKET_FD``; ``MODULE.main`` serves.
 
 Loads the package ``embodrl`` from where this file lies without adding the surrounding site-packages to the path:
-the interpreter may belong to a simulator's own virtual environment, whose packages must win.
+the interpreter may belong to the virtual environment of a simulator or of lerobot, whose packages must win.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ from pathlib import Path
 
 def main() -> None:
     """Load embodrl and serve."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     sys.path.pop(0)
     spec = importlib.util.spec_from_file_location(
         "embodrl", package / "__init__.py", submodule_search_locations=[str(package)]
@@ -20,10 +20,7 @@ def main() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["embodrl"] = module
     spec.loader.exec_module(module)
-
-    from embodrl.envs.pool.worker_main import main as serve
-
-    serve(int(sys.argv[1]))
+    importlib.import_module(sys.argv[1]).main(int(sys.argv[2]))
 
 
 if __name__ == "__main__":

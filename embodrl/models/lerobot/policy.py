@@ -1,0 +1,201 @@
+"""A lerobot policy in a process of its own, as a policy that acts: no weights, no log-probs, no gradients here.
+
+Shapes: B batch, V cameras, C actions run, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodrl.data.rng import RandomSource
+from embodrl.errors import EmbodrlError
+from embodrl.fields import Fields
+from embodrl.models.base import LoadReport, VLAPolicy
+from embodrl.models.common.config_file import fields_of
+from embodrl.models.common.gripper import to_environment
+from embodrl.models.lerobot.spec import LeRobotConfig
+from embodrl.processes import bootstrap
+from embodrl.processes.child import ChildHungError, ChildProcess
+from embodrl.processes.frames import Frame, Kind, PeerGoneError
+from embodrl.processes.serve import ErrorReport
+from embodrl.types import Observation, PolicyOutput, SamplingParams
+
+_SERVER = "embodrl.models.lerobot.server"
+
+
+class LeRobotProcess:
+    """The process, with one request at a time; it ends with this object, or with this process.
+
+    Args:
+        python: lerobot's interpreter.
+        start: value of the START frame.
+        timeout_s: for the policy to load, and for an answer.
+
+    Attributes:
+        facts: what ``LeRobotServer.describe`` returns.
+
+    Raises:
+        EmbodrlError: it can't be started, or can't load the policy.
+    """
+
+    def __init__(self, python: str, start: dict[str, object], timeout_s: float) -> None:
+        self._lock, self._timeout_s = threading.Lock(), timeout_s
+        try:
+            self._child = ChildProcess([python, bootstrap.__file__, _SERVER], start, name="lerobot")
+        except OSError as error:
+            raise EmbodrlError(f"'{python}' can't be started: {error}", "check model.python") from error
+        weakref.finalize(self, self._child.kill)
+        self.facts: Fields = fields_of(self._receive(), "lerobot's answer")
+
+    def act(self, request: dict[str, object]) -> Any:
+        """Return the answer to an observation; raises as ``__init__``."""
+        with self._lock:
+            with contextlib.suppress(PeerGoneError):  # receiving reports it, with the log
+                self._child.connection.send(Frame(Kind.CALL, value=request))
+            return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            frame = self._child.receive(time.monotonic() + self._timeout_s, busy=lambda: True)
+        except (PeerGoneError, ChildHungError, TimeoutError) as error:
+            raise self._lost(error) from error
+        if frame.kind == Kind.OK:
+            return frame.value
+        report: ErrorReport = frame.value
+        hint, code = report["hint"] or report["traceback"], report["code"] or "lerobot-raised"
+        raise EmbodrlError(f"lerobot raised {report['type']}: {report['message']}", hint, code=code)
+
+    def _lost(self, error: Exception) -> EmbodrlError:
+        """Return what became of the process, and end what is left of it."""
+        if isinstance(error, PeerGoneError):
+            reason = self._child.exit_reason()
+        else:
+            self._child.dump_stack()
+            reason = str(error) or f"did not answer within {self._timeout_s:g} s (model.answer_timeout_s)"
+        printed = self._child.log_tail()
+        self._child.kill()
+        message = f"the process of lerobot {reason}\n{printed}"
+        return EmbodrlError(message, "look at what it printed last", code="lerobot-process-lost")
+
+
+class LeRobotPolicy(VLAPolicy):
+    """Chunks of actions of a policy of lerobot, for evaluation.
+
+    Args:
+        process: that has the policy.
+        config: section ``model``.
+
+    Raises:
+        EmbodrlError: the policy has other action dimensions.
+    """
+
+    def __init__(self, process: LeRobotProcess, config: LeRobotConfig) -> None:
+        super().__init__()
+        self.process, self.config = process, config
+        self.num_action_chunks, self.action_dim = config.num_action_chunks, config.action_dim
+        self.cameras = list(config.lerobot_cameras) or process.facts.texts("cameras")
+        self.state_dim = process.facts.integer("state_dim")
+        found = process.facts.integer("action_dim")
+        if found != config.action_dim:
+            raise _refused(
+                f"actions of the policy have {found} dimensions, not {config.action_dim}", "model.action_dim"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Of what is returned; the policy itself is elsewhere."""
+        return torch.device("cpu")
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Return ``images uint8[B,V,H,W,3]`` and ``state float32[B,S]``.
+
+        Raises:
+            EmbodrlError: another number of cameras or state dimensions than the policy was trained with.
+        """
+        cameras, dims = observation.images.shape[1], observation.state.shape[1]
+        if cameras != len(self.cameras):
+            raise _refused(f"the policy reads {', '.join(self.cameras)}; there are {cameras} cameras", "env.cameras")
+        if self.state_dim and dims != self.state_dim:
+            raise _refused(f"the policy reads a state of {self.state_dim} numbers, not {dims}", "env.include_state")
+        return {"images": torch.tensor(observation.images), "state": torch.tensor(observation.state)}
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: Literal["train", "eval"],
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Ask the process; ``mode`` is ``eval``, and values are not computed. Log-probs are 0.
+
+        Raises:
+            EmbodrlError: in ``train`` mode; see ``preprocess`` and ``LeRobotProcess``; too short a chunk, or actions
+                that are not finite.
+        """
+        if mode == "train":
+            self._refuse()
+        inputs = self.preprocess(observation)
+        request: dict[str, object] = {name: value.numpy() for name, value in inputs.items()}
+        request |= {"cameras": self.cameras, "instructions": list(observation.instruction)}
+        found = np.asarray(self.process.act(request))
+        wanted = (observation.batch_size, self.num_action_chunks, self.action_dim)
+        if found.ndim != 3 or (len(found), found.shape[2]) != (wanted[0], wanted[2]) or found.shape[1] < wanted[1]:
+            message = f"the policy answered with actions of shape {list(found.shape)}, {list(wanted)} are run"
+            raise _refused(message, "model.num_action_chunks")
+        if not np.isfinite(found).all():
+            raise _refused("the policy answered with actions that are not finite", "model.model_path")
+        actions = to_environment(found[:, : wanted[1]].astype(np.float64), self.config.gripper)
+        return PolicyOutput(actions.astype(np.float32), torch.zeros(wanted), None, inputs)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """There are none."""
+        return {}
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    unused_parameters = head_parameters
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise EmbodrlError(
+            "a policy in lerobot's interpreter only acts: its weights and gradients are not here",
+            "use it with `embodrl eval`",
+            code="lerobot-only-acts",
+        )
+
+    predict_values = evaluate_actions = sft_inputs = sft_loss = _refuse
+    enable_gradient_checkpointing = save_pretrained = _refuse
+
+
+def _refused(message: str, setting: str) -> EmbodrlError:
+    return EmbodrlError(message, f"check {setting}, or use a policy of this robot", code="lerobot-does-not-fit")
+
+
+def build_lerobot(
+    config: LeRobotConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[LeRobotPolicy, LoadReport]:
+    """Start lerobot's process and have it load ``model.model_path``, which may be a hub id.
+
+    ``dtype`` is not used: lerobot's config.json decides. ``seed`` is that of the random numbers of every answer.
+
+    Raises:
+        EmbodrlError: the process can't load it, or it does not fit.
+    """
+    assert config.model_path is not None and config.python is not None  # see lerobot_policy_is_there
+    local = Path(config.model_path).expanduser()
+    path = str(local.resolve()) if local.is_dir() else config.model_path
+    start: dict[str, object] = {"path": path, "device": str(device), "seed": seed}
+    policy = LeRobotPolicy(LeRobotProcess(config.python, start, config.answer_timeout_s), config)
+    kind = policy.process.facts.text("type")
+    return policy, LoadReport(path, conventions={"policy": f"{kind} of lerobot, cameras {', '.join(policy.cameras)}"})

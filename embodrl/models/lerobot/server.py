@@ -1,0 +1,123 @@
+"""What runs in lerobot's interpreter: loads a policy and answers observations with chunks of actions.
+
+Written for lerobot 0.4.4 and later, whose processors are in files beside the weights. Imports of embodrl are those that
+need no package but numpy. Shapes: B batch, V cameras, H x W pixels, S state, C actions of a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.errors import EmbodrlError
+from embodrl.fields import Fields
+from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
+from embodrl.processes.serve import begin, describe_error, report_exits
+
+STATE, TASK = "observation.state", "task"
+
+
+def main(socket_fd: int) -> None:
+    """Serve until asked to close or until the parent has gone."""
+    try:
+        connection, start = begin(socket_fd)
+        report_exits()
+        serve(connection, Fields(start, "the START frame"))
+    except PeerGoneError:
+        sys.exit(0)
+
+
+def serve(connection: Connection, start: Fields) -> None:
+    """Load the policy, answer START with what it needs, then every CALL with actions; errors go to the parent."""
+    server: LeRobotServer | None = None
+    while True:
+        try:
+            if server is None:
+                server = LeRobotServer(start)
+                answer: object = server.describe()
+            else:
+                answer = server.act(Fields(connection.receive().value, "the CALL frame"))
+            connection.send(Frame(Kind.OK, value=answer))
+        except PeerGoneError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - process border: the parent raises it
+            connection.send(Frame(Kind.RAISED, value=describe_error(error)))
+            if server is None:
+                return
+
+
+class LeRobotServer:
+    """A PreTrainedPolicy with its processors.
+
+    Args:
+        start: ``path``, ``device`` and ``seed``.
+
+    Raises:
+        EmbodrlError: lerobot is not installed, or the policy reads more than the latest observation.
+    """
+
+    def __init__(self, start: Fields) -> None:
+        try:
+            from lerobot.configs.policies import PreTrainedConfig  # pyright: ignore[reportMissingImports]
+            from lerobot.policies import factory  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise EmbodrlError(
+                f"lerobot can't be imported by {sys.executable}: {error}",
+                "set model.python to an interpreter that has lerobot 0.4.4 or later",
+                code="lerobot-missing",
+            ) from error
+        path, device = start.text("path"), start.text("device")
+        self._seed = start.integer("seed")
+        self.config: Any = PreTrainedConfig.from_pretrained(path)
+        self.config.device = device
+        if self.config.n_obs_steps != 1:
+            raise EmbodrlError(
+                f"the policy reads the last {self.config.n_obs_steps} observations, and is given the latest alone",
+                "use a policy with n_obs_steps=1",
+                code="lerobot-needs-history",
+            )
+        import torch
+
+        self._torch = torch
+        family: Any = factory.get_policy_class(self.config.type)
+        self._policy: Any = family.from_pretrained(path, config=self.config, strict=True)
+        self._policy.eval()
+        to_device = {"device_processor": {"device": device}}
+        self._before, self._after = factory.make_pre_post_processors(
+            self.config, pretrained_path=path, preprocessor_overrides=to_device
+        )
+
+    def describe(self) -> dict[str, object]:
+        """Return ``type``, ``cameras``, ``state_dim`` (0: no state is read) and ``action_dim`` of config.json."""
+        state, action = self.config.robot_state_feature, self.config.action_feature
+        return {
+            "type": str(self.config.type),
+            "cameras": list(self.config.image_features),
+            "state_dim": 0 if state is None else int(state.shape[0]),
+            "action_dim": int(action.shape[0]),
+        }
+
+    def act(self, request: Fields) -> NDArray[np.float32]:
+        """Return ``float32[B,C,A]`` in the units of the data that the policy was trained on.
+
+        Every answer starts from the same random numbers, so that it does not depend on those before.
+
+        Args:
+            request: ``cameras``, V names; ``images uint8[B,V,H,W,3]``; ``state float32[B,S]``; ``instructions``.
+        """
+        torch, content = self._torch, request.content
+        pictures: Any = torch.from_numpy(np.array(content["images"])).permute(0, 1, 4, 2, 3).float() / 255.0
+        batch: dict[str, Any] = {name: pictures[:, i] for i, name in enumerate(request.texts("cameras"))}
+        batch[TASK] = request.texts("instructions")
+        if self.config.robot_state_feature is not None:
+            batch[STATE] = torch.from_numpy(np.array(content["state"]))
+        self._policy.reset()
+        torch.manual_seed(self._seed)
+        with torch.inference_mode():
+            chunk = self._policy.predict_action_chunk(self._before(batch))
+            # Steps after the policy are written for one action a row, as lerobot's own servers call them.
+            actions = [self._after(chunk[:, place]) for place in range(chunk.shape[1])]
+        return torch.stack(actions, dim=1).float().cpu().numpy()

@@ -1,0 +1,82 @@
+"""Any policy of lerobot, in an interpreter of its own: settings, facts and rules. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
+from embodrl.config.schema import ModelConfig, PositiveFloat
+from embodrl.specs import ModelSpec
+
+
+class LeRobotConfig(ModelConfig):
+    """A lerobot policy that acts and does not learn."""
+
+    python: str | None = Field(default=None, description="interpreter of the environment that lerobot is installed in")
+    lerobot_cameras: tuple[str, ...] = Field(
+        default=(),
+        description="lerobot's names of the pictures, in the order of env.cameras; empty: config.json's",
+    )
+    answer_timeout_s: PositiveFloat = Field(default=900.0, description="for the policy to load, and for each chunk")
+
+
+RULES = RuleSet()
+
+
+@RULES.rule("model.model_type", "model.model_path", "model.python")
+def lerobot_policy_is_there(context: Context) -> Iterator[Finding]:
+    """A policy of lerobot has a checkpoint, and an interpreter that has lerobot."""
+    model = context.model(LeRobotConfig)
+    if model.model_path is None:
+        hint = "give the directory or hub id of a policy that lerobot trained"
+        yield Finding("model.model_path", "lerobot's policies have no tiny size", hint, "a directory, or OWNER/NAME")
+    python = model.python
+    if python is None:
+        hint = (
+            "make an environment for it (python -m venv DIR; DIR/bin/pip install lerobot): model.python=DIR/bin/python"
+        )
+        yield Finding("model.python", "no interpreter that has lerobot is named", hint, "the path of an interpreter")
+    elif not (what_is(python) == "file" and os.access(python, os.X_OK)):
+        hint = "give the path of the Python interpreter that has lerobot"
+        yield Finding(
+            "model.python", f"'{python}' is not a program that can be run", hint, "the path of an interpreter"
+        )
+
+
+def _no_gradients(key: str) -> Finding:
+    return Finding(
+        "model.model_type",
+        "a policy in an interpreter of its own has no gradients here: it can't be trained or fine-tuned",
+        "use it with `embodrl eval`; lerobot's pi0, pi05 and smolvla can be trained as models of these names",
+        "a family of embodrl",
+        others=(key,),
+    )
+
+
+@RULES.rule("model.model_type", "algorithm.loss_type")
+def lerobot_policy_is_not_trained(context: Context) -> Iterator[Finding]:
+    """Its weights are in another process, where nothing differentiates them."""
+    yield _no_gradients("algorithm.loss_type")  # which `eval` does not read
+
+
+@RULES.rule("model.model_type", "sft.max_steps")
+def lerobot_policy_is_not_fine_tuned(context: Context) -> Iterator[Finding]:
+    """The same for imitation."""
+    yield _no_gradients("sft.max_steps")
+
+
+SPEC = ModelSpec(
+    name="lerobot",
+    target="embodrl.models.lerobot.policy:build_lerobot",
+    description="any lerobot policy (ACT, xVLA, ...) in an interpreter of its own, for eval only",
+    settings=LeRobotConfig,
+    rules=(RULES,),
+    value_head=False,
+    sizes="as lerobot has it",
+    actions="as lerobot has it",
+    checkpoint="lerobot's: config.json, model.safetensors, processor files",
+    rl="none: no gradients",
+)
