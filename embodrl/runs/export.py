@@ -29,7 +29,7 @@ def export_checkpoint(
         directory: a new one.
         overrides: of the run's configuration.
         trust: its settings may run code though another user started the run.
-        adapters: low-rank ones are added to the weights, or written apart from them in peft\'s layout.
+        adapters: low-rank ones are added to the weights, or written apart from them in peft's layout.
 
     Returns:
         the checkpoint.
