@@ -171,8 +171,10 @@ def _lag(data: Checked) -> Iterator[DataFinding]:
         (1, "warning", "action-lag"),
     )
     for sign, level, code in kinds_of_lag:
-        if dims := {i: lag for i, lag in late.items() if lag * sign > 0}:
-            frames, where = Counter(dims.values()).most_common(1)[0][0], shown(list(dims))
+        frames, votes = Counter([*(lag for lag in late.values() if lag * sign > 0), 0]).most_common(1)[0]
+        # One dimension alone may correlate by chance with some dimension of the state.
+        if frames * sign > 0 and 2 * votes > len(data.moving):
+            where = shown([i for i, lag in late.items() if lag == frames])
             message = f"the state changes {abs(frames)} frames {'before' if sign < 0 else 'after'} the action"
             hint = "shift actions and observations so that each action follows its observation"
             yield DataFinding(level, code, f"{message} that says so (dimensions {where})", hint)

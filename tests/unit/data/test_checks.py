@@ -148,6 +148,13 @@ def test_positions_that_are_recorded_late_are_found(frames: int):
     assert found(demos) == ({"action-after-state": "error"} if frames > 1 else {})
 
 
+def test_one_dimension_alone_shows_no_lag():
+    demos = sound()
+    shifted(3)(late := sound())
+    demos.actions[:, 1] = late.actions[:, 1]
+    assert found(demos) == {}
+
+
 def test_lags_are_counted_in_frames():
     demos = sound()
     shifted(3)(demos)

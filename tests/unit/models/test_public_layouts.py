@@ -123,15 +123,23 @@ def write_openvla(directory: Path, tokenizer: Path, norm_stats: dict[str, Any], 
 def test_openvla_7b(tmp_path: Path, llama_tokenizer: Path):
     stats = {"bridge_orig": {"action": QUANTILES}, "fractal20220817_data": {"action": QUANTILES}}
     write_openvla(tmp_path, llama_tokenizer, stats, {})
-    policy, _ = load("openvla", tmp_path, unnorm_key="bridge_orig", num_action_chunks=1)
+    policy, report = load("openvla", tmp_path, unnorm_key="bridge_orig", num_action_chunks=1)
     assert num_parameters(policy) == 7_541_237_184 and policy.stats.key == "bridge_orig"
+    assert report.conventions["resizing"] == "bicubic (default)"
+    changed, report = load(
+        "openvla", tmp_path, unnorm_key="bridge_orig", num_action_chunks=1, resize_filter="lanczos_jpeg"
+    )
+    assert changed.processor.resize_filter == "lanczos_jpeg" and "setting" in report.conventions["resizing"]
 
 
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_10"])
 def test_openvla_of_libero(suite: str, tmp_path: Path, llama_tokenizer: Path):
     write_openvla(tmp_path, llama_tokenizer, {}, {suite: {"action": LIBERO_QUANTILES}})
-    policy, _ = load("openvla", tmp_path, unnorm_key=suite, num_action_chunks=1, gripper="libero", center_crop=True)
-    assert num_parameters(policy) == 7_541_237_184
+    policy, report = load(
+        "openvla", tmp_path, unnorm_key=suite, num_action_chunks=1, gripper="libero", center_crop=True
+    )
+    assert num_parameters(policy) == 7_541_237_184 and policy.own_section()["resize_filter"] == "lanczos_jpeg"
+    assert report.conventions["resizing"] == f"lanczos_jpeg (data set {suite})"
 
 
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_10"])
@@ -227,6 +235,7 @@ def test_rlinfs_and_openpis_pi(variant: str, folder: str, horizon: int, conventi
     write_openpi(tmp_path, variant, folder, {**OPENPI, "action_horizon": horizon})
     policy, report = load(variant, tmp_path)
     assert num_parameters(policy) == PARAMETERS[variant] and conventions.items() <= report.conventions.items()
+    assert policy.processor.config.antialias
     assert policy.model.state_dict()["action_out_proj.weight"].dtype == torch.float32
 
 
@@ -270,6 +279,8 @@ def test_lerobots_pi(
     (tmp_path / "tokenizer.json").write_bytes(TINY_TOKENIZER.read_bytes())
     policy, report = load(variant, tmp_path)
     assert num_parameters(policy) == PARAMETERS[variant]
+    assert not policy.processor.config.antialias and "lerobot" in report.conventions["antialiased resizing"]
+    assert load(variant, tmp_path, pi={"antialias": True})[0].processor.config.antialias
     if variant == "pi05":
         assert report.conventions[PADDING].startswith(padded), version
 
