@@ -159,7 +159,7 @@ class Run:
         """Lines of its log and of its output."""
         log = self.run_dir / "train.log"
         text = log.read_text(errors="replace") if log.is_file() else ""
-        return (text + self.output.read_text(errors="replace")).splitlines()
+        return (text + self.output.read_text(errors="replace")).replace(str(self.run_dir), "RUN").splitlines()
 
     def wait_for(self, rows: int, seconds: float) -> bool:
         """Wait for so many iterations, or the end of the run."""

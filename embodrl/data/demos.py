@@ -55,6 +55,8 @@ class Demos:
         last: ``int64[N]``, index of the last frame of that episode.
         instructions: one per episode.
         tasks: one per episode.
+        seeds: reset seed of each episode in its simulator, None where it is not known.
+        success: whether each episode solved its task, None where it is not known.
     """
 
     images: NDArray[np.uint8]
@@ -64,6 +66,8 @@ class Demos:
     last: NDArray[np.int64]
     instructions: list[str]
     tasks: list[str]
+    seeds: Sequence[int | None] = ()
+    success: Sequence[bool | None] = ()
 
     @classmethod
     def of_episodes(
@@ -72,6 +76,7 @@ class Demos:
         lengths: Sequence[int],
         instructions: list[str],
         tasks: list[str],
+        outcomes: Sequence[tuple[int | None, bool | None]] = (),
     ) -> Demos:
         """Return episodes that follow each other.
 
@@ -80,7 +85,9 @@ class Demos:
             lengths: frames of each episode.
             instructions: one per episode.
             tasks: one per episode.
+            outcomes: seed and success of each episode; empty if nothing is known.
         """
+        outcomes = outcomes or [(None, None)] * len(lengths)
         episode = np.repeat(np.arange(len(lengths)), lengths)
         return cls(
             images=columns["images"].astype(np.uint8, copy=False),
@@ -90,6 +97,8 @@ class Demos:
             last=(np.cumsum(lengths) - 1)[episode],
             instructions=instructions,
             tasks=tasks,
+            seeds=[seed for seed, _ in outcomes],
+            success=[success for _, success in outcomes],
         )
 
     def action_chunks(self, frames: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:

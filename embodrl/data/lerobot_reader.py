@@ -92,6 +92,7 @@ class Located:
         data: the parquet file with its rows.
         videos: file and first frame there, by camera feature; without those stored as pictures in ``data``.
         task: name of the task, None where the data set has only instructions.
+        outcome: reset seed and success, None where the data set does not tell.
     """
 
     number: int
@@ -99,6 +100,7 @@ class Located:
     data: Path
     videos: dict[str, tuple[Path, int]]
     task: str | None = None
+    outcome: tuple[int | None, bool | None] = (None, None)
 
 
 def read_info(directory: Path) -> Info:
@@ -226,7 +228,8 @@ def _locate(directory: Path, info: Info, keys: list[str]) -> list[Located]:
                 file = place(info.video_path, f"videos/{key}", row, video_key=key)
                 files[key] = (file, round(start_s * info.fps))
             data = place(info.data_path, "data", row)
-            episodes.append(Located(*_counts(row), data, files, row.text(layout.OWN_TASK, None)))
+            outcome = (row.integer(layout.OWN_SEED, None), row.flag(layout.OWN_SUCCESS, None))
+            episodes.append(Located(*_counts(row), data, files, row.text(layout.OWN_TASK, None), outcome))
     return sorted(episodes, key=lambda episode: episode.number)
 
 
@@ -338,6 +341,7 @@ class _Loading:
             self.lengths,
             instructions,
             [episode.task or words for episode, words in zip(self.episodes, instructions, strict=True)],
+            [episode.outcome for episode in self.episodes],
         )
 
     def _rows(self, tasks: dict[int, str]) -> tuple[dict[str, list[NDArray[np.float32]]], list[str]]:

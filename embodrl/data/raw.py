@@ -92,6 +92,8 @@ class _Entry:
     length: int
     instruction: str
     task: str
+    seed: int | None
+    success: bool | None
 
 
 def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
@@ -126,6 +128,7 @@ def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
         [entry.length for entry in entries],
         [entry.instruction for entry in entries],
         [entry.task for entry in entries],
+        [(entry.seed, entry.success) for entry in entries],
     )
 
 
@@ -145,6 +148,8 @@ def _read_index(path: Path, max_episodes: int | None) -> list[_Entry]:
             entry.integer("length", low=1, high=MAX_FRAMES),
             entry.text("instruction"),
             entry.text("task"),
+            entry.integer("seed", None),
+            entry.flag("success", None),
         )
         for entry in episodes
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -38,32 +39,35 @@ class PolicySource:
     checkpoint: Checkpoint | None
     run_dir: Path | None
 
-    def load_config(self, overrides: list[str], trust: bool = False) -> LoadedConfig:
+    def load_config(
+        self, overrides: list[str], trust: bool = False, verb: Literal["eval", "sft"] = "eval"
+    ) -> LoadedConfig:
         """Return the configuration of the run, or one composed as usual for a policy elsewhere, with this policy.
 
         Args:
             overrides: of the command line.
             trust: the run's settings may run code though another user started it.
+            verb: what the policy is for.
 
         Raises:
             ConfigError: with every problem found.
             CheckpointError: the run's settings are lost.
         """
         if self.run_dir is None:
-            return load_config(self.arguments(overrides), verb="eval")
+            return load_config(self.arguments(overrides), verb=verb)
         texts = [assignment("runner.output_dir", self.run_dir), *overrides]
         statistics = self.run_dir / STATISTICS_FILE
         if self.policy_dir is None and statistics.is_file():  # of `embodrl sft`; a policy has them in its own files
             texts.insert(0, assignment("model.stats_path", statistics.absolute()))
         if self.policy_dir is not None:
             texts.insert(0, "model.stats_path=null")
-            own, _ = load_saved(self.run_dir, overrides, "eval", self.checkpoint, True, trust)
+            own, _ = load_saved(self.run_dir, overrides, verb, self.checkpoint, True, trust)
             key = "warm_start" if own.config.model.model_path is None else "model_path"
             texts.append(assignment(f"model.{key}", self.policy_dir))
             if own.config.model.lora_path is not None:
                 texts.append("model.lora_path=null")  # the weights have the adapters in them
         resuming = self.checkpoint is not None
-        return load_saved(self.run_dir, texts, "eval", self.checkpoint, resuming, trust)[0]
+        return load_saved(self.run_dir, texts, verb, self.checkpoint, resuming, trust)[0]
 
     def arguments(self, overrides: list[str]) -> list[str]:
         """Return overrides that begin with this policy, for a configuration that is not that of its run."""

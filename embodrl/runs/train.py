@@ -201,7 +201,8 @@ class Runner:
             self._undo()
             self._save()
         except Exception as error:  # noqa: BLE001  (the first error is reported; what it broke may not be known)
-            logger.error("the state after iteration %d could not be saved: %s", self.iteration, error)
+            why = str(error) or type(error).__name__
+            logger.error("the state after iteration %d could not be saved: %s", self.iteration, why)
 
     def _say_what_is_lost(self) -> None:
         if self.iteration and not self.saved:

@@ -111,6 +111,8 @@ def test_a_restart_after_a_death(group):
     assert found[0] == pids[0] and found[1] not in pids
 
 
+# In short test_hung_processes.py has it with workers that hang as well; here three interpreters import torch.
+@pytest.mark.long
 @pytest.mark.parametrize("thread", ["main", "other"])
 def test_no_worker_outlives_a_killed_driver(thread):
     program = textwrap.dedent("""

@@ -73,8 +73,8 @@ def script(
 
 
 def start(*args: object) -> subprocess.Popen[str]:
-    """Start the command line as a user does."""
-    command = [sys.executable, "-c", "from embodrl.cli.main import main; main()", *map(str, args)]
+    """Start the command line, as a child of this process."""
+    command = [sys.executable, "-m", "embodrl.__main__", *map(str, args)]
     return subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -88,7 +88,7 @@ class Adapters:
         layers: adapters by the name of the weight in the base model.
         whole: tensors that replace those of the base model, likewise -> name in the file and shape.
         kept: modules that an adapter was not added to -> that adapter.
-        num_merged: adapters added to weights so far.
+        num_merged: adapters that are added to weights.
 
     Raises:
         CheckpointError: the files are missing, pickled or damaged, or of a variant that is not supported.
@@ -157,6 +157,7 @@ class Adapters:
         chosen = not self._keep_targets or adapter.module.rpartition(".")[2] in self._keep_targets
         if adapter.rank != self._keep_rank or len(shape) != 2 or not chosen:
             self._to_merge[name] = adapter
+            self.num_merged += 1
             return True
         self.kept[network.get_submodule(name.removesuffix(".weight"))] = adapter
         return name in self.whole
@@ -167,7 +168,6 @@ class Adapters:
             weight = self._tensors[self.whole[name][0]].to(weight.device)
         if name not in self._to_merge:
             return weight
-        self.num_merged += 1
         return weight.float() + self.delta(self._to_merge[name]).view(weight.shape).to(weight.device)
 
     def delta(self, adapter: Adapter) -> Tensor:
@@ -202,7 +202,7 @@ class Adapters:
         parts += [f"{len(self.kept)} continue training"] if self.kept else []
         parts += [f"{len(self.whole)} whole tensors"] if self.whole else []
         trained = f"; trained on {self.base}" if self.base else ""
-        return f"{', '.join(parts) or len(self.layers)} from {self.directory}{trained}"
+        return f"{', '.join(parts)} from {self.directory}{trained}"
 
     @functools.cached_property
     def _tensors(self) -> Mapping[str, Tensor]:

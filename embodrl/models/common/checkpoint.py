@@ -78,6 +78,7 @@ def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | Non
                 "give a directory that `embodrl sft` wrote, or start from random weights with model.warm_start=null",
             )
     check_links(directory)
+    _refuse_adapters(directory)
     report = LoadReport(str(directory))
     report.has_checksums = check_checksums(directory, size_only=".safetensors")
     if config.lora_path is not None:
@@ -87,6 +88,19 @@ def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | Non
         own = config.trainable == "lora"
         report.adapters = Adapters(apart, config.lora.rank if own else None, config.lora.target_modules)
     return directory, report
+
+
+def _refuse_adapters(directory: Path) -> None:
+    if not (directory / ADAPTER_CONFIG).is_file() or any(
+        (directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)
+    ):
+        return
+    base = read_file(directory / ADAPTER_CONFIG).text("base_model_name_or_path", None) or "their base model"
+    raise CheckpointError(
+        f"{directory} has adapters, and not the weights that they change",
+        f"set model.lora_path={directory} and model.model_path to the directory or hub id of {base}",
+        code="adapter-base",
+    )
 
 
 def place_of(name: str | Path, directory: Path, report: LoadReport) -> Path:
@@ -187,13 +201,6 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / name for name in names]
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
-    if (directory / ADAPTER_CONFIG).is_file():
-        base = read_file(directory / ADAPTER_CONFIG).text("base_model_name_or_path", None) or "their base model"
-        raise CheckpointError(
-            f"{directory} has adapters, and not the weights that they change",
-            f"set model.lora_path={directory} and model.model_path to the directory or hub id of {base}",
-            code="adapter-base",
-        )
     if directory.is_dir() and any(path.suffix in _PICKLED for path in directory.iterdir()):
         raise CheckpointError(
             f"{directory} has only pickled weights, which can run code and are not read",

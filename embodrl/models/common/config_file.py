@@ -120,6 +120,8 @@ def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
     variant = own.get("variant", raw.get("type"))
     if variant in PI_FAMILIES:
         return (str(variant),)
+    if isinstance(raw.get("type"), str) and "input_features" in raw:
+        return ("lerobot",)  # of its families that embodrl has no network of
     return PI_FAMILIES if kind is None and "paligemma_variant" in raw else ()
 
 

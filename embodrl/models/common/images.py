@@ -6,6 +6,7 @@ Shapes: B images, H x W pixels.
 from __future__ import annotations
 
 import functools
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,15 +32,37 @@ def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
     return _resize(images, height, width, _BICUBIC)
 
 
-def resize_with_pad(images: Tensor, height: int, width: int) -> Tensor:
+def resize_lanczos(images: Tensor, height: int, width: int) -> Tensor:
+    """Resize as ``resize_bicubic``, with Pillow's filter LANCZOS of three lobes."""
+    return _resize(images, height, width, _LANCZOS)
+
+
+def jpeg_round_trip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return ``uint8[N,H,W,3]`` after compression as JPEG of quality 95 with colours at half the resolution.
+
+    tf.io.encode_jpeg's defaults, by Pillow, which decodes with a more exact cosine transform: single values differ by a
+    few levels.
+    """
+    from PIL import Image
+
+    decoded: list[NDArray[np.uint8]] = []
+    for image in images:
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "JPEG", quality=95, subsampling="4:2:0")
+        decoded.append(np.asarray(Image.open(file), dtype=np.uint8))
+    return np.stack(decoded)
+
+
+def resize_with_pad(images: Tensor, height: int, width: int, antialias: bool = True) -> Tensor:
     """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]``, keeping proportions, with black bars.
 
     As openpi prepares images: Pillow's bilinear filter, sides rounded down, the picture in the middle and, where the
-    bars can't be equal, the thinner one above or left.
+    bars can't be equal, the thinner one above or left. Without ``antialias`` as lerobot: torch's bilinear interpolation
+    of the nearest pixels, here rounded to whole levels.
     """
     ratio = max(images.shape[2] / width, images.shape[1] / height)
     inner_height, inner_width = int(images.shape[1] / ratio), int(images.shape[2] / ratio)
-    resized = _resize(images, inner_height, inner_width, _BILINEAR)
+    resized = (_resize if antialias else _interpolate)(images, inner_height, inner_width, _BILINEAR)
     if (inner_height, inner_width) == (height, width):
         return resized
     top, left = (height - inner_height) // 2, (width - inner_width) // 2
@@ -76,6 +99,12 @@ def _resize(images: Tensor, height: int, width: int, kernel: Kernel) -> Tensor:
     if images.shape[1] != height:
         images = _filter(images.permute(0, 2, 3, 1), _matrix(images.shape[1], height, kernel)).permute(0, 3, 1, 2)
     return images.contiguous()
+
+
+def _interpolate(images: Tensor, height: int, width: int, _: Kernel) -> Tensor:
+    pixels = images.permute(0, 3, 1, 2).float()
+    pixels = F.interpolate(pixels, size=(height, width), mode="bilinear", align_corners=False)
+    return pixels.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def _filter(images: Tensor, matrix: Tensor) -> Tensor:
@@ -115,6 +144,11 @@ def _bilinear(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.maximum(1.0 - np.abs(x), 0.0)
 
 
+def _lanczos(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A sinc under the middle lobe of another, three times as wide."""
+    return np.where(np.abs(x) < 3.0, np.sinc(x) * np.sinc(x / 3.0), 0.0)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A filter in units of input pixels: its weight at a distance and the distance where it ends."""
@@ -125,3 +159,4 @@ class Kernel:
 
 _BICUBIC = Kernel(_bicubic, 2.0)
 _BILINEAR = Kernel(_bilinear, 1.0)
+_LANCZOS = Kernel(_lanczos, 3.0)

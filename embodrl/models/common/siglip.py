@@ -112,7 +112,7 @@ class SiglipTower(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised ``[B,3,H,W]`` to features ``[B,N,D]`` after the final norm."""
         vision = self.vision_model
-        blocks = vision.encoder.layers[0].mlp.fc1.weight.dtype  # pi0 has more precise embeddings
+        blocks = next(vision.encoder.parameters()).dtype  # pi0 has more precise embeddings
         hidden = vision.encoder(inputs_embeds=vision.embeddings(pixels).to(blocks)).last_hidden_state
         return vision.post_layernorm(hidden)
 

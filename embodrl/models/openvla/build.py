@@ -12,6 +12,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import ActionStats, choose_stats, given_sets, identity_stats
@@ -72,9 +73,31 @@ def build_openvla(
             "set model.model_type=openvla_oft (model=openvla_oft)",
         )
     processor = OpenVLAProcessor(
-        parts.tokenizer, model.image_size, config.architecture.max_prompt_tokens, model.pad_token_id, config.center_crop
+        parts.tokenizer,
+        model.image_size,
+        config.architecture.max_prompt_tokens,
+        model.pad_token_id,
+        config.center_crop,
+        resize_filter(config, parts),
     )
     return OpenVLAPolicy(parts.model, processor, parts.stats, config, parts.value_head), parts.report
+
+
+def resize_filter(config: OpenVlaConfig, parts: Parts) -> str:
+    """Return how pictures are resized: by the setting, as embodrl trained it, or by the data set."""
+    own, raw = parts.model.config.own, parts.model.config.raw
+    is_public = parts.directory is not None and OWN_SECTION not in raw
+    if config.resize_filter != "auto":
+        found, origin = config.resize_filter, "setting model.resize_filter"
+    elif is_public and "libero" in parts.stats.key.lower():
+        found, origin = "lanczos_jpeg", f"data set {parts.stats.key}"
+    else:
+        found, origin = own.text("resize_filter", "bicubic"), "default" if is_public else CONFIG_FILE
+    if found not in ("bicubic", "lanczos_jpeg"):
+        own.refuse(f"'resize_filter' is '{found}'")
+    if parts.directory is not None:
+        parts.report.conventions["resizing"] = f"{found} ({origin})"
+    return found
 
 
 def build_parts(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.errors import EmbodrlError
-from embodrl.models.common.images import center_crop_area, resize_bicubic
+from embodrl.models.common.images import center_crop_area, jpeg_round_trip, resize_bicubic, resize_lanczos
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.types import Observation
 
@@ -27,16 +27,24 @@ class OpenVLAProcessor:
         max_prompt_tokens: L.
         pad_token_id: fills prompts up.
         center_crop: cut the middle 90 % of the area.
+        resize_filter: ``bicubic``, or ``lanczos_jpeg``: Lanczos after a JPEG round trip.
     """
 
     def __init__(
-        self, tokenizer: PromptTokenizer, image_size: int, max_prompt_tokens: int, pad_token_id: int, center_crop: bool
+        self,
+        tokenizer: PromptTokenizer,
+        image_size: int,
+        max_prompt_tokens: int,
+        pad_token_id: int,
+        center_crop: bool,
+        resize_filter: str = "bicubic",
     ) -> None:
         self.tokenizer = tokenizer
         self.image_size = image_size
         self.max_prompt_tokens = max_prompt_tokens
         self.pad_token_id = pad_token_id
         self.center_crop = center_crop
+        self.resize_filter = resize_filter
         self._rows: dict[str, tuple[list[int], list[int]]] = {}
 
     def prompt_row(self, instruction: str) -> tuple[list[int], list[int]]:
@@ -63,8 +71,11 @@ class OpenVLAProcessor:
 
     def resize(self, images: NDArray[np.uint8], device: torch.device) -> Tensor:
         """Return ``uint8[N,H,W,3]`` at the model's size, cropped if the policy does that."""
-        pixels = torch.tensor(images, device=device)  # a copy: the source may be a reused buffer
-        pixels = resize_bicubic(pixels, self.image_size, self.image_size)
+        compressed = self.resize_filter == "lanczos_jpeg"
+        resize = resize_lanczos if compressed else resize_bicubic
+        # a copy: the source may be a reused buffer
+        pixels = torch.tensor(jpeg_round_trip(images) if compressed else images, device=device)
+        pixels = resize(pixels, self.image_size, self.image_size)
         return center_crop_area(pixels) if self.center_crop else pixels
 
     def prompts(self, instructions: list[str], device: torch.device) -> dict[str, Tensor]:

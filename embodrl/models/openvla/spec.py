@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
@@ -43,6 +44,11 @@ class OpenVlaConfig(ModelConfig):
     """An OpenVLA."""
 
     architecture: ArchitectureConfig = Field(default=ArchitectureConfig(), description="dimensions of the tiny size")
+    resize_filter: Literal["auto", "bicubic", "lanczos_jpeg"] = Field(
+        default="auto",
+        description="how pictures are resized; lanczos_jpeg: after a JPEG round trip, as in OpenVLA's LIBERO data and"
+        " evaluation; auto: that for public checkpoints of LIBERO, bicubic for others",
+    )
 
 
 DIMENSIONS, SHIPPED, MEGATRON = RuleSet(), RuleSet(), RuleSet()

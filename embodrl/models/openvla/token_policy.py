@@ -205,7 +205,7 @@ class TokenPolicy(VLAPolicy):
 
     def own_section(self) -> dict[str, object]:
         """Return the section ``embodrl`` of config.json."""
-        return self.model.config.own_section()
+        return {**self.model.config.own_section(), "resize_filter": self.processor.resize_filter}
 
     def save_extras(self, directory: Path) -> None:
         """Write what is no part of the network."""

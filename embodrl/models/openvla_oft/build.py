@@ -13,7 +13,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.openvla.build import Parts, build_parts
+from embodrl.models.openvla.build import Parts, build_parts, resize_filter
 from embodrl.models.openvla_oft.components import (
     ACTION_HEAD,
     PROPRIO,
@@ -74,6 +74,7 @@ def build_openvla_oft(
         model.pad_token_id,
         config.center_crop,
         proprio,
+        resize_filter(config, parts),
     )
     arguments = (parts.model, processor, parts.stats, config, parts.value_head, projector)
     if head is None:

@@ -57,7 +57,7 @@ class OpenVLAOFTProcessor(OpenVLAProcessor):
     """Prompts and images as OpenVLA's, but for several cameras, and the robot's state.
 
     Args:
-        tokenizer, image_size, max_prompt_tokens, pad_token_id, center_crop: see OpenVLAProcessor.
+        tokenizer, image_size, max_prompt_tokens, pad_token_id, center_crop, resize_filter: see OpenVLAProcessor.
         proprio: makes the input of the state token; None without one.
     """
 
@@ -69,8 +69,9 @@ class OpenVLAOFTProcessor(OpenVLAProcessor):
         pad_token_id: int,
         center_crop: bool,
         proprio: ProprioInput | None,
+        resize_filter: str = "bicubic",
     ) -> None:
-        super().__init__(tokenizer, image_size, max_prompt_tokens, pad_token_id, center_crop)
+        super().__init__(tokenizer, image_size, max_prompt_tokens, pad_token_id, center_crop, resize_filter)
         self.proprio = proprio
 
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:

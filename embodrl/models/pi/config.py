@@ -93,6 +93,7 @@ class PiConfig:
         padded_state_in_prompt: it has the padding as well, as with lerobot before 0.5; not with openpi.
         relative_dims: this many leading action dimensions are relative to the state.
         normalization: how statistics are used.
+        antialias: pictures are resized with it, as by openpi; not with lerobot.
     """
 
     variant: Variant
@@ -108,6 +109,7 @@ class PiConfig:
     padded_state_in_prompt: bool = False
     relative_dims: int = 0
     normalization: Normalization = BY_DEVIATION
+    antialias: bool = True
 
     @property
     def adaptive_norm(self) -> bool:
@@ -187,6 +189,7 @@ class PiConfig:
             discrete_state=bool(arch.discrete_state) and variant == "pi05",
             padded_state_in_prompt=bool(arch.padded_state_in_prompt) and variant == "pi05",
             normalization=PUBLIC[variant].normalization,
+            antialias=arch.antialias is not False,
         )
 
 
@@ -256,6 +259,7 @@ def _from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
         num_images=max(len(cameras), public.num_images),
         max_prompt_tokens=size(fields, "max_prompt_tokens", public.max_prompt_tokens, key="tokenizer_max_length"),
         padded_state_in_prompt=True,
+        antialias=False,
     )
 
 

@@ -63,7 +63,7 @@ class PiProcessor:
         lengths = torch.tensor([len(prompt) for prompt in rows])
         mask = torch.arange(self.config.max_prompt_tokens)[None] < lengths[:, None]
         inputs = {
-            "images": resize_with_pad(images, size, size).unflatten(0, (batch, cameras)),
+            "images": resize_with_pad(images, size, size, self.config.antialias).unflatten(0, (batch, cameras)),
             "input_ids": ids.to(device),
             "attention_mask": mask.to(device),
         }

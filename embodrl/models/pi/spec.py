@@ -45,6 +45,10 @@ class PiArchitectureConfig(Section):
         default=None,
         description="pi0.5: pad that state to max_action_dim as lerobot before 0.5; null: as the checkpoint",
     )
+    antialias: bool | None = Field(
+        default=None,
+        description="resize a checkpoint's pictures with antialiasing; null: openpi's with it, lerobot's without",
+    )
 
 
 class PiModelConfig(FlowModelConfig):

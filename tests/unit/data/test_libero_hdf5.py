@@ -90,7 +90,7 @@ def test_wrong_cameras_are_refused(tmp_path: Path, cameras: tuple[str, ...], wor
 
 
 def test_other_files_are_refused(tmp_path: Path):
-    with pytest.raises(EmbodrlError, match=r"no \.hdf5 files"):
+    with raises_code("libero-no-files"):
         convert(tmp_path, raw(tmp_path / "out"), ("agentview",), False, quiet)
     (tmp_path / "b_demo.hdf5").write_text("not hdf5")
     write(tmp_path / "a_demo.hdf5")  # is read first, and its episodes must not stay

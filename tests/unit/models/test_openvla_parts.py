@@ -13,7 +13,7 @@ from embodrl.errors import CheckpointError
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.common.attention import attention
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.images import center_crop_area, resize_bicubic
+from embodrl.models.common.images import center_crop_area, jpeg_round_trip, resize_bicubic, resize_lanczos
 from embodrl.models.common.norm_stats import choose_stats, identity_stats, stats_sets
 from embodrl.models.common.sampling import action_entropy, draw, log_distribution, smoothed_targets
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
@@ -81,6 +81,21 @@ class TestStats:
 
 
 class TestImages:
+    def test_lanczos_equals_pillow(self):
+        images = np.random.default_rng(1).integers(0, 256, (2, 40, 56, 3), dtype=np.uint8)
+        for size in (24, 70):
+            want = [np.asarray(Image.fromarray(i).resize((size, size), Image.Resampling.LANCZOS)) for i in images]
+            found = resize_lanczos(torch.from_numpy(images), size, size).numpy()
+            assert np.array_equal(found, np.stack(want))
+
+    def test_jpeg_loses_little_of_smooth_pictures_and_colour_of_sharp_ones(self):
+        ramp = np.linspace(0, 255, 32)
+        smooth = np.stack([np.add.outer(ramp / 2, ramp / 2)] * 3, axis=-1).astype(np.uint8)[None]
+        stripes = np.zeros((1, 32, 32, 3), np.uint8)
+        stripes[:, :, ::2, 0] = 255
+        away = [np.abs(jpeg_round_trip(images).astype(int) - images).mean() for images in (smooth, stripes)]
+        assert away[0] < 1.0 and away[1] > 20.0  # colour has half the resolution
+
     @pytest.mark.parametrize(
         ("height", "width", "target"), [(64, 64, 224), (480, 640, 224), (256, 320, 64), (37, 100, 64), (32, 32, 32)]
     )

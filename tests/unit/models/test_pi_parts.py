@@ -238,3 +238,16 @@ def test_random_weights_listen_to_everything(variant: str):
     first.square().sum().backward()
     dead = [n for n, p in model.named_parameters() if p.grad is not None and not bool(p.grad.any())]
     assert not dead
+
+
+def test_without_antialiasing_as_lerobot():
+    """torch's interpolation, as lerobot calls it; only the rounding to whole levels is added."""
+    images = np.random.default_rng(3).integers(0, 256, (2, 90, 128, 3), dtype=np.uint8)
+    found = resize_with_pad(torch.from_numpy(images), 64, 64, antialias=False)
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float()
+    inner = torch.nn.functional.interpolate(
+        pixels, size=(45, 64), mode="bilinear", align_corners=False, antialias=False
+    )
+    wanted = torch.nn.functional.pad(inner, (0, 0, 9, 10)).permute(0, 2, 3, 1)
+    assert (found.float() - wanted).abs().max() <= 0.5
+    assert (found.float() - resize_with_pad(torch.from_numpy(images), 64, 64).float()).abs().mean() > 5

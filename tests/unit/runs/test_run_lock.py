@@ -19,9 +19,9 @@ from embodrl.storage.checkpoint import CheckpointManager
 def test_the_lock_is_held_once_and_given_back(tmp_path: Path) -> None:
     directory = tmp_path / "new" / "run"
     with run_lock(directory):
-        with pytest.raises(OutputError, match=rf"pid {os.getpid()}\)") as info, run_lock(directory):
+        with raises_code("run-in-use", OutputError) as info, run_lock(directory):
             pass
-        assert info.value.hint
+        assert f"pid {os.getpid()})" in info.value.message and info.value.hint
         assert (directory / LOCK_FILE).read_text() == f"{os.getpid()}\n"
     with run_lock(directory):
         pass
@@ -50,9 +50,9 @@ def test_train_and_resume_want_the_directory_for_themselves(tmp_path: Path, monk
     monkeypatch.setattr(runner, "_execute", lambda *_: pytest.fail("started"))
     monkeypatch.setattr(CheckpointManager, "latest_good", lambda _: pytest.fail("touched the checkpoints"))
     with run_lock(tmp_path):
-        with pytest.raises(OutputError, match="another process"):
+        with raises_code("run-in-use", OutputError):
             runner.train(loaded)
-        with pytest.raises(OutputError, match="another process"):
+        with raises_code("run-in-use", OutputError):
             runner.resume(tmp_path, [])
 
 

@@ -1,0 +1,54 @@
+"""`embodrl data check --policy`: errors of a policy on demonstrations, by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from embodrl.config.schema import Config
+from embodrl.data.demos import Demos
+from embodrl.runs.data_check import _policy_findings, policy_errors  # pyright: ignore[reportPrivateUsage]
+from embodrl.types import PolicyOutput
+
+
+def demos() -> Demos:
+    rng = np.random.default_rng(0)
+    actions = np.stack([rng.normal(size=60), np.where(np.arange(60) % 20 < 10, 1.0, -1.0)], axis=1)
+    columns = {"images": np.zeros((60, 1, 2, 2, 3)), "state": np.arange(60.0)[:, None], "actions": actions}
+    return Demos.of_episodes(columns, [20, 20, 20], ["a", "b", "c"], ["t"] * 3)
+
+
+class Told:
+    """Says the actions of the frame that its state names, changed."""
+
+    def __init__(self, data: Demos, factor: tuple[float, float]) -> None:
+        self.data, self.factor = data, np.array(factor, np.float32)
+
+    def predict_action_batch(self, seen, mode, sampling, compute_values):
+        chunk = self.data.action_chunks(seen.state[:, 0].astype(np.int64), 3)[0] * self.factor
+        return PolicyOutput(chunk, torch.zeros(chunk.shape), None, {})
+
+    def out_of_range(self, actions, state):
+        return np.abs(actions) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("factor", "codes"),
+    [
+        ((1, 1), {"policy-range"}),
+        ((1, -1), {"policy-range", "gripper-inverted"}),
+        ((-1, 1), {"policy-range", "policy-untrained"}),
+    ],
+)
+def test_errors_are_those_of_each_dimension(factor: tuple[float, float], codes: set[str]):
+    data = demos()
+    policy = Told(data, factor)
+    errors = policy_errors(policy, data, include_state=True)
+    index, inside = data.action_chunks(np.arange(60), 3)
+    expected = np.abs(index * np.array(factor) - index)[inside].mean(axis=0)
+    np.testing.assert_allclose(errors.mean_abs_error, expected, atol=1e-6)
+    np.testing.assert_allclose(errors.of_the_mean, np.abs(index - data.actions.mean(0))[inside].mean(0), rtol=1e-6)
+    np.testing.assert_allclose(errors.out_of_range, (np.abs(data.actions) > 1.5).mean(0))
+    config = SimpleNamespace(sft=Config().sft)
+    assert {finding.code for finding in _policy_findings(errors, policy, data, config)} == codes
