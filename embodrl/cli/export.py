@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,30 +11,42 @@ import typer
 from embodrl.cli.common import Debug, Overrides, Trust, execute
 
 
+class Adapters(StrEnum):
+    """What becomes of low-rank adapters."""
+
+    merged = "merged"
+    apart = "apart"
+
+
 def export(
     directory: Annotated[
         Path, typer.Argument(metavar="RUN", help="a run, or RUN/checkpoints/step_N", show_default=False)
     ],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory", show_default=False)],
+    adapters: Annotated[
+        Adapters, typer.Option(help="low-rank adapters: added to the weights in float32, or apart in peft's layout")
+    ] = Adapters.merged,
     overrides: Overrides = None,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Write the policy of a checkpoint in its public layout.
 
-    Of a run it is the newest intact checkpoint; sharded ones are put together.
+    Of a run it is the newest intact checkpoint; sharded ones are put together. Low-rank adapters over weights in
+    bfloat16 act as they were trained only if they stay apart: read them with model.lora_path.
 
     \b
     Examples:
       embodrl export outputs/my-run outputs/my-policy
       embodrl export outputs/my-run/checkpoints/step_20 outputs/policy-20
       embodrl eval model.warm_start=outputs/my-policy
+      embodrl export outputs/my-run outputs/my-adapters --adapters apart
     """
 
     def action() -> None:
         from embodrl.runs.export import export_checkpoint
 
-        checkpoint = export_checkpoint(directory, output, overrides or [], trust)
+        checkpoint = export_checkpoint(directory, output, overrides or [], trust, adapters.value)
         print(f"{output}: the policy of {checkpoint.path}")
 
     execute(action, debug)

@@ -212,6 +212,10 @@ class VLAPolicy(nn.Module, ABC):
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass; call it after ``eval()``, which undoes it."""
 
+    def public_name(self, module: str) -> str:
+        """Return what public checkpoints call a module of the network ``self.model``."""
+        return module
+
     @abstractmethod
     def save_pretrained(self, directory: Path) -> None:
         """Write the policy in the public layout of its family (config, safetensors, tokenizer, statistics).

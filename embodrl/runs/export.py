@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from embodrl.errors import OutputError
-from embodrl.runs.files import export_policy
+from embodrl.errors import EmbodrlError, OutputError
+from embodrl.models.common.lora import save_adapters
+from embodrl.runs.files import base_of, export_policy
 from embodrl.runs.policies import STEP, PolicySource
 from embodrl.runs.settings import is_run, load_saved, not_a_run
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 
 
-def export_checkpoint(source: Path, directory: Path, overrides: list[str], trust: bool = False) -> Checkpoint:
+def export_checkpoint(
+    source: Path,
+    directory: Path,
+    overrides: list[str],
+    trust: bool = False,
+    adapters: Literal["merged", "apart"] = "merged",
+) -> Checkpoint:
     """Write the policy of a checkpoint in its public layout; read on the CPU. The run may still be training.
 
     Args:
@@ -21,6 +29,7 @@ def export_checkpoint(source: Path, directory: Path, overrides: list[str], trust
         directory: a new one.
         overrides: of the run's configuration.
         trust: its settings may run code though another user started the run.
+        adapters: low-rank ones are added to the weights, or written apart from them in peft's layout.
 
     Returns:
         the checkpoint.
@@ -28,6 +37,7 @@ def export_checkpoint(source: Path, directory: Path, overrides: list[str], trust
     Raises:
         CheckpointError: this is no run, or it has no intact checkpoint.
         OutputError: the directory exists or can't be written.
+        EmbodrlError: adapters are to be written apart, and there are none, or their base is not to be had.
     """
     is_step = STEP.fullmatch(source.name) is not None and source.parent.name == "checkpoints"
     run_dir = source.parent.parent if is_step else source
@@ -39,10 +49,17 @@ def export_checkpoint(source: Path, directory: Path, overrides: list[str], trust
     loaded = load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0].with_absolute_paths()
     on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
     config = loaded.config.model_copy(update={"cluster": on_cpu})
-    export_policy(
-        PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu")),
-        directory,
-        config,
-        iteration=checkpoint.step,
-    )
+    policy = PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu"))
+    if adapters == "merged":
+        export_policy(policy, directory, config, iteration=checkpoint.step)
+        return checkpoint
+    base = base_of(config)
+    if base is None:
+        raise EmbodrlError(
+            "the run began from random weights, or from further adapters (model.lora_path), so there is no model that"
+            " its adapters are over",
+            "export with --adapters merged",
+            code="adapters-not-apart",
+        )
+    save_adapters(policy, directory, base)
     return checkpoint

@@ -19,6 +19,7 @@ from embodrl.deployment import Deployment
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.lora import rounds_when_merged, save_adapters
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.storage.atomic import atomic_directory, read_regular_file
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 LOG_FILE = "logs/embodrl.log"
 POLICY_DIR = "policy"
+ADAPTERS_DIR = "adapters"
+"""In a policy: its adapters, apart from the weights that they are over."""
 BEST_POLICY_DIR = "policy_best"
 REPORT_FILE = "report.html"
 METRICS_BLOB = "metrics"
@@ -97,6 +100,9 @@ def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy,
 def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: Any) -> None:
     """Write the policy in its public layout, what it was trained for (``embodrl.json``) and checksums, atomically.
 
+    Adapters are merged. Those over weights in half precision are written apart, too (``adapters``): only so they act
+    as they were trained, since even a merged weight in float32 is rounded where it is multiplied.
+
     Args:
         policy: with the weights to write.
         directory: new, or with an older policy.
@@ -114,11 +120,20 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
             for path in inner.iterdir():
                 path.rename(staging / path.name)
             inner.rmdir()
+            if rounds_when_merged(policy) and (base := base_of(config)) is not None:
+                save_adapters(policy, staging / ADAPTERS_DIR, base)
             card = policy_card(config, **facts, embodrl=__version__, date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
             write_json_file(staging / CARD_FILE, card)
-            write_checksums(staging, added=[CARD_FILE])
+            apart = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]
+            write_checksums(staging, added=[CARD_FILE, *apart])
     except OutputError as error:
         raise OutputError(error.message, "free disk space, then `embodrl resume` the run", code=error.code) from error
+
+
+def base_of(config: Config) -> str | None:
+    """Return the model that the adapters of a run are over; None where its weights are nowhere to be had again."""
+    model = config.model
+    return None if model.lora_path is not None else model.model_path or model.warm_start
 
 
 def saved_metrics(checkpoint: Checkpoint) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +12,19 @@ import torch
 
 from embodrl.config import LoadedConfig
 from embodrl.config.compose import assignment
+from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN
 from embodrl.config.schema import Config
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import UsageError
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.files import BEST_POLICY_DIR, POLICY_DIR, without_lost_warm_start
+from embodrl.runs.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, without_lost_warm_start
 from embodrl.runs.load import load_config
 from embodrl.runs.settings import is_run, load_saved
 from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.workers.policy import build_policy
+
+logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"step_\d+")
 
@@ -62,10 +66,7 @@ class PolicySource:
         if self.policy_dir is not None:
             texts.insert(0, "model.stats_path=null")
             own, _ = load_saved(self.run_dir, overrides, verb, self.checkpoint, True, trust)
-            key = "warm_start" if own.config.model.model_path is None else "model_path"
-            texts.append(assignment(f"model.{key}", self.policy_dir))
-            if own.config.model.lora_path is not None:
-                texts.append("model.lora_path=null")  # the weights have the adapters in them
+            texts += _weights_of(own.config, self.policy_dir, statistics.is_file())
         resuming = self.checkpoint is not None
         return load_saved(self.run_dir, texts, verb, self.checkpoint, resuming, trust)[0]
 
@@ -119,3 +120,21 @@ def find_policy(path: Path) -> PolicySource:
         " `embodrl train`, `sft` or `export` wrote (RUN/policy)",
         code="policy-not-found",
     )
+
+
+def _weights_of(config: Config, policy_dir: Path, has_statistics: bool = False) -> list[str]:
+    """Return the overrides with which the policy of a run acts as it was trained.
+
+    Adapters that are apart go over their base again, if that is still there and the run has no statistics of its own,
+    which the base lacks; else the policy has them merged.
+    """
+    model, apart = config.model, policy_dir / ADAPTERS_DIR
+    key = "warm_start" if model.model_path is None else "model_path"
+    base = base_of(config)
+    own_statistics = has_statistics or model.stats_path is not None
+    if model.trainable == "lora" and base and not own_statistics and (apart / ADAPTER_CONFIG).is_file():
+        if base == BUILTIN or Path(base).expanduser().is_dir():
+            return [assignment("model.lora_path", apart)]
+        logger.warning("the base model %s is gone: the adapters of %s are merged, and rounded", base, policy_dir)
+    texts = [assignment(f"model.{key}", policy_dir)]
+    return texts if model.lora_path is None else [*texts, "model.lora_path=null"]  # the weights have the adapters

@@ -54,7 +54,7 @@ def test_an_error_in_the_network_is_noticed(monkeypatch, wrong):
     forward = modeling.VisionBackbone.forward
     embed = OpenVLAModel.embed_prefix
 
-    def broken(self, pixels):
+    def broken(self, pixels, instruction=None):
         if wrong == "towers swapped":
             pixels = torch.cat([pixels[:, 3:], pixels[:, :3]], dim=1)
         elif wrong == "last block run":
@@ -63,7 +63,7 @@ def test_an_error_in_the_network_is_noticed(monkeypatch, wrong):
         elif wrong == "no layer scale":
             for block in self.featurizer.blocks:
                 block.ls1 = torch.nn.Identity()
-        return forward(self, pixels)
+        return forward(self, pixels, instruction)
 
     def misplaced(self, pixels, input_ids, state=None):
         out = embed(self, pixels, input_ids, state)

@@ -88,3 +88,20 @@ def vllm_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that only matter with vLLM."""
     if context.config.rollout.backend != "vllm" and context.by_user("rollout.vllm"):
         yield Finding("rollout.vllm", "has no effect: rollout.backend is not vllm", "leave it out, or add rollout=vllm")
+
+
+@note("rollout.backend", "rollout.precision", "model.trainable")
+def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
+    """vLLM gets weights with the adapters in them, in its own precision."""
+    config = context.config
+    half = config.rollout.precision == "bf16" or (
+        config.rollout.precision == "auto" and bool(context.solution.gpus_per_node)
+    )
+    if config.rollout.backend == "vllm" and config.model.trainable == "lora" and half:
+        yield Finding(
+            "rollout.precision",
+            "vLLM acts with adapters merged into bf16 weights: of products of std 3e-5 in weights of 0.02, 68 % of the"
+            " elements are rounded away, and what acts is not what trains",
+            "set rollout.precision=fp32 and actor.precision=fp32, or rollout=native, where adapters stay apart",
+            others=("model.trainable",),
+        )

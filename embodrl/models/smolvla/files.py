@@ -64,7 +64,12 @@ def layers(config: SmolVlaConfig) -> dict[str, int]:
 
 def public_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under lerobot's names."""
-    return {PREFIX + name.replace(_TOWER, _VISION): tensor for name, tensor in state.items()}
+    return {public_name(name): tensor for name, tensor in state.items()}
+
+
+def public_name(name: str) -> str:
+    """Return lerobot's name of a weight or module of the network."""
+    return PREFIX + name.replace(_TOWER, _VISION)
 
 
 def read_stats(directory: Path, files: Sequence[Path]) -> tuple[dict[str, Fields], Normalization]:

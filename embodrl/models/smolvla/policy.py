@@ -70,6 +70,9 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor]):
         """lerobot leaves the padded dimensions out of the loss."""
         return self.action_dim
 
+    def public_name(self, module: str) -> str:
+        return files.public_name(module)
+
     def save_pretrained(self, directory: Path) -> None:
         """Write lerobot's layout: config.json, safetensors, processor files with statistics; and the tokenizer.
 

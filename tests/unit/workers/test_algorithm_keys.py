@@ -70,6 +70,8 @@ TRAINING = {
     "decoupled.cap": Change(1.2, DECOUPLED),
     "decoupled.on_exceed": Change("clamp", DECOUPLED | {"decoupled.cap": 1.2}),
     "decoupled.level": Change("chunk", DECOUPLED),
+    "recompute_logprobs": Change(True),
+    "engine_weight_cap": Change(1.2, {"recompute_logprobs": True}),
     "sampling.temperature": Change(0.7),
     "sampling.top_k": Change(3),
 }
@@ -132,8 +134,9 @@ def trained(changes: dict[str, Any]) -> Tensor:
         batch = recorded_batch()
         if engine.reference is not None:
             batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
-        if algorithm.decoupled.needs_proximal:  # of version 0, and in the second update stale
-            set_proximal(batch, *engine.proximal(batch, algorithm))
+        all_of_them = algorithm.recompute_logprobs is True
+        if algorithm.decoupled.needs_proximal or all_of_them:  # of version 0, and in the second update stale
+            set_proximal(batch, *engine.proximal(batch, algorithm, all_of_them))
         engine.update(batch, compute_advantages(batch, algorithm), algorithm, generator)
     return torch.cat([tensor.flatten() for _, tensor in engine.weights()])
 

@@ -33,6 +33,7 @@ OPTIM = {
     "schedule_iterations": Change(30),
     "min_lr_ratio": Change(0.9),
     "critic_warmup_iterations": Change(1),
+    "master_weights": Change(False, {"master_weights": "auto"}),
 }
 ENVIRONMENTS = {
     "total_num_envs": Change(4),
@@ -59,8 +60,11 @@ def trained(changes: dict[str, Any]) -> Tensor:
     algorithm = AlgorithmConfig.model_validate({"sampling": {"temperature": 1.0}})
     quick = {"critic_warmup_iterations": 0, "lr_warmup_iterations": 0, "lr": 1e-2}
     optim = OptimConfig.model_validate(quick | changes)
-    config = ActorConfig(global_batch_size=10, micro_batch_size=5, precision="fp32", optim=optim)
-    engine = NativeTrainEngine(ToyPolicy(), EngineOptions(config, 4), "cpu")
+    half = "master_weights" in changes  # which is about weights in half precision
+    precision = "bf16" if half else "fp32"
+    config = ActorConfig(global_batch_size=10, micro_batch_size=5, precision=precision, optim=optim)
+    policy = ToyPolicy().to(torch.bfloat16 if half else torch.float32)
+    engine = NativeTrainEngine(policy, EngineOptions(config, 4), "cpu")
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         batch = recorded_batch()

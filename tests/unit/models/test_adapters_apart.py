@@ -1,0 +1,129 @@
+"""What is saved of low-rank adapters acts as what was trained (H8 of the audit)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from expect import raises_code
+from safetensors.torch import load_file
+from tiny_families import FAMILIES, observation, tiny_config
+
+from embodrl.config import load_config
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common import lora
+from embodrl.models.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from embodrl.models.registry import build_policy
+from embodrl.runs.files import ADAPTERS_DIR, export_policy
+from embodrl.runs.policies import _weights_of
+from embodrl.types import SamplingParams
+
+LORA = {"trainable": "lora", "lora": {"rank": 2, "alpha": 3}}
+BF16 = torch.bfloat16
+
+
+def made(family: str, dtype: torch.dtype = BF16, **changes: Any) -> Any:
+    config = tiny_config(family, **changes)
+    return build_policy(config, device="cpu", dtype=dtype, seed=3)[0].eval()
+
+
+def trained(family: str, base: Path, dtype: torch.dtype = BF16) -> Any:
+    """Return a policy over saved weights whose adapters have learned a little."""
+    made(family, dtype, warm_start=None).save_pretrained(base)
+    policy = made(family, dtype, warm_start=str(base), **LORA)
+    generator = torch.Generator().manual_seed(1)  # products of about 2e-4 in weights of 0.18
+    for name, parameter in policy.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.normal_(0.0, 3e-4, generator=generator)
+    return policy
+
+
+@torch.no_grad()
+def logprobs(policy: VLAPolicy, family: str) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=BF16):
+        output = policy.predict_action_batch(
+            observation(family, 3), "train", SamplingParams(), torch.Generator().manual_seed(0)
+        )
+    return output.logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_apart_act_to_the_bit_and_are_read_by_peft(family: str, tmp_path: Path) -> None:
+    policy = trained(family, tmp_path / "base")
+    lora.save_adapters(policy, tmp_path / "apart", str(tmp_path / "base"))
+    again = made(family, warm_start=str(tmp_path / "base"), lora_path=str(tmp_path / "apart"), **LORA)
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    np.testing.assert_array_equal(logprobs(policy, family), logprobs(again, family))
+
+    settings = peft.LoraConfig.from_pretrained(str(tmp_path / "apart"))
+    assert settings.base_model_name_or_path == str(tmp_path / "base") and settings.r == 2  # pyright: ignore
+    assert settings.lora_alpha / settings.r == 1.5  # pyright: ignore
+    stored = load_file(tmp_path / "apart" / ADAPTER_WEIGHTS)
+    modules = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in stored}
+    assert modules == set(settings.target_modules)  # pyright: ignore
+    public = {name.rpartition(".")[0] for name in load_file(tmp_path / "base" / "model.safetensors")}
+    assert modules <= public
+
+
+def test_merged_weights_are_not_rounded(tmp_path: Path) -> None:
+    policy = trained("openvla", tmp_path / "base")
+    name = "language_model.model.layers.0.self_attn.q_proj"
+    layer = policy.model.get_submodule(name)
+    product = 1.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    base = layer.base_layer.weight
+    merged = lora.merged_state_dict(policy.model)[f"{name}.weight"]
+    assert merged.dtype == torch.float32
+    torch.testing.assert_close(merged, base.float() + product, rtol=0, atol=1e-7)
+    kept = merged - base.float()
+    rounded = (base.float() + product).to(BF16).float() - base.float()
+    close = torch.nn.functional.cosine_similarity
+    assert close(kept.flatten(), product.flatten(), dim=0) > 0.9999
+    assert close(rounded.flatten(), product.flatten(), dim=0) < 0.9  # what was exported before
+
+    policy.save_pretrained(tmp_path / "merged")
+    stored = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(stored[f"{name}.weight"], merged)
+    assert stored["language_model.model.embed_tokens.weight"].dtype == BF16  # nothing was added to it
+
+
+def test_a_run_keeps_adapters_apart_where_merging_would_round(tmp_path: Path) -> None:
+    run = load_config(["env=toy", "model=openvla", "model.trainable=lora"]).config
+    model = run.model.model_copy(update={"warm_start": str(tmp_path / "base")})
+    run = run.model_copy(update={"model": model})
+    export_policy(trained("openvla", tmp_path / "base"), tmp_path / "policy", run)
+    card = json.loads((tmp_path / "policy" / ADAPTERS_DIR / ADAPTER_CONFIG).read_text())
+    assert card["base_model_name_or_path"] == str(tmp_path / "base")
+    listed = json.loads((tmp_path / "policy" / "checksums.json").read_text())
+    assert f"{ADAPTERS_DIR}/{ADAPTER_WEIGHTS}" in listed
+    assert _weights_of(run, tmp_path / "policy") == [f"model.lora_path='{tmp_path / 'policy' / ADAPTERS_DIR}'"]
+
+    merged = [f"model.warm_start='{tmp_path / 'policy'}'"]
+    gone = run.model_copy(update={"model": model.model_copy(update={"warm_start": str(tmp_path / "gone")})})
+    assert _weights_of(gone, tmp_path / "policy") == merged
+
+    # in float32 nothing is rounded, and there is but one form
+    exact = trained("openvla", tmp_path / "base32", torch.float32)
+    export_policy(exact, tmp_path / "exact", run)
+    assert not (tmp_path / "exact" / ADAPTERS_DIR).exists()
+
+
+def test_what_has_no_adapters_can_not_be_written_apart(tmp_path: Path) -> None:
+    with raises_code("adapters-not-apart"):
+        lora.save_adapters(made("openvla", warm_start=None), tmp_path / "apart", "base")
+    assert not (tmp_path / "apart").exists()
+
+
+def test_vllm_in_bf16_with_adapters_is_noted() -> None:
+    def noted(*arguments: str) -> bool:
+        line = ["env=toy", "model=openvla", "rollout=vllm", *arguments]
+        return "merged-adapters-act-rounded" in {note.code for note in load_config(line, verb="plan").notes}
+
+    bf16 = ("rollout.precision=bf16", "actor.precision=bf16")
+    assert noted("model.trainable=lora", *bf16) and not noted(*bf16)
+    assert not noted("model.trainable=lora", "rollout.precision=fp32", "actor.precision=fp32")
