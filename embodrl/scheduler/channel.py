@@ -59,10 +59,6 @@ class Channel(ABC):
     def close(self) -> None:
         """Let nothing more in; what is in it can still be taken, and all who wait are woken."""
 
-    @abstractmethod
-    def free_places(self) -> int:
-        """Return how many values could be put without waiting."""
-
     def _closed(self) -> ChannelClosed:
         return ChannelClosed(f"channel '{self.name}' is closed", "get until it is empty, and put before it is closed")
 
@@ -130,12 +126,6 @@ class SharedChannel(Channel):
     def close(self) -> None:
         os.eventfd_write(self._end, 1)
 
-    def free_places(self) -> int:
-        for line in open(f"/proc/self/fdinfo/{self._free}").readlines():  # noqa: PTH123, SIM115
-            if line.startswith("eventfd-count:"):
-                return int(line.split()[1], 16)
-        raise AssertionError("no event counter")
-
     def release(self) -> None:
         """Close this process's file descriptors."""
         self._inlet.close()
@@ -166,6 +156,3 @@ class LocalChannel(Channel):
 
     def close(self) -> None:
         self._is_closed = True
-
-    def free_places(self) -> int:
-        return self.capacity - len(self._values)

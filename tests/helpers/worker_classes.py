@@ -154,11 +154,10 @@ class Talker(Worker):
     """Puts into and takes out of channels."""
 
     @dispatch()
-    def produce(self, count: int) -> int:
+    def produce(self, count: int) -> None:
         channel = self.channel("numbers")
         for index in range(count):
             channel.put({"index": index, "array": np.full(50_000, index, np.float32)}, timeout_s=60)
-        return channel.free_places()
 
     @dispatch()
     def consume(self, count: int) -> list[int]:

@@ -502,11 +502,6 @@ def save_weights(
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def read_json(path: Path) -> dict[str, object]:
-    """Return the object in a JSON file; raises ``PolicyFileError`` for a missing or invalid one."""
-    return dict(read_file(path).content)
-
-
 def write_json(path: Path, content: Mapping[str, object]) -> None:
     """Write a mapping as readable JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -141,9 +141,6 @@ class RayChannel(Channel):
     def close(self) -> None:
         self._queue.shutdown(force=True)
 
-    def free_places(self) -> int:
-        return self.capacity - self._queue.qsize()
-
 
 class _RayWorker(Running):
     """An actor.

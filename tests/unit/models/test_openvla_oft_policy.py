@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from tiny_families import build, generator, observation, tiny_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.models.common.checkpoint import read_json, write_json
+from embodrl.models.common.checkpoint import write_json
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.openvla_oft.config import ProprioStats, choose_proprio_stats
 from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy
@@ -182,7 +183,7 @@ def test_state_survives_saving(tmp_path):
 def public(policy: OpenVLAOFTPolicy, directory: Path, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
     """Write a checkpoint as the public ones are: a pickled projector, and statistics of the state."""
     policy.save_pretrained(directory)
-    config = read_json(directory / "config.json")
+    config = json.loads((directory / "config.json").read_text())
     [entry] = config["norm_stats"].values()
     write_json(directory / "config.json", {**config, "norm_stats": {}})
     entry["proprio"] = {"q01": [-1.0] * 5, "q99": [1.0] * 5}
@@ -321,7 +322,7 @@ def public_l1(directory: Path, dim: int) -> OpenVLAOFTPolicy:
     """Write a policy as finetune.py does: pickled components, a plain vision backbone beside that with FiLM."""
     policy = build(FAMILY, **EVERYTHING, action_dim=dim)
     policy.save_pretrained(directory)
-    config = read_json(directory / "config.json")
+    config = json.loads((directory / "config.json").read_text())
     [entry] = config["norm_stats"].values()
     entry["action"] |= {"min": [-2.0] * dim, "max": [2.0] * dim}
     entry["proprio"] = {"q01": [-1.0] * 32, "q99": [1.0] * 32, "min": [-2.0] * 32, "max": [2.0] * 32}
@@ -416,7 +417,7 @@ def test_files_are_those_of_the_public_layout(tmp_path):
         "tokenizer.json",
         "value_head.safetensors",
     ]
-    assert read_json(tmp_path / "config.json")["model_type"] == "openvla"
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "openvla"
 
 
 def test_a_corrupt_projector_of_ours_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from embodrl.config.schema import ValueHeadConfig
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.models.common.checkpoint import read_json, save_weights, write_json
+from embodrl.models.common.checkpoint import save_weights, write_json
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.spec import ArchitectureConfig, OpenVlaConfig, VitConfig
@@ -375,9 +376,9 @@ def test_bfloat16_weights(tmp_path):
 
 def test_an_unknown_unnorm_key_lists_the_keys(tmp_path):
     build().save_pretrained(tmp_path)
-    statistics = read_json(tmp_path / "dataset_statistics.json")["maniskill"]
+    statistics = json.loads((tmp_path / "dataset_statistics.json").read_text())["maniskill"]
     write_json(tmp_path / "dataset_statistics.json", {"libero_goal_no_noops": statistics, "bridge_orig": statistics})
-    config = read_json(tmp_path / "config.json")
+    config = json.loads((tmp_path / "config.json").read_text())
     write_json(tmp_path / "config.json", {**config, "norm_stats": {}})
     with pytest.raises(CheckpointError, match=r"2 sets .*bridge_orig, libero_goal_no_noops(.|\n)*model\.unnorm_key"):
         build(model_path=str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.action_bins import ActionBins
-from embodrl.models.common.checkpoint import read_json, write_json
+from embodrl.models.common.checkpoint import write_json
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.flow import integrate
@@ -183,7 +184,7 @@ RECORDERS = {
 
 
 def change(directory: Path, settings: Settings) -> None:
-    write_json(directory / "config.json", {**read_json(directory / "config.json"), "embodrl": settings})
+    write_json(directory / "config.json", {**json.loads((directory / "config.json").read_text()), "embodrl": settings})
 
 
 @pytest.mark.parametrize("family", RECORDERS)
