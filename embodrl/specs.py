@@ -19,8 +19,9 @@ from embodrl.registry import Entry, Registry
 if TYPE_CHECKING:
     from typing import Self  # simulators may live in a Python 3.10, which lacks it
 
-    from embodrl.config.rules.base import RuleSet
+    from embodrl.config.rules.base import Context, RuleSet
     from embodrl.config.schema import EnvConfig, ModelConfig
+    from embodrl.interface import Interface
 
 DEFAULT_ENV, DEFAULT_MODEL = "maniskill", "openvla"
 
@@ -132,6 +133,7 @@ class SimulatorSpec(Spec):
         env_bytes: memory of an environment.
         expert_tasks: tasks with a scripted expert; None: all tasks.
         demonstrations: where demonstrations come from if there is no expert.
+        interface: from the section ``env`` to what actions and observations mean; None: not stated.
         camera_list, experts, verified: for ``embodrl list``.
     """
 
@@ -163,6 +165,7 @@ class SimulatorSpec(Spec):
     env_bytes: int = 0
     expert_tasks: tuple[str, ...] | None = None
     demonstrations: str = ""
+    interface: Callable[[EnvConfig], Interface] | None = None
     camera_list: str = ""
     experts: str = ""
     verified: str = ""
@@ -211,6 +214,8 @@ class ModelSpec(Spec):
         parity: ``module:function`` that compares it with recordings of the reference implementation.
         num_parameters: from the section ``model`` to about how many parameters a model without a checkpoint has.
         missing_config: hint for a directory with weights and no config.json, if public tools write such ones.
+        interface: from a configuration with a checkpoint not written by embodrl to what is known of its conventions;
+            None: nothing.
         sizes, checkpoint, rl: for ``embodrl list``.
     """
 
@@ -228,6 +233,7 @@ class ModelSpec(Spec):
     parity: str = ""
     num_parameters: Callable[[ModelConfig], int] | None = None
     missing_config: str = ""
+    interface: Callable[[Context], Interface | None] | None = None
     sizes: str = ""
     checkpoint: str = ""
     rl: str = ""

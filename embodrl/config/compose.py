@@ -301,18 +301,26 @@ def preset_order(choices: tuple[tuple[str, str | None], ...]) -> list[tuple[Path
 
 
 def load_presets(choices: dict[str, str | None]) -> tuple[Node, list[ConfigProblem]]:
-    """Return the merged presets; the choices must be valid."""
+    """Return the merged presets; the choices must be valid.
+
+    What a preset has under ``last`` is for any section and merged after all presets: a model that wants certain cameras
+    says so there.
+    """
     tree = Node({}, Origin("preset", "configs"))
     problems: list[ConfigProblem] = []
+    last: list[Node] = []
     for path, package in preset_order(tuple(choices.items())):
         preset, wrong = read_yaml(path, f"configs/{path.relative_to(CONFIGS)}", "preset")
         problems += wrong
         preset.children.pop("defaults", None)
+        last += filter(None, [preset.children.pop("last", None)])
         if package:
             section = tree.children.setdefault(package, Node({}, preset.origin))
             merge(section, preset, package)
         else:
             merge(tree, preset)
+    for preset in last:
+        merge(tree, preset)
     return tree, problems
 
 

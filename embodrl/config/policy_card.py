@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
 from embodrl.config.schema import Config, ModelConfig
+from embodrl.interface import ZERO_CLOSES
 from embodrl.specs import ENVS, MODELS
 
 CARD_FILE = "embodrl.json"
@@ -33,11 +35,24 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
         "tasks": list(env.tasks),
         "instructions": {task: settings.get("instruction") or known.get(task, "") for task in env.tasks},
         "cameras": [{key: view.get(key) for key in CAMERA_KEYS} for view in settings["cameras"]],
+        "interface": _interface(config),
         "num_action_chunks": config.model.num_action_chunks,
         "action_dim": config.model.action_dim,
         "seed": config.runner.seed,
         **facts,
     }
+
+
+def _interface(config: Config) -> dict[str, object] | None:
+    """Return what actions and observations meant in training: the environment's conventions, with the policy's gripper.
+
+    Cameras are compared by themselves. With ``model.gripper`` the policy's own convention is 0 to 1.
+    """
+    spec = ENVS.entry(config.env.env_type) if config.env.env_type in ENVS else None
+    if spec is None or spec.interface is None:
+        return None
+    found = replace(spec.interface(config.env), cameras=None)
+    return asdict(found if config.model.gripper == "as_is" else replace(found, gripper=ZERO_CLOSES))
 
 
 def policy_directory(model: ModelConfig) -> Path | None:

@@ -18,7 +18,8 @@ PUBLISHED = {
     "env.eval.to_step_limit": False,
 }
 LIMITS = {"": {name: suite.max_episode_steps for name, suite in SUITES.items()}}
-OPENVLA_PICTURES: dict[str, object] = {"model.center_crop": True, "model.gripper": "libero"}
+RLDS: dict[str, object] = {"model.center_crop": True, "model.gripper": "libero"}
+OPENVLA_PICTURES = RLDS | {"model.resize_filter": "lanczos_jpeg"}
 
 OPENVLA = ProtocolSpec(
     name="openvla",
@@ -71,7 +72,7 @@ RLINF = ProtocolSpec(
     source="github.com/RLinf/RLinf, rlinf/envs/libero/libero_env.py, evaluations/libero, examples/embodiment/config",
     settings=PUBLISHED | {"env.settle_steps": 15, "env.eval.to_step_limit": True},
     models={
-        "openvla_oft": OPENVLA_PICTURES | {"model.num_action_chunks": 8},
+        "openvla_oft": RLDS | {"model.num_action_chunks": 8},
         "pi0": {"model.num_action_chunks": 5},
         "pi05": {"model.num_action_chunks": 5},
         "gr00t": {"model.gripper": "libero"},

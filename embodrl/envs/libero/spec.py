@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
 from embodrl.config.schema import EnvConfig, NonNegativeInt
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES
+from embodrl.interface import LIBERO, Interface
 from embodrl.names import nearest
 from embodrl.specs import SimulatorSpec, TaskSuite
 
@@ -124,6 +126,12 @@ def initial_states_come_once(context: Context) -> Iterator[Finding]:
         )
 
 
+def interface(env: EnvConfig) -> Interface:
+    """Return LIBERO's conventions, with the cameras and the state that are configured."""
+    cameras = tuple(camera.name for camera in env.cameras)
+    return replace(LIBERO, cameras=cameras, state=LIBERO.state if env.include_state else None)
+
+
 SPEC = SimulatorSpec(
     name="libero",
     robots=("panda", "franka"),
@@ -159,5 +167,6 @@ SPEC = SimulatorSpec(
     experts="none; `embodrl convert libero` reads LIBERO's demonstrations",
     expert_tasks=(),
     demonstrations="`embodrl convert libero` makes a data set of the demonstrations that LIBERO brings",
+    interface=interface,
     verified="on a CPU (MUJOCO_GL=egl); on a GPU not yet",
 )

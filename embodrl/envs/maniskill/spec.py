@@ -10,6 +10,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig, Fraction
 from embodrl.envs.maniskill.tasks import INSTRUCTIONS
+from embodrl.interface import OPENS_POSITIVE, Interface
 from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
 MIB = 1 << 20
@@ -117,6 +118,19 @@ def decimation_decides(context: Context) -> Iterator[Finding]:
         yield Finding("env.render_detail", message, "leave it out, or set env.mesh_decimation=auto")
 
 
+def interface(env: EnvConfig) -> Interface:
+    """Return the conventions of ``pd_ee_delta_pose`` (mani_skill/agents/controllers/pd_ee_pose.py)."""
+    return Interface(
+        action="delta_pose",
+        rotation="euler_xyz",
+        frame="base",
+        gripper=OPENS_POSITIVE,
+        state=("joint positions", "joint velocities") if env.include_state else None,
+        pictures="upright",
+        control_hz=20.0,
+    )
+
+
 SPEC = SimulatorSpec(
     name="maniskill",
     robots=("panda", "panda_wristcam"),
@@ -142,5 +156,6 @@ SPEC = SimulatorSpec(
     camera_list="base_camera, or any name with eye and target",
     experts="PushCube, PullCube, PickCube, StackCube, LiftPegUpright",
     expert_tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
+    interface=interface,
     verified="all tasks on a CPU; on a GPU not yet",
 )

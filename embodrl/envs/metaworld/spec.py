@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from embodrl.envs.metaworld.tasks import INSTRUCTIONS
+from embodrl.interface import CLOSES_POSITIVE, Interface
 from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
+
+INTERFACE = Interface(action="delta_position", rotation="none", frame="base", gripper=CLOSES_POSITIVE, control_hz=80.0)
 
 SPEC = SimulatorSpec(
     name="metaworld",
@@ -23,5 +26,6 @@ SPEC = SimulatorSpec(
     actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
     camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
     experts="all tasks",
+    interface=lambda env: INTERFACE,
     verified="all tasks on a CPU (MUJOCO_GL=egl); on a GPU not yet",
 )

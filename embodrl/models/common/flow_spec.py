@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
+from embodrl.config.policy_card import policy_directory
 from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
 from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
+from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
 from embodrl.specs import ModelSpec
 
 ACTIONS = "continuous chunk by flow matching"
@@ -105,6 +108,20 @@ def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
         yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
 
 
+def libero_interface(context: Context) -> Interface | None:
+    """Return the conventions of a checkpoint that is of LIBERO by its name or that of its statistics.
+
+    GR00T's were trained on data that counts the gripper from 0 (closed): github.com/RLinf/RLinf,
+    rlinf/models/embodiment/gr00t/simulation_io.py. The others' data has LIBERO's own numbers.
+    """
+    model = context.config.model
+    directory = policy_directory(model)
+    names = [model.unnorm_key or "", directory.name if directory is not None else str(model.model_path)]
+    if not any("libero" in name.lower() for name in names):
+        return None
+    return replace(LIBERO, gripper=ZERO_CLOSES) if model.model_type == "gr00t" else LIBERO
+
+
 def flow_family(
     name: str,
     package: str,
@@ -130,6 +147,7 @@ def flow_family(
         value_inputs=("prefix", "suffix"),
         trainable=("all", "lora", "action_expert", "head"),
         uses_state=uses_state,
+        interface=libero_interface,
         max_cameras=max_cameras,
         parity=f"embodrl.models.{package}.parity:run",
         sizes=sizes,

@@ -53,6 +53,19 @@ def jpeg_round_trip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.stack(decoded)
 
 
+def crop_side_and_resize(images: Tensor, height: int, width: int, side: float) -> Tensor:
+    """Cut the middle of ``uint8[B,H,W,3]``, ``side`` of each side, and resize it to ``uint8[B,height,width,3]``.
+
+    As the data configurations of GR00T N1.5 do with torchvision: CenterCrop to whole pixels rounded down, bilinear with
+    antialiasing in float32, and the fraction of a grey level cut off.
+    """
+    rows, columns = (int(size * side) for size in images.shape[1:3])
+    top, left = round((images.shape[1] - rows) / 2.0), round((images.shape[2] - columns) / 2.0)
+    cut = images[:, top : top + rows, left : left + columns].permute(0, 3, 1, 2).float() / 255.0
+    resized = F.interpolate(cut, (height, width), mode="bilinear", antialias=True, align_corners=False)
+    return (resized * 255.0).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
 def resize_with_pad(images: Tensor, height: int, width: int, antialias: bool = True) -> Tensor:
     """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]``, keeping proportions, with black bars.
 

@@ -96,9 +96,12 @@ def build_gr00t(
         model_config.siglip.num_patches,
         config.gr00t.max_prompt_tokens,
         model_config.system_prompt,
-        config.center_crop,
+        config.gr00t.crop_side,
         robot.state,
         model_config.head.max_state_dim,
+    )
+    report.conventions["images"] = (
+        f"the middle {config.gr00t.crop_side:g} of each side, then bilinear (model.gr00t.crop_side)"
     )
     head = model_config.head
     value_input = head.hidden_size if config.value_head.input == "suffix" else head.backbone_dim + head.dit.width

@@ -1,7 +1,7 @@
 """Observations to model inputs.
 
 The chat is that of Eagle 2.5, whose files come with NVIDIA's code and not with the checkpoint: prompt and special
-tokens follow its public processor; they are written down here only. Images are resized as a whole to one tile.
+tokens follow its public processor; they are written down here only. The middle of an image is resized to one tile.
 Shapes: B batch, V cameras, H x W pixels, N image patches, L text tokens.
 """
 
@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
-from embodrl.models.common.images import center_crop_area, resize_bicubic
+from embodrl.models.common.images import crop_side_and_resize
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, FileTokenizer, read_tokenizer
 from embodrl.models.gr00t.robots import JoinedStats
 from embodrl.types import Observation
@@ -111,7 +111,7 @@ class Gr00tProcessor:
         num_patches: N.
         max_prompt_tokens: L, without those that stand for image patches.
         system_prompt: see ``chat``.
-        center_crop: cut the middle 90 % of the area.
+        crop_side: part of each side of an image that is seen.
         state_stats: normalise states; None uses them as they are.
         max_state_dim: states are padded to this with zeros.
     """
@@ -123,7 +123,7 @@ class Gr00tProcessor:
         num_patches: int,
         max_prompt_tokens: int,
         system_prompt: str,
-        center_crop: bool,
+        crop_side: float,
         state_stats: JoinedStats | None,
         max_state_dim: int,
     ) -> None:
@@ -132,7 +132,7 @@ class Gr00tProcessor:
         self.num_patches = num_patches
         self.max_prompt_tokens = max_prompt_tokens
         self.system_prompt = system_prompt
-        self.center_crop = center_crop
+        self.crop_side = crop_side
         self.state_stats = state_stats
         self.max_state_dim = max_state_dim
         self._rows: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
@@ -173,9 +173,7 @@ class Gr00tProcessor:
         if num_images == 0:
             raise EmbodrlError("GR00T sees cameras, the observation has none", "configure one in env.cameras")
         images = torch.tensor(observation.images, device=device).flatten(0, 1)  # a copy: the source may be reused
-        images = resize_bicubic(images, self.image_size, self.image_size)
-        if self.center_crop:
-            images = center_crop_area(images)
+        images = crop_side_and_resize(images, self.image_size, self.image_size, self.crop_side)
         rows = [self.prompt_row(text, num_images) for text in observation.instruction]
         return {
             "images": images.unflatten(0, (batch, num_images)),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
-from embodrl.config.schema import PositiveInt, Section
+from embodrl.config.schema import Fraction, PositiveInt, Section
 from embodrl.models.common.flow_spec import (
     ACTIONS,
     FlowModelConfig,
@@ -48,6 +48,11 @@ class Gr00tArchitectureConfig(Section):
     action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
     num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
     max_prompt_tokens: PositiveInt = Field(default=64, description="prompts are padded to this length")
+    crop_side: Fraction = Field(
+        default=0.95,
+        gt=0,
+        description="part of each side of an image that is seen, as NVIDIA's data configurations; 1: all",
+    )
     action_keys: tuple[str, ...] | None = Field(
         default=None,
         description="of a checkpoint: parts of the robot's action in metadata.json, in order, each NAME or NAME:MODE"
@@ -93,6 +98,14 @@ def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
             others=(f"{base}.vl_num_heads", f"{base}.hidden_size"),
         )
     yield from chunk_fits(context.config.model, base, shape.action_horizon, shape.max_action_dim)
+
+
+@RULES.note("model.model_type", "model.center_crop")
+def gr00t_crops_by_its_own_setting(context: Context) -> Iterator[Finding]:
+    """GR00T crops before resizing."""
+    if context.config.model.center_crop:
+        message = "has no effect: gr00t cuts the middle by model.gr00t.crop_side, before it resizes"
+        yield Finding("model.center_crop", message, "leave it out", others=("model.gr00t.crop_side",))
 
 
 SPEC = flow_family(

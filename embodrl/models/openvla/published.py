@@ -7,6 +7,7 @@ number, so such actions as they are never open the gripper. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from embodrl.config.policy_card import CARD_FILE, policy_directory
@@ -14,6 +15,7 @@ from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields, read_fields
+from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
 
 PUBLISHED = RuleSet()
 _KEYS = ("env.env_type", "model.model_type", "model.model_path", "model.warm_start", "model.unnorm_key")
@@ -53,6 +55,20 @@ def libero_checkpoint_was_cropped(context: Context) -> Iterator[Finding]:
         )
 
 
+def interface(context: Context) -> Interface | None:
+    """Return the conventions of the data sets of OpenVLA's published checkpoints, by the name of the statistics.
+
+    The gripper of a LIBERO checkpoint in LIBERO has a rule above, which looks into the statistics.
+    """
+    names = checkpoint_names(context.config.model)
+    if any(map(_is_libero, names)):
+        gripper = None if context.config.env.env_type == "libero" else ZERO_CLOSES
+        return replace(LIBERO, gripper=gripper, state=None, cameras=None)
+    if any(name.startswith("bridge") for name in names):
+        return Interface(action="delta_pose", rotation="euler_xyz", frame="base", gripper=ZERO_CLOSES)
+    return None
+
+
 def libero_source(context: Context) -> str | None:
     """Return by what setting a checkpoint not written by embodrl is of LIBERO and acts there; None if it is not."""
     model = context.config.model
@@ -71,6 +87,14 @@ def libero_source(context: Context) -> str | None:
 
 def _is_libero(name: str) -> bool:
     return "libero" in name.lower()
+
+
+def checkpoint_names(model: ModelConfig) -> list[str]:
+    """Return what tells of a checkpoint's data: the statistics that are chosen, or else the only ones, or its name."""
+    directory = policy_directory(model)
+    sets = [] if directory is None or model.unnorm_key is not None else list(_statistics(directory))
+    name = directory.name if directory is not None else str(model.model_path)
+    return [model.unnorm_key] if model.unnorm_key is not None else sets if len(sets) == 1 else [name]
 
 
 def _lowest_gripper(model: ModelConfig) -> float | None:

@@ -10,7 +10,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet, divisors, multiples
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
-from embodrl.models.openvla.published import PUBLISHED
+from embodrl.models.openvla.published import PUBLISHED, interface
 from embodrl.specs import ModelSpec
 
 VOCABULARY = 32064
@@ -176,5 +176,6 @@ SPEC = ModelSpec(
     sizes="2.3 M (tiny), 7.54 B",
     actions="256 bins a dimension, decoded one after the other",
     checkpoint="openvla/openvla-7b and fine-tunes of it",
+    interface=interface,
     rl=RL,
 )

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
-from embodrl.models.openvla.published import PUBLISHED
+from embodrl.models.openvla.published import PUBLISHED, interface
 from embodrl.models.openvla.spec import DIMENSIONS, NUM_BINS, RL, TRAINABLE, VALUE_INPUTS, OpenVlaConfig, num_parameters
 from embodrl.specs import ModelSpec
 
@@ -81,6 +81,7 @@ SPEC = ModelSpec(
     uses_state="model.use_proprio",
     max_cameras=4,
     num_bins=NUM_BINS,
+    interface=interface,
     parity="embodrl.models.openvla_oft.parity:run",
     num_parameters=num_parameters,
     sizes="2.3 M (tiny), 7.54 B",

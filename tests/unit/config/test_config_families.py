@@ -59,5 +59,6 @@ def test_settings_that_are_read_give_no_notes() -> None:
 
 def test_a_checkpoint_that_reads_the_state_wants_it() -> None:
     assert noted("model=pi0", "model.model_path=somebody/pi0") == {"model.model_path"}
-    assert not noted("model=pi0", "model.model_path=somebody/pi0", "env.include_state=true")
-    assert not noted("model=openvla", "model.model_path=openvla/openvla-7b")
+    assert not noted("model=pi0", "model.model_path=somebody/pi0_libero", "env=libero_wrist")
+    bridge = ("model.unnorm_key=bridge_orig", "model.gripper=bridge")
+    assert not noted("model=openvla", "model.model_path=openvla/openvla-7b", *bridge)

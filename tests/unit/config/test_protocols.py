@@ -79,3 +79,41 @@ def test_every_protocol_has_limits_for_every_suite_and_known_keys():
         assert "" in spec.step_limits and spec.source.startswith("github.com/")
         for model in spec.models:
             load_config([*LIBERO, f"model={model}", f"protocol={spec.name}"], verb="eval")
+
+
+SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+TWO = [("agentview", 256), ("wrist", 256)]
+PRESETS = {
+    "openvla_libero": (1, "libero", True, TWO[:1], False),
+    "openvla_oft_libero": (8, "libero", True, TWO[:1], False),
+    "pi0_libero": (5, "as_is", False, TWO, True),
+    "pi05_libero": (5, "as_is", False, TWO, True),
+    "gr00t_libero": (5, "libero", False, TWO, True),
+}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_of_published_pairs_are_valid_in_every_suite(preset: str, suite: str):
+    loaded = load_config([f"env={suite}", f"model={preset}"])
+    env, model = loaded.config.env, loaded.config.model
+    cameras = [(camera.name, camera.height) for camera in env.cameras]
+    found = (model.num_action_chunks, model.gripper, model.center_crop, cameras, env.include_state)
+    assert found == PRESETS[preset]
+    if preset.startswith("openvla"):
+        assert model.unnorm_key == suite
+    assert not [note for note in loaded.notes if note.key.startswith("model")]
+
+
+def test_what_a_model_preset_says_of_the_environment_gives_way_to_the_user():
+    config = load_config(
+        [
+            "env=libero_goal",
+            "model=pi0_libero",
+            "env.cameras.0.height=128",
+            "env.cameras.0.width=128",
+            "env.cameras.1.height=128",
+            "env.cameras.1.width=128",
+        ]
+    ).config
+    assert [camera.height for camera in config.env.cameras] == [128, 128]

@@ -1,0 +1,80 @@
+"""What actions and observations mean, on the side of an environment and on that of a policy. Imports nothing heavy.
+
+Both may leave things out: what one of them does not state is not compared. Environments state theirs in their spec,
+families in theirs for checkpoints whose data set they know, and policies that embodrl writes in ``embodrl.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import cast
+
+ZERO_CLOSES = "0 closes, 1 opens"
+CLOSES_POSITIVE = "-1 opens, 1 closes"
+OPENS_POSITIVE = "-1 closes, 1 opens"
+CONVERTED = {
+    ("libero", ZERO_CLOSES): CLOSES_POSITIVE,
+    ("libero", CLOSES_POSITIVE): OPENS_POSITIVE,
+    ("libero", OPENS_POSITIVE): CLOSES_POSITIVE,
+    ("bridge", ZERO_CLOSES): OPENS_POSITIVE,
+}
+"""``model.gripper`` and the policy's own convention -> what arrives in the environment; the same for all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """Conventions of actions and observations; None is not stated.
+
+    Attributes:
+        action: ``delta_pose`` (change of the end effector's pose), ``delta_position``, or another word.
+        rotation: of an action: ``axis_angle``, ``euler_xyz``, ``rotation_6d``, ``quaternion_xyzw`` or ``none``.
+        frame: that an action's pose is in: ``base`` (the robot's) or ``end_effector``.
+        gripper: last number of an action, e.g. ``CLOSES_POSITIVE``.
+        state: parts of the state in order.
+        cameras: in order.
+        pictures: ``upright``, or ``rotated_180``.
+        control_hz: actions a second.
+    """
+
+    action: str | None = None
+    rotation: str | None = None
+    frame: str | None = None
+    gripper: str | None = None
+    state: tuple[str, ...] | None = None
+    cameras: tuple[str, ...] | None = None
+    pictures: str | None = None
+    control_hz: float | None = None
+
+    @staticmethod
+    def of(content: Mapping[str, object]) -> Interface:
+        """Return what a JSON file states; what has another type counts as not stated."""
+        found: dict[str, object] = {}
+        for name in (field.name for field in fields(Interface)):
+            value = content.get(name)
+            if name in ("state", "cameras"):
+                items = cast(list[object], value) if isinstance(value, list) else [None]
+                found[name] = tuple(items) if all(isinstance(item, str) for item in items) else None
+            else:
+                wanted = (int, float) if name == "control_hz" else str
+                found[name] = value if isinstance(value, wanted) else None
+        return Interface(**found)  # pyright: ignore[reportArgumentType]
+
+    def differences(self, other: Interface) -> list[tuple[str, object, object]]:
+        """Return (name, this one's, the other's) of all that both state and that differs."""
+        pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        return [(name, mine, theirs) for name, mine, theirs in pairs if None not in (mine, theirs) and mine != theirs]
+
+
+LIBERO_STATE = ("end effector position", "rotation vector", "two fingers")
+LIBERO = Interface(
+    action="delta_pose",
+    rotation="axis_angle",
+    frame="base",
+    gripper=CLOSES_POSITIVE,
+    state=LIBERO_STATE,
+    cameras=("agentview", "wrist"),
+    pictures="rotated_180",
+    control_hz=20.0,
+)
+"""LIBERO as openpi, lerobot and RLinf feed it: github.com/Physical-Intelligence/openpi, examples/libero/main.py."""
