@@ -403,8 +403,8 @@ def test_keys_of_a_robot_are_saved_with_the_policy(tmp_path: Path):
         build_with_report(warm_start=str(tmp_path / "first"))
     chosen = {"gr00t": ARCHITECTURE.model_copy(update={"action_keys": ("arm", "gripper:binary")})}
     policy, report = build_with_report(warm_start=str(tmp_path / "first"), **chosen)
-    assert report.conventions == {"keys of libero_franka": "settings model.gr00t.action_keys and state_keys"}
+    assert report.conventions["keys of libero_franka"] == "settings model.gr00t.action_keys and state_keys"
     policy.save_pretrained(tmp_path / "second")
     again, report = build_with_report(warm_start=str(tmp_path / "second"))
-    assert report.conventions == {"keys of libero_franka": "config.json"}
+    assert report.conventions["keys of libero_franka"] == "config.json"
     np.testing.assert_allclose(again.stats.unnormalize(np.full((1, 7), 0.75)), [[*([1.5] * 6), 1.0]])
