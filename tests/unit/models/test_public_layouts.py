@@ -378,7 +378,7 @@ def test_rlinfs_gr00t(robot: str, tmp_path: Path):
     policy, report = load("gr00t", tmp_path, num_action_chunks=16)
     assert num_parameters(policy) == 2_724_163_520 and policy.embodiment == 31
     assert [key.name for key in policy.stats.keys] == list(POSES) and policy.processor.state_stats.dims == 8
-    assert report.conventions == {f"keys of {robot}": f"data configuration of {robot}"}
+    assert report.conventions[f"keys of {robot}"] == f"data configuration of {robot}"
 
 
 def test_gr00t_n1_5_3b_asks_for_the_keys_of_a_robot(tmp_path: Path):
