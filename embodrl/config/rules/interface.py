@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import cast, get_args
 
 from embodrl.config.policy_card import policy_directory, read_card
 from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.schema import ModelConfig
 from embodrl.interface import CONVERTED, Interface
 
-GRIPPERS = ("as_is", "libero", "bridge")
+GRIPPERS: tuple[str, ...] = get_args(ModelConfig.model_fields["gripper"].annotation)
 KEYS = {"gripper": "model.gripper", "cameras": "env.cameras", "state": "env.include_state"}
 """The setting that resolves a difference; nothing does with the others."""
 
@@ -51,11 +52,7 @@ def interfaces_agree(context: Context) -> Iterator[Finding]:
 
 def _hint(name: str, policy: Interface, wanted: object) -> str:
     if name == "gripper":
-        found = [
-            s
-            for s in ("as_is", "libero", "bridge")
-            if CONVERTED.get((s, policy.gripper or ""), policy.gripper) == wanted
-        ]
+        found = [s for s in GRIPPERS if CONVERTED.get((s, policy.gripper or ""), policy.gripper) == wanted]
         return f"set model.gripper={found[0]}" if found else "no value of model.gripper converts it"
     if name == "cameras":
         return f"give env.cameras these names in this order: {_text(policy.cameras)}"

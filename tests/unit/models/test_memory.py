@@ -118,8 +118,10 @@ def test_the_public_size_takes_no_memory_to_estimate(family: str) -> None:
     limits = {"openvla": (14, 16), "openvla_oft": (14, 16), "smolvla": (0.7, 1.0)}.get(family, (4, 8))
     low, high = (limit * GB for limit in limits)
     assert low < found.weights < high
-    # two moments and a copy in float32 of all but the value head, which is in float32 itself
-    assert 5.9 * found.gradients < found.optimizer < 6 * found.gradients and found.gradients > 0.9 * found.weights
+    # Two moments and a copy in float32, 12 bytes where the gradient has 2. What is float32 itself, the value head and
+    # pi05's modulated norms (about 4 % of it), needs no copy: 8 bytes where the gradient has 4.
+    least = 5.6 if family == "pi05" else 5.9
+    assert least * found.gradients < found.optimizer < 6 * found.gradients and found.gradients > 0.9 * found.weights
     rounded = estimate_training_memory(parsed(options), master_weights=False, **sizes)
     assert rounded.optimizer == 2 * found.gradients
     lora = estimate_training_memory(parsed({**options, "trainable": "lora"}), **sizes)

@@ -333,11 +333,11 @@ def test_the_command_refuses_other_files_and_other_graphs(tmp_path: Path) -> Non
 
 
 def test_the_list_names_every_pipeline() -> None:
-    listed = list_command.pipelines()
+    listed = {entry.name: entry.description for entry in list_command.pipelines()}
     for name in PIPELINES:
         made = import_object(f"embodrl.pipelines.builtin:{name}")(config_of(f"algorithm={name}"))
-        assert made.name == name and f"  {name} " in listed
-        assert PIPELINES.entry(name).description in listed
+        assert made.name == name
+        assert listed[name] == PIPELINES.entry(name).description
 
 
 def test_the_configuration_keeps_the_choice() -> None:
