@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, data, env, pipeline, plan
+from embodrl.cli import config, data, env, model, pipeline, plan
 from embodrl.cli.app import add, make_app, summary
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
@@ -73,7 +73,9 @@ add(app, convert)
 add(app, sft)
 add(app, resume)
 add(app, export)
-for module, name in ((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (pipeline, "pipeline")):
+for module, name in (
+    *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
+):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, list_names, "list")
 add(app, doctor)

@@ -471,7 +471,12 @@ def policy_directory(target: Path) -> Iterator[Path]:
 
 
 def save_weights(
-    state: Mapping[str, Tensor], directory: Path, max_shard_bytes: int = MAX_SHARD_BYTES, one_file: bool = False
+    state: Mapping[str, Tensor],
+    directory: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    one_file: bool = False,
+    *,
+    write: Callable[[Path, Mapping[str, Tensor], Mapping[str, str]], None] = write_safetensors,
 ) -> None:
     """Write tensors as one safetensors file, or as shards with an index beyond ``max_shard_bytes``.
 
@@ -480,6 +485,7 @@ def save_weights(
         directory: to write to.
         max_shard_bytes: of a file.
         one_file: never write shards: openpi and lerobot look for ``model.safetensors`` alone.
+        write: writes one file: its path, tensors and metadata.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
@@ -492,12 +498,12 @@ def save_weights(
         size += num_bytes
         total += num_bytes
     if len(shards) == 1:
-        write_safetensors(directory / SINGLE_FILE, shards[0], {"format": "pt"})
+        write(directory / SINGLE_FILE, shards[0], {"format": "pt"})
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(directory / file_name, shard, {"format": "pt"})
+        write(directory / file_name, shard, {"format": "pt"})
         weight_map.update(dict.fromkeys(shard, file_name))
     write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
 

@@ -355,3 +355,13 @@ def _reject_other_models(fields: Fields) -> None:
 
 def _refuse(source: str, name: str, found: object, reason: str) -> None:
     raise CheckpointError(f"{source}: {name} {found} is not supported; {reason}", "use a checkpoint of GR00T N1.5")
+
+
+PUBLIC = Gr00tConfig(
+    SO400M_224,
+    qwen3_1_7b(12),
+    ActionHeadSpec(TransformerSpec(16, 32, 48), TransformerSpec(4, 32, 64), 2048, 1024, 32, 64, 16),
+    lm_head=True,
+    pooling_head=True,
+)
+"""NVIDIA's GR00T-N1.5-3B."""

@@ -152,14 +152,22 @@ class Gr00tPolicy(FlowPolicy):
         The heads that embodrl adds go to files of their own, so that the rest is a plain GR00T checkpoint. The
         directory appears, or is replaced, in one step.
         """
-        config = self.model.config
         with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(merged_state_dict(self.model), staging)
-            save_heads(staging, self.value_head, self.noise_head)
-            checkpoint.write_json(staging / CONFIG_FILE, config.to_dict())
-            (staging / METADATA_FILE).parent.mkdir()
-            checkpoint.write_json(staging / METADATA_FILE, stats_content(config.metadata))
-            self.processor.tokenizer.save(staging)
+            checkpoint.save_weights(self.public_state(), staging)
+            self.write_files(staging)
+
+    def public_state(self) -> dict[str, Tensor]:
+        """Return the weights under the names of the public layout, with adapters merged."""
+        return merged_state_dict(self.model)
+
+    def write_files(self, directory: Path) -> None:
+        """Write what ``save_pretrained`` writes beside the weights."""
+        config = self.model.config
+        save_heads(directory, self.value_head, self.noise_head)
+        checkpoint.write_json(directory / CONFIG_FILE, config.to_dict())
+        (directory / METADATA_FILE).parent.mkdir()
+        checkpoint.write_json(directory / METADATA_FILE, stats_content(config.metadata))
+        self.processor.tokenizer.save(directory)
 
 
 def trimmed(input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -265,3 +265,7 @@ def _reject_other_models(fields: Fields) -> None:
     projector = fields.text("arch_specifier", "no-align+fused-gelu-mlp")
     if projector != "no-align+fused-gelu-mlp":
         raise CheckpointError(f"{source}: arch_specifier '{projector}' is not supported", "use no-align+fused-gelu-mlp")
+
+
+PUBLIC = OpenVLAConfig(*KNOWN_VISION["dinosiglip-vit-so-224px"], LLAMA_2_7B)
+"""openvla-7b."""

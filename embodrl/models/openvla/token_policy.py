@@ -194,14 +194,22 @@ class TokenPolicy(VLAPolicy):
         Low-rank adapters are added to the weights in the file. What embodrl adds to the network goes to files of its
         own, so that the rest is a plain OpenVLA checkpoint. The directory appears, or is replaced, in one step.
         """
-        config = self.model.config
         with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(merged_state_dict(self.model), staging)
-            self.save_extras(staging)
-            checkpoint.write_json(staging / CONFIG_FILE, {**config.to_dict(), OWN_SECTION: self.own_section()})
-            checkpoint.write_json(staging / "dataset_statistics.json", stats_content(config.norm_stats))
-            checkpoint.write_json(staging / "preprocessor_config.json", preprocessor_config(config.image_size))
-            self.processor.tokenizer.save(staging)
+            checkpoint.save_weights(self.public_state(), staging)
+            self.write_files(staging)
+
+    def public_state(self) -> dict[str, Tensor]:
+        """Return the weights under the names of the public layout, with adapters merged."""
+        return merged_state_dict(self.model)
+
+    def write_files(self, directory: Path) -> None:
+        """Write what ``save_pretrained`` writes beside the weights."""
+        config = self.model.config
+        self.save_extras(directory)
+        checkpoint.write_json(directory / CONFIG_FILE, {**config.to_dict(), OWN_SECTION: self.own_section()})
+        checkpoint.write_json(directory / "dataset_statistics.json", stats_content(config.norm_stats))
+        checkpoint.write_json(directory / "preprocessor_config.json", preprocessor_config(config.image_size))
+        self.processor.tokenizer.save(directory)
 
     def own_section(self) -> dict[str, object]:
         """Return the section ``embodrl`` of config.json."""

@@ -93,17 +93,23 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
         Adapters are merged into the weights, and heads go to files of their own. The directory appears, or is
         replaced, in one step.
         """
-        config = self.model.config
-        precision = str(self.model.dtype).removeprefix("torch.")
         with checkpoint.policy_directory(directory) as staging:
-            state = merged_state_dict(self.model)
-            checkpoint.save_weights(public_state(state, config.expert.width), staging, one_file=True)
-            save_heads(staging, self.value_head, self.noise_head)
-            checkpoint.write_json(staging / CONFIG_FILE, config.to_dict(precision))
-            assets = staging / ASSETS / self.robot_stats.key
-            assets.mkdir(parents=True)
-            checkpoint.write_json(assets / STATS_FILE, {"norm_stats": self.robot_stats.raw})
-            self.processor.tokenizer.save(staging)
+            checkpoint.save_weights(self.public_state(), staging, one_file=True)
+            self.write_files(staging)
+
+    def public_state(self) -> dict[str, Tensor]:
+        """Return the weights under the names of the public layout, with adapters merged."""
+        return public_state(merged_state_dict(self.model), self.model.config.expert.width)
+
+    def write_files(self, directory: Path) -> None:
+        """Write what ``save_pretrained`` writes beside the weights."""
+        precision = str(self.model.dtype).removeprefix("torch.")
+        save_heads(directory, self.value_head, self.noise_head)
+        checkpoint.write_json(directory / CONFIG_FILE, self.model.config.to_dict(precision))
+        assets = directory / ASSETS / self.robot_stats.key
+        assets.mkdir(parents=True)
+        checkpoint.write_json(assets / STATS_FILE, {"norm_stats": self.robot_stats.raw})
+        self.processor.tokenizer.save(directory)
 
     def _offset(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
         dims = self.model.config.relative_dims

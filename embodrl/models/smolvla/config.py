@@ -15,6 +15,7 @@ from embodrl.models.common.config_file import (
     OWN_SECTION,
     check_family,
     check_multiple,
+    fields_of,
     read_file,
     read_sizes,
     read_vit,
@@ -198,3 +199,7 @@ def _own(raw: Fields) -> SmolVlaConfig:
     if not same or expert.depth * config.expert_every != vlm.depth:
         raw.refuse("'vlm' and 'expert' differ in heads, or 'expert_every' is not the ratio of their depths")
     return replace(config, vlm_name=raw.text("vlm_name"), cameras=tuple(raw.texts("cameras")))
+
+
+PUBLIC = _lerobot(fields_of({}, "smolvla_base"))
+"""lerobot's smolvla_base."""

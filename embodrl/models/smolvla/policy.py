@@ -79,12 +79,20 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor]):
         Adapters are merged into the weights, and heads go to files of their own. The directory appears, or is
         replaced, in one step.
         """
+        with checkpoint.policy_directory(directory) as staging:
+            checkpoint.save_weights(self.public_state(), staging, one_file=True)
+            self.write_files(staging)
+
+    def public_state(self) -> dict[str, Tensor]:
+        """Return the weights under the names of the public layout, with adapters merged."""
+        return files.public_state(merged_state_dict(self.model))
+
+    def write_files(self, directory: Path) -> None:
+        """Write what ``save_pretrained`` writes beside the weights."""
         config, stats = self.model.config, self.robot_stats
         state = fields_of(stats.raw, stats.key).fields("state", {})
         state_dim = len(state.items("mean")) if "mean" in state else config.max_state_dim
-        with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(files.public_state(merged_state_dict(self.model)), staging, one_file=True)
-            save_heads(staging, self.value_head, self.noise_head)
-            files.write_config(staging, config, self.action_dim, state_dim)
-            files.write_processors(staging, config, stats, self.action_dim, state_dim)
-            self.processor.tokenizer.save(staging)
+        save_heads(directory, self.value_head, self.noise_head)
+        files.write_config(directory, config, self.action_dim, state_dim)
+        files.write_processors(directory, config, stats, self.action_dim, state_dim)
+        self.processor.tokenizer.save(directory)

@@ -320,15 +320,19 @@ def test_lerobots_peft_over_pi05_base(tmp_path: Path):
 # SmolVLA -------------------------------------------------------------------------------------------------------------
 
 
-def test_smolvla_base(tmp_path: Path):
-    write_json(tmp_path / "config.json", {"type": "smolvla", "chunk_size": 50})
+def smolvla_shapes(config: Path) -> Shapes:
     with torch.device("meta"):
-        shapes = shapes_of(SmolVlaModel(SmolVlaConfig.read(tmp_path / "config.json")))
+        shapes = shapes_of(SmolVlaModel(SmolVlaConfig.read(config)))
     public = "model.vlm_with_expert.vlm.model.vision_model."
-    named = {
+    return {
         f"model.{n}".replace("model.vlm_with_expert.vlm.model.vision_tower.vision_model.", public): s
         for n, s in shapes.items()
     }
+
+
+def test_smolvla_base(tmp_path: Path):
+    write_json(tmp_path / "config.json", {"type": "smolvla", "chunk_size": 50})
+    named = smolvla_shapes(tmp_path / "config.json")
     write_sparse(tmp_path / "model.safetensors", {**named, "model.vlm_with_expert.vlm.lm_head.weight": (49280, 960)})
     normalizer = {
         "registry_name": "normalizer_processor",

@@ -1,0 +1,71 @@
+"""`embodrl model random`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embodrl.cli.app import add, choose, make_app, one_of
+from embodrl.cli.common import Debug, execute
+
+app = make_app()
+FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "gr00t", "smolvla")
+Size = StrEnum("Size", ["tiny", "public"])
+Dtype = StrEnum("Dtype", ["bf16", "float32"])
+
+
+@app.callback()
+def about() -> None:
+    """Make model checkpoints.
+
+    \b
+    Example:
+      embodrl model random smolvla outputs/random-smolvla
+    """
+
+
+def random(
+    family: Annotated[
+        str,
+        typer.Argument(metavar="FAMILY", help=", ".join(FAMILIES), show_default=False, autocompletion=one_of(FAMILIES)),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory", show_default=False)],
+    size: Annotated[Size, typer.Option(help="of the published checkpoint, or of the tiny preset")] = Size.public,
+    dtype: Annotated[Dtype, typer.Option(help="of the weights; pi0 and pi0.5 keep some in float32")] = Dtype.bf16,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="with tokenizer.json; else a small stand-in", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="of the weights")] = 0,
+    shard_size: Annotated[
+        float | None,
+        typer.Option(metavar="GB", min=0.001, help="of a file at most; 5 GiB by default", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint of a family's public layout and size with random weights.
+
+    It is for tests of loading, memory and speed: model.model_path=DIR loads it; its actions mean nothing.
+
+    \b
+    Examples:
+      embodrl model random openvla outputs/random-openvla
+      embodrl model random pi0 outputs/random-pi0 --size tiny --dtype float32
+      embodrl eval env=maniskill model=smolvla model.model_path=outputs/random-smolvla
+    """
+
+    def action() -> None:
+        from embodrl.runs.random_model import write_random_model
+
+        choose(family, FAMILIES, "model family")
+        made = write_random_model(family, directory, size.value, dtype.value, tokenizer, seed, shard_size)
+        print(f"{directory}: {made.num_parameters:,} parameters, {made.num_bytes:,} bytes in {made.seconds:.1f} s")
+        if tokenizer is None:
+            print(f"tokenizer: a stand-in of {made.num_tokens} tokens; --tokenizer DIR takes the model's own")
+
+    execute(action, debug)
+
+
+add(app, random)
