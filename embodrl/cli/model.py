@@ -60,7 +60,7 @@ def random(
         from embodrl.runs.random_model import write_random_model
 
         choose(family, FAMILIES, "model family")
-        made = write_random_model(family, directory, size.value, dtype.value, tokenizer, seed, shard_size)
+        made = write_random_model(family, directory, str(size), str(dtype), tokenizer, seed, shard_size)
         print(f"{directory}: {made.num_parameters:,} parameters, {made.num_bytes:,} bytes in {made.seconds:.1f} s")
         if tokenizer is None:
             print(f"tokenizer: a stand-in of {made.num_tokens} tokens; --tokenizer DIR takes the model's own")

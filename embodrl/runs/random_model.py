@@ -18,7 +18,7 @@ from torch import Tensor
 
 from embodrl.config.schema import model_settings
 from embodrl.errors import CheckpointError, OutputError
-from embodrl.models.base import LoadReport
+from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.gr00t.config import PUBLIC as GR00T
@@ -134,7 +134,7 @@ def random_policy(family: str, size: str, dtype: torch.dtype, tokenizer: Path | 
     return policy
 
 
-def _enlarge(policy: Policy, own_tokenizer: bool) -> None:
+def _enlarge(policy: VLAPolicy, own_tokenizer: bool) -> None:
     """Replace the network by one of the public dimensions."""
     if isinstance(policy, PiPolicy):
         policy.model = PiModel(PI[policy.model.config.variant])
@@ -143,13 +143,13 @@ def _enlarge(policy: Policy, own_tokenizer: bool) -> None:
     elif isinstance(policy, Gr00tPolicy):
         tiny = policy.model.config
         policy.model = Gr00tModel(replace(GR00T, metadata=tiny.metadata, keys=tiny.keys))
-    else:
+    elif isinstance(policy, TokenPolicy):
         tiny = policy.model.config
         end = LLAMA_PROMPT_END if own_tokenizer else tiny.prompt_end_id
         policy.model = OpenVLAModel(replace(OPENVLA, norm_stats=tiny.norm_stats, prompt_end_id=end), causal=True)
 
 
-def _take_tokenizer(policy: Policy, directory: Path) -> None:
+def _take_tokenizer(policy: VLAPolicy, directory: Path) -> None:
     if isinstance(policy, Gr00tPolicy):
         found = policy.processor.tokenizer = load_chat_tokenizer(directory)
         rows = policy.model.config.qwen.vocab_size
@@ -158,6 +158,7 @@ def _take_tokenizer(policy: Policy, directory: Path) -> None:
         found = PromptTokenizer(directory / JSON_FILE, config.bos_id, config.prompt_end_id)
         policy.processor.tokenizer, rows = found, config.llama.vocab_size
     else:
+        assert isinstance(policy, PiPolicy | SmolVlaPolicy)
         found = policy.processor.tokenizer = JsonTokenizer(directory / JSON_FILE)
         rows = policy.model.config.vocab_size
     if found.vocab_size > rows:
