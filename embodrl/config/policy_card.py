@@ -72,9 +72,14 @@ def read_card(directory: Path) -> dict[str, Any] | None:
     """Return the card of a policy; None if it has none (e.g. a published checkpoint) or it can't be read."""
     try:
         card = json.loads((directory / CARD_FILE).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return cast(dict[str, Any], card) if isinstance(card, dict) else None
+    if not isinstance(card, dict):
+        return None
+    found = cast(dict[str, Any], card)
+    tasks = cast(object, found.get("tasks", []))
+    valid = isinstance(tasks, list) and all(isinstance(task, str) for task in cast(list[object], tasks))
+    return found if valid else None
 
 
 def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:

@@ -10,8 +10,38 @@ PROVENANCE_FILE = "provenance.json"
 
 def read_provenance(run_dir: Path) -> list[dict[str, object]]:
     """Return the records of a run, the oldest first; empty where there are none or the file is damaged."""
+    return _read(run_dir / PROVENANCE_FILE) or []
+
+
+def is_damaged(run_dir: Path) -> bool:
+    """Return whether there is a file that can't be read as records."""
+    return (run_dir / PROVENANCE_FILE).exists() and _read(run_dir / PROVENANCE_FILE) is None
+
+
+def _read(path: Path) -> list[dict[str, object]] | None:
     try:
-        records = json.loads((run_dir / PROVENANCE_FILE).read_bytes())
-    except (OSError, ValueError):
-        return []
-    return records if isinstance(records, list) else []
+        records: object = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(records, list) or not all(map(_is_record, records)):
+        return None
+    return records
+
+
+_TYPES = dict.fromkeys(("started", "kind", "command", "embodrl", "host", "platform", "python"), str) | {
+    "commit": str | None,
+    "dirty": bool | None,
+    "from_iteration": int,
+    "packages": dict,
+}
+
+
+def _is_record(record: object) -> bool:
+    if not isinstance(record, dict):
+        return False
+    changed = record.get("changed")
+    return (
+        all(isinstance(record.get(name), kind) for name, kind in _TYPES.items())
+        and isinstance(changed, dict)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in changed.values())
+    )

@@ -76,7 +76,7 @@ def has_results(run_dir: Path) -> bool:
     """Return whether a run has written what it ends with, and that is intact; a warning names what is not."""
     try:
         report = read_regular_file(run_dir / REPORT_FILE, MAX_REPORT_BYTES)
-        check_checksums(run_dir / POLICY_DIR)
+        listed = check_checksums(run_dir / POLICY_DIR)
     except OSError:
         return False
     except EmbodrlError as error:
@@ -85,7 +85,9 @@ def has_results(run_dir: Path) -> bool:
     if not report.rstrip().endswith(b"</html>"):
         logger.warning("%s is cut off; it is written again", run_dir / REPORT_FILE)
         return False
-    return (run_dir / POLICY_DIR).is_dir()
+    if not listed:
+        logger.warning("%s has no checksums; the policy is exported again", run_dir / POLICY_DIR)
+    return listed
 
 
 def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy, state_num_bytes: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import embodrl
 from embodrl.config.explain import flow
-from embodrl.reporting.provenance import PROVENANCE_FILE, read_provenance
+from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance
 from embodrl.runs.settings import changed_settings
 from embodrl.storage.json_file import write_json_file
 
@@ -53,6 +53,10 @@ def add_provenance(run_dir: Path, config_yaml: str, old_yaml: str | None, iterat
         "from_iteration": iteration,
         "changed": {key: list(pair) for key, pair in changes.items()},
     }
+    if is_damaged(run_dir):
+        aside = run_dir / f"{PROVENANCE_FILE}.damaged"
+        (run_dir / PROVENANCE_FILE).replace(aside)
+        logger.warning("%s is damaged; it is kept as %s, and a new one begins", PROVENANCE_FILE, aside)
     write_json_file(run_dir / PROVENANCE_FILE, [*read_provenance(run_dir), record])
     logger.info("command: %s", record["command"])
     logger.info("embodrl %s, commit %s, host %s", record["embodrl"], record["commit"] or "unknown", record["host"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from embodrl.config.schema import Config
@@ -58,16 +58,19 @@ class Attempt:
         return self.lost is not None
 
 
-def attempts(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> Iterator[Attempt]:
+def attempts(
+    config: Config, run_dir: Path, checkpoint: Checkpoint | None, check_directory: Callable[[], None]
+) -> Iterator[Attempt]:
     """Yield the tries of a run, as many as ``actor.max_restarts`` allows: ``for attempt in ...: with attempt: return``.
 
     Args:
         config: the run.
         run_dir: its directory.
         checkpoint: where it begins first.
+        check_directory: raises if the run has lost its directory.
 
     Raises:
-        EmbodrlError: the training processes were lost too often.
+        EmbodrlError: the training processes were lost too often, or all checkpoints are damaged.
     """
     budget = RestartBudget(config.actor.max_restarts, config.cluster.restart_window_s)
     attempt = Attempt(checkpoint, False)
@@ -80,10 +83,14 @@ def attempts(config: Config, run_dir: Path, checkpoint: Checkpoint | None) -> It
                 error.add(f"given up after {budget} of the training processes")
             error.add_hint(how_to_go_on(run_dir))
             raise error from error.__cause__
+        check_directory()
+        checkpoint, problems = CheckpointManager(run_dir, 1).latest_good()
+        if checkpoint is None and problems:
+            error.add(f"the run is not restarted: no checkpoint of {run_dir} is intact: {'; '.join(problems)}")
+            raise error from error.__cause__
         message = error.message
         del error
         gc.collect()  # what the frames of the error have held: a policy, say
-        checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
         where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
         logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
         attempt = Attempt(checkpoint, True)

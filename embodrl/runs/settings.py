@@ -209,6 +209,14 @@ def load_saved(
     return load_run(path, overrides, verb, resuming, trust, saved.text), saved
 
 
+def last_settings(run_dir: Path) -> str | None:
+    """Return the text of the settings that this process or the one before has written; None if there are none yet."""
+    try:
+        return (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
 def refuse_impossible(
     config: Config, in_checkpoint: str | None, rollout: Fields | None = None, num_generators: Sequence[int] = ()
 ) -> None:

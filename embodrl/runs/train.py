@@ -54,7 +54,15 @@ from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
 from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.result import TrainResult, already_complete
-from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible, write_settings
+from embodrl.runs.settings import (
+    STATE_KEY,
+    is_run,
+    last_settings,
+    load_saved,
+    not_a_run,
+    refuse_impossible,
+    write_settings,
+)
 from embodrl.runs.stop import StopSignal, named_exit
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.workers.actor import saves_shards
@@ -431,9 +439,9 @@ def train(loaded: LoadedConfig) -> TrainResult:
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
-            for attempt in attempts(config, run_dir, None):
+            for attempt in attempts(config, run_dir, None, lock.check):
                 with attempt:
-                    settings = loaded.to_yaml() if attempt.restarted else None
+                    settings = last_settings(run_dir) if attempt.restarted else None
                     return _execute(loaded, run_dir, lock, attempt.checkpoint, settings)
     raise AssertionError("attempts ends by raising")
 
@@ -496,9 +504,9 @@ def _continue(
     loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str
 ) -> TrainResult:
     """As ``_execute``; training processes that are lost are restarted."""
-    for attempt in attempts(loaded.config, run_dir, checkpoint):
+    for attempt in attempts(loaded.config, run_dir, checkpoint, lock.check):
         with attempt:
-            settings = loaded.to_yaml() if attempt.restarted else old_settings
+            settings = last_settings(run_dir) if attempt.restarted else old_settings
             return _execute(loaded, run_dir, lock, attempt.checkpoint, settings)
     raise AssertionError("attempts ends by raising")
 

@@ -431,9 +431,10 @@ def test_videos_are_named_after_the_outcome_and_decode(env: Any, tmp_path: Path)
 
 
 def test_the_example_of_the_doctor_is_drawn() -> None:
-    from embodrl.preflight.doctor import MANISKILL_EXAMPLE
+    from embodrl.envs.maniskill.spec import SPEC
 
-    example = make(1, **MANISKILL_EXAMPLE)
+    assert SPEC.example is not None
+    example = make(1, **SPEC.example)
     assert start(example, seeds_of(0)).images.std() > 0
     example.close()
 

@@ -321,10 +321,10 @@ def test_a_finished_run_is_left_alone_and_goes_on_when_asked(whole: tuple[Path, 
     assert before == {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file() and p.parent.name != "logs"}
 
     outcome = embodrl("resume", run_dir, "runner.max_iterations=5", "cluster.num_threads=2")
-    assert outcome.code == 1 and "resume with cluster.num_threads=1" in outcome.stderr
+    assert outcome.code == 2 and "resume with cluster.num_threads=1" in outcome.stderr
 
     outcome = embodrl("resume", run_dir, "runner.max_iterations=5", "env.num_processes=1")
-    assert outcome.code == 1 and "resume with env.num_processes=2" in outcome.stderr
+    assert outcome.code == 2 and "resume with env.num_processes=2" in outcome.stderr
 
     outcome = embodrl("resume", run_dir, "runner.max_iterations=3")
     assert outcome.code == 2 and "runner.max_iterations" in outcome.stderr

@@ -59,6 +59,12 @@ def test_a_policy_without_a_card_is_not_judged(tmp_path: Path) -> None:
     assert notes("env=toy", f"model.warm_start={tmp_path}") == [] and read_card(tmp_path) is None
 
 
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"tasks": [1]}', '{"tasks": 5}', "[]"])
+def test_a_hostile_card_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / CARD_FILE).write_text(content)
+    assert read_card(tmp_path) is None
+
+
 def test_instructions_are_recorded(tmp_path: Path) -> None:
     card = policy_card(load_config(["env=maniskill_mix"]).config)
     assert card["instructions"]["PullCube-v1"] == "pull the blue cube to the target"

@@ -68,8 +68,10 @@ def test_hub_names_are_refused_unless_the_user_says_otherwise():
 def test_what_is_not_of_libero_or_opens_as_it_is_passes(tmp_path: Path):
     path = checkpoint(tmp_path / "own", "libero_spatial", -1.0)
     codes("model=openvla_7b", f"model.model_path={path}")  # -1 in its statistics opens the gripper
-    codes("model=openvla_7b", "model.model_path=openvla/openvla-7b", "model.unnorm_key=bridge_orig")
-    load_config(["env=maniskill", "model=openvla_7b", f"model.model_path={HUB}"])
+    with raises_code("interfaces-agree"):  # not because of LIBERO's gripper
+        codes("model=openvla_7b", "model.model_path=openvla/openvla-7b", "model.unnorm_key=bridge_orig")
+    with raises_code("interfaces-agree"):
+        load_config(["env=maniskill", "model=openvla_7b", f"model.model_path={HUB}"])
     trained = checkpoint(tmp_path / "libero-policy", "libero_spatial", 0.0)
     (trained / "embodrl.json").write_text("{}")  # fine-tuned here, on LIBERO's own commands
     codes("model=openvla_7b", f"model.model_path={trained}")

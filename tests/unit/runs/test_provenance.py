@@ -37,9 +37,14 @@ def test_records_are_appended_with_what_changed_and_no_environment(
     assert "a-secret-of-the-user" not in (tmp_path / "provenance.json").read_text()
 
 
-def test_a_damaged_file_does_not_stop_a_run(tmp_path: Path) -> None:
-    (tmp_path / "provenance.json").write_text("[{")
+@pytest.mark.parametrize("content", ["[{", "[" * 200_000, '[{"changed": 5, "kind": [1]}]', "{}", "[1]"])
+def test_a_damaged_file_does_not_stop_a_run_and_is_kept(content: str, tmp_path: Path) -> None:
+    (tmp_path / "provenance.json").write_text(content)
     assert read_provenance(tmp_path) == []
+    add_provenance(tmp_path, "a: 1", "a: 2", 3)
+    (record,) = read_provenance(tmp_path)
+    assert record["changed"] == {"a": [2, 1]}
+    assert (tmp_path / "provenance.json.damaged").read_text() == content
 
 
 def test_changes_leave_out_keys_of_other_versions_and_look_into_lists() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from embodrl.config.schema import Config
-from embodrl.errors import WorkerDied, WorkerRaised
+from embodrl.errors import OutputError, WorkerDied, WorkerRaised
 from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 
@@ -23,7 +23,7 @@ class Engine:
 def with_restarts(
     execute: Callable[[Checkpoint | None, bool], str | None], config: Config, run_dir: Path, checkpoint: None
 ) -> str | None:
-    for attempt in attempts(config, run_dir, checkpoint):
+    for attempt in attempts(config, run_dir, checkpoint, lambda: None):
         with attempt:
             return execute(attempt.checkpoint, attempt.restarted)
     raise AssertionError
@@ -80,3 +80,25 @@ def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(WorkerRaised):
         with_restarts(execute, config(3), tmp_path, None)
     assert tries == [False]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tmp_path: Path) -> None:
+    def execute(checkpoint: Checkpoint | None, restarted: bool) -> None:
+        assert not restarted
+        saved = CheckpointManager(tmp_path, 1).save(4, {}, {"iteration": 4})
+        (saved / "manifest.json").write_text("{")
+        raise TrainersLostError(WorkerDied("actor[0] was killed by SIGKILL"))
+
+    with pytest.raises(WorkerDied, match=r"no checkpoint of .* is intact"):
+        with_restarts(execute, config(3), tmp_path, None)
+
+
+def test_a_run_without_its_directory_is_not_restarted(tmp_path: Path) -> None:
+    def check() -> None:
+        raise OutputError("the run has lost its directory")
+
+    tries = attempts(config(3), tmp_path, None, check)
+    with next(tries):
+        raise TrainersLostError(WorkerDied("actor[0] was killed by SIGKILL"))
+    with pytest.raises(OutputError):
+        next(tries)

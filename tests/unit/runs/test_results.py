@@ -24,7 +24,17 @@ def test_an_intact_policy_and_a_whole_report_are_one(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["flipped bit", "cut", "file missing", "policy missing", "report cut", "report missing"]
+    "damage",
+    [
+        "flipped bit",
+        "no checksums",
+        "empty policy",
+        "cut",
+        "file missing",
+        "policy missing",
+        "report cut",
+        "report missing",
+    ],
 )
 def test_anything_else_is_written_again(damage: str, run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     weights, report = run_dir / "policy" / "model.safetensors", run_dir / "report.html"
@@ -34,6 +44,11 @@ def test_anything_else_is_written_again(damage: str, run_dir: Path, caplog: pyte
         weights.write_bytes(content)
     elif damage == "cut":
         weights.write_bytes(content[:40])
+    elif damage == "no checksums":
+        (run_dir / "policy" / "checksums.json").unlink()
+    elif damage == "empty policy":
+        for path in (run_dir / "policy").iterdir():
+            path.unlink()
     elif damage == "file missing":
         weights.unlink()
     elif damage == "policy missing":
