@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import re
 import secrets
 import signal
 import subprocess
@@ -290,10 +289,10 @@ def judge(soak: Soak, processes: int = 2) -> list[Check]:
     if len(record.samples) < 2:
         return [*checks, Check("samples", False, f"{len(record.samples)}: it ended too soon, see output.log")]
     checks += [*check_memory(record.samples), *check_leaks(record.samples, processes, processes + bool(of_rollout))]
-    log = (soak.plan.output / "output.log").read_text(errors="replace")
     # A fault just before the end of the process that would have noticed it is not noticed.
     unnoticed = processes * (1 + record.resumed + of_rollout)
-    faults = check_faults(len(re.findall(r"restart \d+ of", log)), sent, unnoticed)
+    restarts = sum(int(rows[-1].get(name, 0)) for name in ("env/restarts", "rollout/restarts")) if rows else 0
+    faults = check_faults(restarts, sent, unnoticed)
     return [*checks, *check_steps(rows, NUM_ENVS * STEPS, CHUNK), faults]
 
 

@@ -40,6 +40,8 @@ class FaultyVectorEnv(ToyVectorEnv):
             return super().chunk_step(actions, active)
         if self._fault == "raise":
             raise RuntimeError("contact solver diverged")
+        if self._fault == "memory":
+            bytearray(1 << 60)
         if self._fault == "exit":
             print("simulator: fatal: lost the device", flush=True)
             os._exit(7)

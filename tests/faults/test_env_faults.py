@@ -69,6 +69,7 @@ def test_an_exception_in_a_step_leaves_the_process_usable():
         ("exit", "exited with code 7"),
         ("segfault", "was killed by SIGSEGV"),
         ("fork_and_exit", "exited with code 3"),
+        ("memory", "could not allocate memory"),
     ],
 )
 def test_a_dead_process_is_named_with_its_end(fault, words):

@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 from embodrl.envs.base import VectorEnv
@@ -16,7 +17,7 @@ from embodrl.envs.pool.transport import Ring, compute_layout, spec_to_dict
 from embodrl.errors import EmbodrlError, EnvError
 from embodrl.fields import Fields
 from embodrl.names import import_object
-from embodrl.processes.ending import leave
+from embodrl.processes.ending import OUT_OF_MEMORY, leave, ran_out_of_memory
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, bind_to_cores, describe_error, report_exits
 from embodrl.specs import ENVS
@@ -60,6 +61,9 @@ class EnvServer:
         except PeerGoneError:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - process border: the parent raises it
+            if ran_out_of_memory(error):  # what it holds keeps it from continuing; the parent starts a new one
+                traceback.print_exc()
+                os._exit(OUT_OF_MEMORY)
             self._connection.send(Frame(Kind.RAISED, frame.number, frame.argument, describe_error(error)))
             return False
         return True
