@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,12 +33,16 @@ from embodrl.runs.build import make_launcher
 from embodrl.runs.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
+    METRICS_BLOB,
     POLICY_DIR,
     export_policy,
+    how_to_go_on,
     removed_if_empty,
+    saved_metrics,
     without_lost_warm_start,
 )
-from embodrl.runs.lock import LOCK_FILE, run_lock
+from embodrl.runs.lock import LOCK_FILE, RunLock, run_lock
+from embodrl.runs.provenance import add_provenance, changes_so_far
 from embodrl.runs.settings import STATE_KEY, load_saved, write_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.specs import ENVS
@@ -115,10 +120,10 @@ def sft(loaded: LoadedConfig) -> int:
         raise OutputError(error.message, "set sft.output_dir to a writable directory with free space") from error
     with (
         removed_if_empty(directory, (LOCK_FILE, LOG_FILE, STATISTICS_FILE)),
-        run_lock(directory),
+        run_lock(directory) as lock,
         RunLog(directory / LOG_FILE),
     ):
-        return _run(loaded, directory, None)
+        return _run(loaded, directory, lock, None, None)
 
 
 def with_model(config: Config, **changes: object) -> Config:
@@ -216,9 +221,10 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     Raises:
         CheckpointError: there is no intact checkpoint.
     """
-    with run_lock(directory), RunLog(directory / LOG_FILE):
+    with run_lock(directory) as lock, RunLog(directory / LOG_FILE):
         checkpoint, problems = CheckpointManager(directory, 1).latest_good()
-        loaded = load_saved(directory, overrides, "sft", checkpoint, True, trust)[0].with_absolute_paths()
+        loaded, saved = load_saved(directory, overrides, "sft", checkpoint, True, trust)
+        loaded = loaded.with_absolute_paths()
         config = loaded.config
         if checkpoint is None:
             raise CheckpointError(
@@ -231,20 +237,41 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
             progress = f"{done}/{config.sft.max_steps}"
             logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", progress)
             return 0
-        return _run(loaded, directory, checkpoint)
+        return _run(loaded, directory, lock, checkpoint, saved.text)
 
 
 def _is_exported(directory: Path) -> bool:
     """Return whether the policy is there and intact; a warning names what is damaged."""
     try:
-        check_checksums(directory / POLICY_DIR)
+        return check_checksums(directory / POLICY_DIR)
     except EmbodrlError as error:
         logger.warning("%s; it is exported again", error.message)
         return False
-    return (directory / POLICY_DIR).is_dir()
 
 
-def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -> int:
+def _run(
+    loaded: LoadedConfig, directory: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None
+) -> int:
+    """Run, and tell of an error what became of the run; see ``_train``."""
+    with StopSignal(loaded.config.runner.stop_timeout_s) as stop:
+        try:
+            return _train(loaded, directory, lock, checkpoint, old_settings, stop)
+        except EmbodrlError as error:
+            if stop:
+                error.exit_code = stop.exit_code
+            if not isinstance(error, OutputError) and CheckpointManager(directory, 1).steps():
+                error.add_hint(how_to_go_on(directory))
+            raise
+
+
+def _train(
+    loaded: LoadedConfig,
+    directory: Path,
+    lock: RunLock,
+    checkpoint: Checkpoint | None,
+    old_settings: str | None,
+    stop: StopSignal,
+) -> int:
     """Build everything in order, train, and export the policy."""
     config, deployment, settings = loaded.config, loaded.deployment, loaded.config.sft
     configure_torch(config, deployment.of("actor")[0])
@@ -252,7 +279,6 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
         check_simulator(config)
     with (
         ExitStack() as closing,
-        StopSignal() as stop,
         Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
     ):
         progress.message(f"run: {directory}, log: {directory / LOG_FILE}")
@@ -276,18 +302,21 @@ def _run(loaded: LoadedConfig, directory: Path, checkpoint: Checkpoint | None) -
         closing.callback(engine.close)
         batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
         done = None if checkpoint is None else checkpoint.state.integer("step")
-        metrics = closing.enter_context(
-            MetricsLogger(directory, config.runner.logger, done, config.model_dump(), file_name=METRICS_FILE)
-        )
+        saved = None if checkpoint is None else saved_metrics(checkpoint)
+        logged = (config.runner.logger, done, config.model_dump())
+        metrics = closing.enter_context(MetricsLogger(directory, *logged, saved=saved, file_name=METRICS_FILE))
         sharded = saves_shards(config, deployment)
-        trainer = Trainer(config, directory, policy, engine, batches, metrics, progress, stop, sharded)
+        trainer = Trainer(config, directory, policy, engine, batches, metrics, progress, stop, sharded, lock)
         if checkpoint is not None:
             trainer.restore(checkpoint)
             progress.start_at(trainer.step)
             progress.message(f"resuming from {checkpoint.path}")
-        settings_text = write_settings(directory, loaded.to_yaml(), [])
+        for line in add_provenance(directory, loaded.to_yaml(), old_settings, trainer.step):
+            progress.message(line)
+        settings_text = write_settings(directory, loaded.to_yaml(), changes_so_far(directory))
         stop.graceful = True
         trainer.run(settings_text)
+        lock.check()
         with stop.saving():
             engine.fetch()
             export_policy(policy, directory / POLICY_DIR, config)
@@ -313,6 +342,7 @@ class Trainer:
         progress: shown to the user.
         stop: true once a signal has asked the run to end.
         sharded: the training processes write checkpoints, each its part.
+        lock: of the directory.
     """
 
     def __init__(
@@ -326,9 +356,10 @@ class Trainer:
         progress: Progress,
         stop: StopSignal,
         sharded: bool,
+        lock: RunLock,
     ) -> None:
         self.config, self.policy, self.engine, self.batches = config, policy, engine, batches
-        self.metrics, self.progress, self.stop, self.sharded = metrics, progress, stop, sharded
+        self.metrics, self.progress, self.stop, self.sharded, self.lock = metrics, progress, stop, sharded, lock
         self.checkpoints = CheckpointManager(directory, config.runner.keep_last_n)
         self.step = 0
         self._saved_step = -1
@@ -358,7 +389,8 @@ class Trainer:
                 last_logged = now
             self.progress.update(self.step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
             if settings.save_interval and self.step % settings.save_interval == 0:
-                self.save()
+                with self.stop.saving():
+                    self.save()
             if settings.eval_interval and self.step % settings.eval_interval == 0 and not self.stop:
                 self._evaluate()
         if self._saved_step != self.step:
@@ -382,7 +414,12 @@ class Trainer:
         self.progress.message(f"step {self.step}: success rate {result.success_rate:.1%}")
 
     def save(self) -> None:
-        """Write a checkpoint; a full disk costs a logged error, not the run."""
+        """Write a checkpoint; a full disk costs a logged error, not the run.
+
+        Raises:
+            OutputError: the run has lost its directory.
+        """
+        self.lock.check()
         saved = EngineState({}, self.engine.counters()) if self.sharded else self.engine.state_dict()
         data_rng, order = self.batches.state()
         state: dict[str, object] = {
@@ -396,7 +433,9 @@ class Trainer:
         }
         try:
             write_shards = self.engine.save_shards if self.sharded else None
-            self.checkpoints.save(self.step, saved.tensors | {"data": {"order": order}}, state, None, write_shards)
+            tensors = saved.tensors | {"data": {"order": order}}
+            blobs = {METRICS_BLOB: zlib.compress(self.metrics.content, 1)}
+            self.checkpoints.save(self.step, tensors, state, blobs, write_shards)
         except OutputError as error:
             logger.error("%s", error)
             return

@@ -118,10 +118,15 @@ def test_fine_tuning_that_was_stopped_resumes_bit_exactly(
 def test_killed_fine_tuning_resumes_from_its_last_checkpoint(
     stopped: tuple[Path, Outcome], config: Path, tuned: Path, tmp_path: Path
 ) -> None:
-    outcome = sft(config, stopped[0], tmp_path, "sft.save_interval=10", stop_at="sft_step:17:SIGKILL")
+    often = ("sft.save_interval=10", "sft.log_interval=5")
+    outcome = sft(config, stopped[0], tmp_path, *often, stop_at="sft_step:17:SIGKILL")
     assert outcome.code == -9 and not (tmp_path / "policy").exists()
-    outcome = embodrl("resume", tmp_path)
+    metrics = tmp_path / "sft_metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])  # damaged meanwhile
+    outcome = embodrl("resume", tmp_path, "sft.log_interval=10")
     assert outcome.code == 0 and "step_10" in outcome.stdout, outcome.stderr
+    assert [json.loads(row)["step"] for row in metrics.read_text().splitlines()] == [5, 10, 20, 30]
+    assert "resumed at iteration 10 with sft.log_interval: 5 -> 10" in (tmp_path / "config.yaml").read_text()
     assert (tmp_path / "policy" / "model.safetensors").read_bytes() == (
         tuned / "policy" / "model.safetensors"
     ).read_bytes()

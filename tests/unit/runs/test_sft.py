@@ -19,9 +19,10 @@ from embodrl.config.schema import (
 from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
 from embodrl.data.imitation import FrameBatches, check_demos, shift_images
+from embodrl.errors import OutputError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.runs.sft import learning_rate, sft
+from embodrl.runs.sft import Trainer, learning_rate, sft
 
 
 def demos(num_frames: int) -> Demos:
@@ -187,3 +188,14 @@ def test_fine_tuning_that_fails_at_its_start_leaves_no_directory(tmp_path):
     with raises_code("dataset-missing"):
         sft(load_config(["env=toy", "model.warm_start=null", *settings]))
     assert (output / "mine.txt").read_text() == "kept"
+
+
+def test_fine_tuning_that_has_lost_its_directory_saves_nothing() -> None:
+    class Lost:
+        def check(self) -> None:
+            raise OutputError("the run has lost its directory")
+
+    trainer = Trainer.__new__(Trainer)
+    trainer.lock = Lost()  # type: ignore[assignment]
+    with pytest.raises(OutputError):
+        trainer.save()
