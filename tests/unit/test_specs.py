@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from expect import raises_code
+from fresh import forget_extensions
 
 from embodrl.config.explain import to_yaml
 from embodrl.envs.registry import SupportedEnv
@@ -25,14 +26,9 @@ LINE = ("extensions=[line_world]", "env.env_type=line_world", "env.tasks=[push-r
 
 @pytest.fixture(autouse=True)
 def _extensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (ENVS, MODELS):
-        # Without what other tests of this process have registered.
-        own = {name: entry for name, entry in registry._entries.items() if name in registry.builtin}
-        monkeypatch.setattr(registry, "_entries", own)
     for name in ("new_env", "new_model"):
         monkeypatch.syspath_prepend(str(EXAMPLES / name))
-    for module in ("line_world", "new_model"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    forget_extensions(monkeypatch, ("line_world", "new_model", "small_vla"))
 
 
 def problem_of(*arguments: str) -> ConfigProblem:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import documented
@@ -16,6 +15,7 @@ import pytest
 import tutorial
 import typer
 from documented import Command
+from fresh import forget_extensions
 from typer.core import TyperGroup
 
 from embodrl.cli.main import app
@@ -152,9 +152,4 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(str(directory / "my_task"))
     if folder := command.environment.get("PYTHONPATH"):
         monkeypatch.syspath_prepend(folder)
-        for path in Path(folder).glob("*.py"):  # imported and registered by this command, as in a process of its own
-            monkeypatch.setitem(sys.modules, path.stem, ModuleType(path.stem))
-            del sys.modules[path.stem]
-        for registry in (ENVS, MODELS):
-            builtin = {name: entry for name, entry in registry._entries.items() if name in registry.builtin}
-            monkeypatch.setattr(registry, "_entries", builtin)
+        forget_extensions(monkeypatch, [path.stem for path in Path(folder).glob("*.py")])
