@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,11 +12,17 @@ from embodrl.config import load as config_load
 from embodrl.config.load import LoadedConfig
 from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
+from embodrl.errors import EmbodrlError
 from embodrl.pipelines.graph import Graph
 from embodrl.pipelines.select import PipelineCheck, build_graph
 
 GRAPH_SECTIONS = ("pipeline", "algorithm", "reward")
 """What a pipeline depends on."""
+LEAST_ADDRESS_SPACE = 2 * 2**30
+"""Bytes that the smallest run needs, measured with env=toy: 1.5 GB are too few, and 2.0 GB enough.
+
+With less, native code ends the process where memory is missing, before Python can say why.
+"""
 
 
 @dataclass
@@ -46,7 +53,9 @@ def load_config(
 
     Raises:
         ConfigError: with every problem found.
+        EmbodrlError: the shell limits memory to less than any run needs.
     """
+    _check_address_space(verb)
     check = PipelineCheck()
     return _with_graph(config_load.load_config(overrides, config_file, verb, (check.rule,), trust), check)
 
@@ -63,9 +72,23 @@ def load_run(
 
     Raises:
         ConfigError: with every problem found.
+        EmbodrlError: the shell limits memory to less than any run needs.
     """
+    _check_address_space(verb)
     check = PipelineCheck()
     return _with_graph(config_load.load_run(path, overrides, verb, resuming, (check.rule,), trust, text), check)
+
+
+def _check_address_space(verb: Verb | None) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if verb in (None, "plan") or limit == resource.RLIM_INFINITY or limit >= LEAST_ADDRESS_SPACE:
+        return
+    raise EmbodrlError(
+        f"the shell limits virtual memory to {limit / 2**30:.2f} GiB; a run needs {LEAST_ADDRESS_SPACE / 2**30:.0f} GiB"
+        " at least",
+        "raise the limit: ulimit -v unlimited",
+        code="memory-limit",
+    )
 
 
 def _with_graph(loaded: LoadedConfig, check: PipelineCheck) -> LoadedRun:

@@ -15,8 +15,11 @@ from embodrl.storage.json_file import check_json_file, write_json_file
 
 @pytest.fixture
 def wrong(tmp_path: Path) -> dict[str, Path]:
-    (tmp_path / "file").write_text("mine")
-    return {"directory": tmp_path, "below a file": tmp_path / "file" / "result.json", "proc": Path("/proc/none/r.json")}
+    directory = tmp_path / "directory"
+    directory.mkdir()
+    (directory / "file").write_text("mine")
+    below = directory / "file" / "result.json"
+    return {"directory": directory, "below a file": below, "proc": Path("/proc/none/r.json")}
 
 
 @pytest.mark.parametrize("case", ["directory", "below a file", "proc"])
@@ -25,8 +28,7 @@ def test_a_file_that_can_not_be_written_is_refused(case: str, wrong: dict[str, P
         with pytest.raises(OutputError) as refused:
             attempt()
         assert str(wrong[case]) in refused.value.message and refused.value.hint
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert not list(tmp_path.parent.glob(".*.partial"))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["directory", "file"], "no partial file is left"
 
 
 def test_a_file_is_checked_and_then_replaced_as_a_whole(tmp_path: Path) -> None:
