@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from embodrl.config.schema import Config
-from embodrl.errors import EmbodrlError, OutputError
+from embodrl.errors import EmbodrlError, OutputError, UsageError
 from embodrl.models.common.lora import save_adapters
 from embodrl.runs.files import base_of, export_policy
 from embodrl.runs.policies import STEP, PolicySource
 from embodrl.runs.settings import is_run, load_saved, not_a_run
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def export_checkpoint(
@@ -22,6 +25,7 @@ def export_checkpoint(
     overrides: list[str],
     trust: bool = False,
     adapters: Literal["merged", "apart"] = "merged",
+    layout: Literal["public", "lerobot"] = "public",
 ) -> tuple[Checkpoint, Config]:
     """Write the policy of a checkpoint in its public layout; read on the CPU. The run may still be training.
 
@@ -30,6 +34,7 @@ def export_checkpoint(
         directory: a new one.
         overrides: of the run's configuration.
         trust: its settings may run code though another user started the run.
+        layout: that of the family's publisher, or lerobot's.
         adapters: low-rank ones are added to the weights, or written apart from them in peft's layout.
 
     Returns:
@@ -51,6 +56,13 @@ def export_checkpoint(
     on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
     config = loaded.config.model_copy(update={"cluster": on_cpu})
     policy = PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu"))
+    if layout == "lerobot":
+        if adapters == "apart":
+            hint = "leave out --adapters apart: they are merged"
+            raise UsageError("adapters are not written apart in lerobot's layout", hint, code="export-layout")
+        for line in policy.save_lerobot(directory, [camera.name for camera in config.env.cameras]):
+            logger.warning(line)
+        return checkpoint, config
     if adapters == "merged":
         export_policy(policy, directory, config, iteration=checkpoint.step)
         return checkpoint, config

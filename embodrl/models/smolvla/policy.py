@@ -6,6 +6,7 @@ before the actions, W the VLM's width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -82,6 +83,10 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor]):
         with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(self.public_state(), staging, one_file=True)
             self.write_files(staging)
+
+    def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
+        self.save_pretrained(directory)
+        return []
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""
