@@ -72,3 +72,18 @@ def test_lerobot_acts_as_the_exported_policy(variant: str, size: str, tmp_path: 
     theirs = lerobots_actions(policy, tmp_path / "policy", seen, tmp_path / "found.npz")
     print(f"{variant}, {size}: largest difference {np.abs(ours - theirs).max():.1e} of {np.abs(ours).max():.1f}")
     np.testing.assert_allclose(theirs, ours, atol=2e-5 if size == "model's" else 5e-3)
+
+
+def test_lerobot_reads_the_settings_of_smolvla(tmp_path: Path) -> None:
+    """Its network needs files of the hub's SmolVLM2: only config.json is read here."""
+    model = load_config(["env=maniskill", "model=smolvla"]).config.model
+    policy, _ = build_policy(model, device="cpu", dtype=torch.float32, seed=3)
+    policy.save_lerobot(tmp_path / "policy", ["camera1"])
+    program = (
+        "from lerobot.configs.policies import PreTrainedConfig\n"
+        "from lerobot.policies import factory\n"
+        f"print(PreTrainedConfig.from_pretrained({str(tmp_path / 'policy')!r}).type)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(PYTHON), "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.split()[-1:] == ["smolvla"], done.stderr[-3000:]

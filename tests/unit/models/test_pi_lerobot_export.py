@@ -10,14 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from expect import raises_code
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from test_pi_layouts import build, tiny_is_public
 
+from embodrl.config.schema import model_settings
+from embodrl.models.base import VLAPolicy
 from embodrl.models.pi import config as pi_config
 from embodrl.models.pi.lerobot import POSTPROCESSOR_FILE
 from embodrl.models.pi.stats import LEROBOT_FILE
+from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 
 __all__ = ["tiny_is_public"]
@@ -100,3 +104,16 @@ def test_what_lerobot_can_not_express_is_refused(tmp_path: Path, variant: str, c
 def test_what_is_not_the_same_there_is_said(tmp_path: Path) -> None:
     notes = build("pi0")[0].save_lerobot(tmp_path / "out", CAMERAS)
     assert "antialiasing" in notes[1] and "public sizes" in notes[2]
+
+
+def test_smolvla_without_a_section_that_lerobot_refuses(tmp_path: Path) -> None:
+    def made(name: str, **changes: object) -> VLAPolicy:
+        settings = model_settings(name).model_validate({"model_type": name, **changes})
+        return build_policy(settings, device="cpu", dtype=torch.float32, seed=0)[0]
+
+    policy = made("smolvla", warm_start=None)
+    policy.save_lerobot(tmp_path / "out", CAMERAS)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["type"] == "smolvla" and "embodrl" not in config
+    with raises_code("export-layout"):
+        made("openvla").save_lerobot(tmp_path / "x", CAMERAS)
