@@ -8,8 +8,10 @@ from typing import Literal
 
 import torch
 
+from embodrl.config.compose import assignment
 from embodrl.config.schema import Config
-from embodrl.errors import EmbodrlError, OutputError, UsageError
+from embodrl.data.statistics import STATISTICS_FILE
+from embodrl.errors import ConfigError, EmbodrlError, OutputError, UsageError
 from embodrl.models.common.lora import save_adapters
 from embodrl.runs.files import base_of, export_policy
 from embodrl.runs.policies import STEP, PolicySource
@@ -52,7 +54,16 @@ def export_checkpoint(
     if directory.exists():
         raise OutputError(f"{directory} exists", "give a new directory", code="output-exists")
     checkpoint = open_checkpoint(source) if is_step else newest_checkpoint(run_dir)
-    loaded = load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0].with_absolute_paths()
+    statistics = run_dir / STATISTICS_FILE  # that `embodrl sft` computed: the base has others, or none
+    if statistics.is_file():
+        overrides = [assignment("model.stats_path", statistics.absolute()), *overrides]
+    try:
+        loaded = load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0]
+    except ConfigError as error:
+        if not any(problem.code == "there-is-a-simulator" for problem in error.problems):
+            raise
+        loaded = load_saved(run_dir, ["sft.stats=auto", *overrides], "sft", checkpoint, True, trust)[0]  # env=dataset
+    loaded = loaded.with_absolute_paths()
     on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
     config = loaded.config.model_copy(update={"cluster": on_cpu})
     policy = PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu"))
