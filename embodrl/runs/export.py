@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from embodrl.config import LoadedConfig
 from embodrl.config.compose import assignment
 from embodrl.config.schema import Config
 from embodrl.data.statistics import STATISTICS_FILE
@@ -54,16 +55,7 @@ def export_checkpoint(
     if directory.exists():
         raise OutputError(f"{directory} exists", "give a new directory", code="output-exists")
     checkpoint = open_checkpoint(source) if is_step else newest_checkpoint(run_dir)
-    statistics = run_dir / STATISTICS_FILE  # that `embodrl sft` computed: the base has others, or none
-    if statistics.is_file():
-        overrides = [assignment("model.stats_path", statistics.absolute()), *overrides]
-    try:
-        loaded = load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0]
-    except ConfigError as error:
-        if not any(problem.code == "there-is-a-simulator" for problem in error.problems):
-            raise
-        loaded = load_saved(run_dir, ["sft.stats=auto", *overrides], "sft", checkpoint, True, trust)[0]  # env=dataset
-    loaded = loaded.with_absolute_paths()
+    loaded = _load(run_dir, checkpoint, overrides, trust).with_absolute_paths()
     on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
     config = loaded.config.model_copy(update={"cluster": on_cpu})
     policy = PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu"))
@@ -87,3 +79,16 @@ def export_checkpoint(
         )
     save_adapters(policy, directory, base)
     return checkpoint, config
+
+
+def _load(run_dir: Path, checkpoint: Checkpoint, overrides: list[str], trust: bool) -> LoadedConfig:
+    """Load the configuration of a run, with the statistics that `embodrl sft` computed: its base has others, or none."""
+    statistics = run_dir / STATISTICS_FILE
+    if statistics.is_file():
+        overrides = [assignment("model.stats_path", statistics.absolute()), *overrides]
+    try:
+        return load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0]
+    except ConfigError as error:
+        if not any(problem.code == "there-is-a-simulator" for problem in error.problems):
+            raise
+        return load_saved(run_dir, ["sft.stats=auto", *overrides], "sft", checkpoint, True, trust)[0]  # env=dataset
