@@ -203,6 +203,10 @@ class EnvError(EmbodrlError):
     """A simulator process failed."""
 
 
+class EnvOrderError(EnvError):
+    """A simulator is asked for what does not come next: it has not started, is busy, offloaded or never reset."""
+
+
 class EnvWorkerDied(EnvError):
     """A simulator process ended without saying why (signal, out of memory, ...)."""
 

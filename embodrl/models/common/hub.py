@@ -26,7 +26,7 @@ def download(repository: str, patterns: Sequence[str], problem: str, hint: str) 
     try:
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns)))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(f"{problem}: {type(error).__name__}", hint) from error
+        raise CheckpointError(f"{problem}: {type(error).__name__}", hint, code="hub-fetch") from error
 
 
 def fetch_tokenizer(repository: str, files: Sequence[str], directory: Path, hint: str) -> Path:
@@ -38,5 +38,5 @@ def fetch_tokenizer(repository: str, files: Sequence[str], directory: Path, hint
     missing = f"{directory} has no tokenizer, and {repository} could not be fetched from the hub"
     place = download(repository, files, missing, hint)
     if not any((place / name).is_file() for name in files):
-        raise CheckpointError(f"{missing}: it has no {' and no '.join(files)}", hint)
+        raise CheckpointError(f"{missing}: it has no {' and no '.join(files)}", hint, code="hub-fetch")
     return place
