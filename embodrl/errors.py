@@ -191,6 +191,10 @@ class CheckpointError(EmbodrlError):
         self.report = report
 
 
+class HubError(CheckpointError):
+    """A repository of the hub can't be had: no network, no permission, no such name, or other content than stated."""
+
+
 class StatisticsMissingError(CheckpointError):
     """A checkpoint has no statistics of the robot that is wanted."""
 

@@ -45,6 +45,7 @@ CURES = {
     "batch-shape": "make the shapes agree as the message says",
     "batch-index": "use an index below the number of rows",
     "checkpoint": "use another checkpoint, or the settings that it was made with",
+    "hub": "follow the hint in the message",
     "statistics-missing": "choose a set with model.unnorm_key, or compute them: `embodrl sft sft.stats=data`",
     "policy-file": "restore the file from its origin; the message names the file and the key or tensor",
     "env": "read the message and the log of the simulator process in RUN/logs; `embodrl doctor ARGS` tries one frame",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -19,6 +20,7 @@ from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, se
 from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
 
 START_TIMEOUT_S = 180.0
+_LOOK_S = 0.2
 _NOTICE_S = 5.0
 """Within which the death of a process is noticed."""
 
@@ -196,17 +198,27 @@ class WorkerGroup:
         futures = {rank: self._workers[rank].started() for rank in ranks}
         Handle(f"{self.name}: start", futures, list, self._explain).result(timeout_s)
 
-    def restart(self, rank: int, timeout_s: float = START_TIMEOUT_S) -> None:
+    def restart(self, rank: int, timeout_s: float = START_TIMEOUT_S, should_stop: Callable[[], bool] = bool) -> None:
         """Restart one worker with the arguments it had; its state and the calls it had begun are lost.
 
         Raises:
             WorkerError: it failed again.
+            InterruptedError: ``should_stop`` answered True; the worker is ended.
         """
         assert self._launcher is not None
         self._workers[rank].kill()
         self._failed = None
         self._workers[rank] = self._launcher.start(self._jobs[rank], self._on_death)
-        self._await_start([rank], timeout_s)
+        started, deadline = self._workers[rank].started(), time.monotonic() + timeout_s
+        while wait([started], _LOOK_S).not_done and time.monotonic() < deadline:
+            if should_stop():
+                self._workers[rank].kill()
+                raise InterruptedError
+        self._await_start([rank], 0.0)
+
+    def give_up(self, rank: int, reason: str) -> None:
+        """End a worker that does not answer; its calls fail as those of one that hangs, with its stack."""
+        self._workers[rank].give_up(reason)
 
     def close(self, grace_s: float = math.inf) -> None:
         """End the workers, by force those that do not go by themselves, at the latest after ``closing_grace_s``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -194,6 +195,40 @@ def test_a_signal_ends_a_run_that_waits_for_a_stopped_process(config: Path, tmp_
     )
     assert done.code == 143, done.stderr
     assert "actor[0] is stopped by a signal (state T)" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("runner.max_staleness=0", "SIGSTOP:rank_0"),
+        ("runner.max_staleness=1", "SIGSTOP:rank_0"),
+        # It lives, beats, and waits for ever: for the end of a simulator that is only stopped.
+        ("runner.max_staleness=0", "SIGSTOP:simulator"),
+        ("runner.max_staleness=1", "SIGSTOP:simulator"),
+    ],
+)
+def test_a_signal_saves_what_was_trained_while_a_rollout_process_hangs(
+    config: Path, tmp_path: Path, mode: str, fault: str
+) -> None:
+    """The signal comes first, then the process stops."""
+    run_dir = tmp_path / "run"
+    done = embodrl(
+        *("train", "--config", config, f"runner.output_dir={run_dir}", "cluster.heartbeat_timeout_s=1000", mode),
+        *("cluster.stall_timeout_s=1000", "rollout.own_process=true", "runner.save_interval=100"),
+        stop_at=f"act:10:{fault},act:10:SIGTERM:parent_of_0",
+        children=tmp_path / "children",
+        timeout_s=SOON_S,
+    )
+    assert done.code == 143, done.stderr
+    log = (run_dir / "logs" / "embodrl.log").read_text()
+    assert re.search(r"not restarted, as the run is to end: rollout\[0\] .*; killed", log)
+    assert ("in replacement" in log) == (fault != "SIGSTOP:rank_0"), "a stack, unless it is stopped by a signal"
+    (saved,) = (run_dir / "checkpoints").glob("step_*")
+    assert saved.name in ("step_2", "step_1") and "without saving" not in done.stderr
+    resumed = embodrl("resume", run_dir, timeout_s=SOON_S)
+    assert resumed.code == 0, resumed.stderr
+    assert [row["iteration"] for row in metrics(run_dir)] == [0, 1, 2, 3, 4]
 
 
 def test_a_worker_that_can_not_allocate_memory_ends_so_that_another_takes_its_place(group: WorkerGroup) -> None:

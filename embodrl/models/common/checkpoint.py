@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from embodrl.config.schema import ModelConfig
-from embodrl.errors import CheckpointError, PolicyFileError
+from embodrl.errors import CheckpointError, HubError, PolicyFileError
+from embodrl.hub import MODEL_FILES, fetch, is_inside, parse
 from embodrl.models.base import LoadReport
 from embodrl.models.common.adapters import ADAPTER_CONFIG, Adapters
 from embodrl.models.common.config_file import CONFIG_FILE, read_file
-from embodrl.models.common.hub import download
 from embodrl.storage.atomic import atomic_directory as atomic_directory  # part of the public module
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums, write_checksums
@@ -33,11 +33,6 @@ INDEX_FILE = "model.safetensors.index.json"
 NAMES_IN_MESSAGE = 20
 MAX_SHARD_BYTES = 5 * 1024**3
 MAX_HASHING_THREADS = 4
-# Of OpenVLA-OFT: components in files of their own, and one by which a checkpoint is refused.
-_OFT_PATTERNS = [
-    f"{name}--*.pt" for name in ("proprio_projector", "action_head", "vision_backbone", "noisy_action_projector")
-]
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt", *_OFT_PATTERNS]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "fetch or make the checkpoint again"
 # Besides the top level, families read files in these.
@@ -122,7 +117,7 @@ def resolve(model_path: str, setting: str = "model.model_path") -> Path:
     Only safetensors, JSON and tokenizer files are fetched, and OpenVLA-OFT's components; never code.
 
     Args:
-        model_path: a directory, or the hub's ``OWNER/NAME``.
+        model_path: a directory, or the hub's ``OWNER/NAME[@REVISION]``.
         setting: named in errors.
 
     Raises:
@@ -131,14 +126,14 @@ def resolve(model_path: str, setting: str = "model.model_path") -> Path:
     local = Path(model_path).expanduser()
     if local.is_dir():
         return local
-    if model_path.startswith(("/", ".", "~")) or model_path.count("/") != 1:
+    name = parse(model_path)
+    if name is None:
         raise CheckpointError(f"directory {model_path} does not exist", f"check {setting}", code="policy-not-found")
-    return download(
-        model_path,
-        HUB_PATTERNS,
-        f"'{model_path}' is no local directory and could not be fetched from the hub",
-        f"check the name and the network, or give a local directory as {setting}",
-    )
+    try:
+        return fetch(name, MODEL_FILES)
+    except HubError as error:
+        hint = f"{error.hint}; or give a local directory as {setting}"
+        raise CheckpointError(f"no local directory, and {error.message}", hint, code=error.code) from error
 
 
 def check_links(directory: Path) -> None:
@@ -162,21 +157,10 @@ def check_links(directory: Path) -> None:
 
 def check_link(path: Path, directory: Path) -> None:
     """Refuse a file of a checkpoint that is a link to elsewhere, as ``check_links`` does."""
-    if path.is_symlink() and not _is_inside(path, directory):
+    if path.is_symlink() and not is_inside(path, directory):
         raise PolicyFileError(
             f"{path} links to {os.path.realpath(path)}, outside of the checkpoint", "copy the file into the directory"
         )
-
-
-def _is_inside(path: Path, directory: Path) -> bool:
-    from huggingface_hub import constants
-
-    here = directory.absolute()
-    roots = [here, Path(constants.HF_HUB_CACHE)]
-    if here.parent.name == "snapshots":  # REPOSITORY/snapshots/REVISION
-        roots.append(here.parents[1])
-    target = Path(os.path.realpath(path))  # unlike resolve(), it takes a loop of links
-    return any(target.is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -194,7 +178,7 @@ def weight_files(directory: Path) -> list[Path]:
             if (
                 not name.endswith(".safetensors")
                 or ".." in Path(name).parts
-                or not _is_inside(directory / name, directory)
+                or not is_inside(directory / name, directory)
             ):
                 weight_map.refuse(f"{name!r} is no safetensors file inside the directory")
         missing = [name for name in names if not (directory / name).is_file()]

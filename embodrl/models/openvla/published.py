@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from embodrl.config.policy_card import CARD_FILE, policy_directory
+from embodrl.config.policy_card import CARD_FILE, checkpoint_name, policy_directory
 from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
@@ -71,7 +71,7 @@ def checkpoint_names(model: ModelConfig) -> list[str]:
     """Return what tells of a checkpoint's data: the statistics that are chosen, or else the only ones, or its name."""
     directory = policy_directory(model)
     sets = [] if directory is None or model.unnorm_key is not None else list(_statistics(directory))
-    name = directory.name if directory is not None else str(model.model_path)
+    name = checkpoint_name(model)
     return [model.unnorm_key] if model.unnorm_key is not None else sets if len(sets) == 1 else [name]
 
 

@@ -106,6 +106,10 @@ class Running(ABC):
     def kill(self) -> None:
         """End it at once, with what it started."""
 
+    def give_up(self, reason: str) -> None:
+        """End it as one that hangs: its calls fail with the reason."""
+        self.kill()
+
 
 class Launcher(ABC):
     """Brings up workers and makes the channels between them."""

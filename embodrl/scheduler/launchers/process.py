@@ -62,6 +62,7 @@ class _ProcessWorker(Running):
         self._pending: dict[int, Future[Outcome]] = {0: Future()}
         self._started = self._pending[0]
         self._closing = False
+        self._given_up = ""
         self._dead: WorkerError | None = None
         self._thread = threading.Thread(target=self._listen, name=f"embodrl-{job.name}", daemon=True)
         self._thread.start()
@@ -97,7 +98,7 @@ class _ProcessWorker(Running):
             while True:
                 self._complete(self._child.receive(busy=lambda: bool(self._pending)))
         except (PeerGoneError, OSError):
-            pass
+            hung = self._given_up
         except ChildHungError as error:
             hung = f"{error}; killed"
             self._child.dump_stack()
@@ -145,6 +146,11 @@ class _ProcessWorker(Running):
     def explain_delay(self) -> str:
         self._child.dump_stack()
         return self._child.log_tail()
+
+    def give_up(self, reason: str) -> None:
+        self._child.dump_stack()
+        self._given_up = f"{reason}; killed"
+        self._child.end_group()
 
     def close(self, grace_s: float) -> None:
         self._closing = True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -13,8 +13,10 @@ from expect import raises_code
 from safetensors.torch import load_file, save_file
 
 from embodrl.config.schema import ValueHeadConfig
-from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.errors import CheckpointError, EmbodrlError, HubError
+from embodrl.hub import HubName
 from embodrl.models.base import LoadReport
+from embodrl.models.common import hub
 from embodrl.models.common.flow_spec import FlowConfig, SiglipConfig
 from embodrl.models.gr00t import build as gr00t_build
 from embodrl.models.gr00t.policy import Gr00tPolicy
@@ -376,14 +378,14 @@ def test_a_checkpoint_without_tokenizer_takes_the_public_one(saved, tmp_path, mo
     (saved / "tokenizer.json").rename(tmp_path / "eagle" / "tokenizer.json")
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append(name)
-        assert "merges.txt" in allow_patterns and not any("safetensors" in part for part in allow_patterns)
+    def fetch(name: HubName, patterns: Sequence[str]) -> Path:
+        asked.append(name.repository)
+        assert "merges.txt" in patterns and not any("safetensors" in part for part in patterns)
         if len(asked) > 1:
-            raise OSError("no network")
-        return str(tmp_path / "eagle")
+            raise HubError("no network")
+        return tmp_path / "eagle"
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(hub, "fetch", fetch)
     policy, _ = build_with_report(model_path=str(saved))
     assert asked == [gr00t_build.EAGLE_TOKENIZER]
     assert policy.processor.tokenizer.encode("<img>") == [642]

@@ -203,16 +203,21 @@ def test_an_interpreter_without_lerobot_is_named(tmp_path: Path) -> None:
     ("verb", "changes", "codes"),
     [
         ("eval", (), set()),
-        ("train", (), {"lerobot-policy-is-not-trained", "critic-is-complete"}),
+        ("train", (), {"lerobot-policy-is-not-trained"}),
         ("sft", (), {"lerobot-policy-is-not-fine-tuned"}),
         ("eval", ("model.python=null",), {"lerobot-policy-is-there"}),
         ("eval", ("model.python=/nowhere/python",), {"lerobot-policy-is-there"}),
         ("eval", ("model.model_path=null",), {"lerobot-policy-is-there"}),
         ("eval", ("model.add_value_head=true",), {"model-has-value-heads"}),
+        ("eval", ("model.unnorm_key=push",), {"lerobot-policy-brings-its-statistics"}),
+        ("eval", (f"model.stats_path={__file__}",), {"lerobot-policy-brings-its-statistics"}),
     ],
 )
-def test_it_is_for_evaluation_with_an_interpreter(verb: Verb, changes: tuple[str, ...], codes: set[str]) -> None:
-    arguments = ["model=lerobot", f"model.python={sys.executable}", "model.model_path=OWNER/NAME"]
+def test_it_is_for_evaluation_with_an_interpreter(
+    tmp_path: Path, verb: Verb, changes: tuple[str, ...], codes: set[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["model=lerobot", f"model.python={sys.executable}", f"model.model_path={tmp_path}"]
     try:
         load_config([*arguments, *changes], verb=verb)
         found: set[str] = set()
