@@ -28,7 +28,7 @@ def checkpoint(directory: Path, key: str, lowest: float, file: str = "dataset_st
 
 def codes(*arguments: str) -> set[str]:
     """Return the codes of the notes on a configuration."""
-    return {note.code for note in load_config([*PRESETS, *arguments], verb="eval").notes}
+    return {note.code for note in load_config([*PRESETS, *arguments]).notes}  # no verb: nothing is fetched
 
 
 @pytest.mark.parametrize("model", ["openvla_7b", "openvla_oft"])
