@@ -398,6 +398,7 @@ MODELS = Registry(
         "pi0": "embodrl.models.pi.spec:PI0",
         "pi05": "embodrl.models.pi.spec:PI05",
         "gr00t": "embodrl.models.gr00t.spec:SPEC",
+        "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "lerobot": "embodrl.models.lerobot.spec:SPEC",
     },

@@ -146,6 +146,7 @@ def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
         if type(module).__name__ in (
             "LlamaDecoderLayer",
             "Qwen3DecoderLayer",
+            "Qwen3VLTextDecoderLayer",
             "GemmaLayer",
             "DecoderLayer",
             "Block",
@@ -163,7 +164,9 @@ def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
 def test_a_warm_start_of_another_size_is_refused_by_dimension(family: str, tmp_path: Path) -> None:
     policy, _ = build(family)
     policy.save_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
-    section = {"pi0": "pi", "pi05": "pi", "gr00t": "gr00t", "smolvla": "smolvla"}.get(family, "architecture")
-    wider = {**TINY[section], "siglip": {**SIGLIP, "mlp_dim": 40}}
-    with pytest.raises(CheckpointError, match=rf"siglip\.mlp_dim 24 instead of 40(.|\n)*set model\.{section}"):
+    own = {"pi0": "pi", "pi05": "pi", "gr00t": "gr00t", "gr00t_n1_7": "gr00t_n1_7", "smolvla": "smolvla"}
+    section = own.get(family, "architecture")
+    part = "vision" if family == "gr00t_n1_7" else "siglip"
+    wider = {**TINY[section], part: {**SIGLIP, "mlp_dim": 40}}
+    with pytest.raises(CheckpointError, match=rf"{part}\.mlp_dim 24 instead of 40(.|\n)*set model\.{section}"):
         build(family, warm_start=str(tmp_path / "saved"), **{section: wider})

@@ -191,7 +191,7 @@ def test_config_survives_a_round_trip():
         (("action_head_cfg", "input_embedding_dim"), 1024, "the other dimensions ask for 1536"),
         (("action_head_cfg", "backbone_embedding_dim"), 1536, "it is 2048 in GR00T N1.5"),
         (("action_head_cfg", "max_state_dim"), None, "'max_state_dim' is null"),
-        (("action_head_cfg", "diffusion_model_cfg", "interleave_self_attention"), False, "GR00T N1.5 has True"),
+        (("action_head_cfg", "diffusion_model_cfg", "interleave_self_attention"), False, "GR00T has True"),
         (("action_head_cfg", "vl_self_attention_cfg", "positional_embeddings"), "sinusoidal", "has null"),
     ],
 )
