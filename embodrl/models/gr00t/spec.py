@@ -172,7 +172,7 @@ N1_7 = flow_family(
     "GR00T N1.7: Qwen3-VL and a flow-matching diffusion transformer",
     Gr00tN17ModelConfig,
     (RULES_N1_7,),
-    sizes="2.5 M (tiny), about 3.1 B",
+    sizes="2.7 M (tiny), about 3.1 B",
     actions=f"{ACTIONS}, encoders a robot",
     checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
     suffix="_n1_7",
