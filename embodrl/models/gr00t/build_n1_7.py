@@ -141,11 +141,13 @@ def _check_horizon(robot: RobotStats, num_action_chunks: int, predicted: int) ->
         raise CheckpointError(
             f"the robot '{robot.name}' has actions of {robot.horizon} steps, the model predicts {predicted}",
             "use a checkpoint whose processor_config.json and config.json belong together",
+            code="action-horizon",
         )
     if num_action_chunks > robot.horizon:
         raise EmbodrlError(
             f"the robot '{robot.name}' was trained with {robot.horizon} actions, {num_action_chunks} are to be run",
             f"set model.num_action_chunks to {robot.horizon} or less",
+            code="action-horizon",
         )
 
 
@@ -160,6 +162,7 @@ def _tokenizer(directory: Path, config: Gr00tN17Config) -> ChatTokenizer:
         raise CheckpointError(
             f"the tokenizer of {place} has {tokenizer.vocab_size} tokens, the model {config.qwen.vocab_size}",
             "use the model's own tokenizer",
+            code="tokenizer-mismatch",
         )
     return tokenizer
 

@@ -381,7 +381,9 @@ def _reject_other_models(fields: Fields) -> None:
     check_family(fields, ("gr00t",))
     found = fields.content.get("model_type", fields.content.get("type"))
     if found != MODEL_TYPE:
-        raise CheckpointError(f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY)
+        raise CheckpointError(
+            f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY, code="checkpoint-family"
+        )
     backbone = fields.fields("backbone_cfg")
     for name in ("project_to_dim", "reproject_vision"):
         if backbone.content.get(name):
@@ -390,7 +392,11 @@ def _reject_other_models(fields: Fields) -> None:
 
 def refuse(source: str, name: str, found: object, reason: str) -> NoReturn:
     """Raise a CheckpointError about a value that is not supported."""
-    raise CheckpointError(f"{source}: {name} {found} is not supported; {reason}", "use NVIDIA's checkpoint of GR00T")
+    raise CheckpointError(
+        f"{source}: {name} {found} is not supported; {reason}",
+        "use NVIDIA's checkpoint of GR00T",
+        code="checkpoint-unsupported",
+    )
 
 
 PUBLIC = Gr00tConfig(

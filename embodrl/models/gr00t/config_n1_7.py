@@ -246,7 +246,9 @@ def _reject_other_models(fields: Fields) -> None:
     check_family(fields, ("gr00t_n1_7",))
     found = fields.content.get("model_type", fields.content.get("type"))
     if found != MODEL_TYPE:
-        raise CheckpointError(f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY)
+        raise CheckpointError(
+            f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY, code="checkpoint-family"
+        )
     for name, wanted in (
         ("use_alternate_vl_dit", True),
         ("state_history_length", 1),

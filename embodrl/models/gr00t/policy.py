@@ -107,6 +107,7 @@ class Gr00tPolicy(FlowPolicy):
             raise EmbodrlError(
                 "actions of this checkpoint are counted from the robot's state, and there is none",
                 "set env.include_state=true",
+                code="state-size",
             )
         shifted = actions.copy()
         for part, origin in self.robot.relative:
@@ -226,10 +227,12 @@ def embodiment_id(name: str, known: Mapping[str, int], count: int) -> int:
             f"no number of encoders is known for the robot '{name}'; known: {', '.join(known)}",
             f'add "{name}": NUMBER to embodiment_id.json of the checkpoint; of N1.5, to config.json'
             f' "embodrl": {{"embodiment_ids": {{"{name}": NUMBER}}}}',
+            code="gr00t-robot",
         )
     if known[name] >= count:
         raise CheckpointError(
             f"the robot '{name}' has number {known[name]}, and the checkpoint has {count} robots",
             "use a checkpoint that was trained on this robot",
+            code="gr00t-robot",
         )
     return known[name]

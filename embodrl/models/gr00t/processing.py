@@ -64,7 +64,9 @@ class ChatTokenizer(FileTokenizer):
         missing = [token for token in self.special_tokens if tokenizer.token_to_id(token) is None]
         if image_token_id is None or missing:
             raise CheckpointError(
-                f"the tokenizer of {source} has no {', '.join(missing)}", f"use the tokenizer of {self.model}"
+                f"the tokenizer of {source} has no {', '.join(missing)}",
+                f"use the tokenizer of {self.model}",
+                code="tokenizer-mismatch",
             )
         super().__init__(tokenizer)
         self.image_token_id = image_token_id
@@ -171,6 +173,7 @@ class Gr00tProcessor:
                 raise EmbodrlError(
                     f"the prompt for '{instruction}' has {text} tokens; at most {self.max_prompt_tokens} fit",
                     f"set {self.section}.max_prompt_tokens={text} or more",
+                    code="prompt-too-long",
                 )
             self._rows[key] = ([PAD_ID] * space + ids, [0] * space + [1] * len(ids))
         return self._rows[key]
@@ -186,7 +189,9 @@ class Gr00tProcessor:
         """
         batch, num_images = observation.images.shape[:2]
         if num_images == 0:
-            raise EmbodrlError("GR00T sees cameras, the observation has none", "configure one in env.cameras")
+            raise EmbodrlError(
+                "GR00T sees cameras, the observation has none", "configure one in env.cameras", code="num-cameras"
+            )
         images = torch.tensor(observation.images, device=device).flatten(0, 1)  # a copy: the source may be reused
         images = self.resized(images)
         rows = [self.prompt_row(text, num_images) for text in observation.instruction]
@@ -212,12 +217,14 @@ class Gr00tProcessor:
             raise EmbodrlError(
                 f"the robot's state has {dims} dimensions, the checkpoint's statistics have {wanted}",
                 "choose the robot with model.unnorm_key, or set env.include_state=false",
+                code="state-size",
             )
         width = dims if self.state_stats is None else self.state_stats.width
         if width > self.max_state_dim:
             raise EmbodrlError(
                 f"the robot's state has {width} dimensions, the model has room for {self.max_state_dim}",
                 f"set {self.section}.max_state_dim={width} or more, or env.include_state=false",
+                code="state-size",
             )
         padded[:, :width] = state if self.state_stats is None else self.state_stats.normalize(state)
         return padded

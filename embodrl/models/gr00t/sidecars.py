@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +108,7 @@ class Sidecars:
         )
         for name, wanted in UNSUPPORTED.items():
             if found.settings.flag(name, wanted) != wanted:
-                raise CheckpointError(f"{processor.source}: {name} {not wanted} is not supported".lower(), _HINT)
+                _refuse(processor, f"{name} {str(not wanted).lower()} is not supported")
         return found
 
     @property
@@ -151,13 +152,14 @@ class Sidecars:
         config, statistics = configs.fields(name), self.statistics[name]
         for part in ("video", "state", "language"):
             if len(config.fields(part, {}).content.get("delta_indices") or (0,)) != 1:  # pyright: ignore[reportArgumentType]
-                raise CheckpointError(f"{config.source}: '{part}' has a history, which is not supported", _HINT)
+                _refuse(config, f"'{part}' has a history, which is not supported")
         state = self._state(config.fields("state"), statistics.fields("state", {}))
         action, references = self._action(config.fields("action"), statistics)
         if action.dims != action_dim:
             raise CheckpointError(
                 f"{source}: action statistics of '{name}' have {action.dims} dimensions, not {action_dim}",
                 f"set model.action_dim={action.dims}, choose another robot with model.unnorm_key, or {COMPUTE}",
+                code="statistics-size",
             )
         horizon = len(config.fields("action").items("delta_indices"))
         for part in action.keys:
@@ -187,9 +189,7 @@ class Sidecars:
         """Return the statistics, and by relative key the key of the state that it is counted from."""
         names = config.texts("modality_keys")
         if deviations := _listed(config, "mean_std_embedding_keys"):
-            raise CheckpointError(
-                f"{config.source}: actions {deviations} by mean and deviation are not supported", _HINT
-            )
+            _refuse(config, f"actions {', '.join(deviations)} by mean and deviation are not supported")
         given = config.objects("action_configs") if config.content.get("action_configs") else []
         if given and len(given) != len(names):
             config.refuse(f"'action_configs' has {len(given)} entries, 'modality_keys' {len(names)}")
@@ -202,9 +202,7 @@ class Sidecars:
                 keys.append(KeyStats(name, "bounded", *self._ends(_numbers(statistics.fields("action").fields(name)))))
                 continue
             if how.text("type").lower() != "non_eef":
-                raise CheckpointError(
-                    f"{how.source}: '{name}' is a pose relative to the gripper's, which is not supported", _HINT
-                )
+                _refuse(how, f"'{name}' is a pose relative to the gripper's, which is not supported")
             references[name] = how.text("state_key", None) or name
             keys.append(KeyStats(name, "bounded", *_by_step(statistics.fields("relative_action").fields(name))))
         return JoinedStats(tuple(keys)), references
@@ -285,10 +283,14 @@ def modality_config(action: tuple[str, ...], state: tuple[str, ...], horizon: in
     return parts
 
 
+def _refuse(fields: Fields, problem: str) -> NoReturn:
+    raise CheckpointError(f"{fields.source}: {problem}", _HINT, code="checkpoint-unsupported")
+
+
 def _square(fields: Fields, name: str) -> int:
     height, width = (int(side) for side in fields.numbers(name, 2, low=1, high=MAX_STEPS))
     if height != width:
-        raise CheckpointError(f"{fields.source}: {name} is {height} x {width}; only squares are supported", _HINT)
+        _refuse(fields, f"{name} is {height} x {width}; only squares are supported")
     return height
 
 

@@ -434,6 +434,6 @@ def test_gr00t_n1_7_of_libero(stored: str, tmp_path: Path):
     assert num_parameters(policy) == 3_144_016_000 + (151936 * 2048 if stored == "both" else 0)
     assert (policy.embodiment, policy.horizon, policy.action_horizon) == (2, 40, 16)
     assert "the middle 243" in report.conventions["images"]
-    with raises_code("checkpoint") as refused:
+    with raises_code("checkpoint-family") as refused:
         load("gr00t", tmp_path)
     assert refused.value.hint == "set model.model_type=gr00t_n1_7"
