@@ -397,6 +397,7 @@ MODELS = Registry(
         "openvla_oft": "embodrl.models.openvla_oft.spec:SPEC",
         "pi0": "embodrl.models.pi.spec:PI0",
         "pi05": "embodrl.models.pi.spec:PI05",
+        "pi0_fast": "embodrl.models.pi0_fast.spec:SPEC",
         "gr00t": "embodrl.models.gr00t.spec:SPEC",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "lerobot": "embodrl.models.lerobot.spec:SPEC",

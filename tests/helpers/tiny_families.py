@@ -36,6 +36,17 @@ TINY = {
         "expert_mlp_dim": 32,
         "action_horizon": 4,
     },
+    "pi0_fast": {
+        "image_size": 16,
+        "patch_size": 8,
+        "siglip": SIGLIP,
+        "depth": 2,
+        "num_heads": 2,
+        "head_dim": 8,
+        "vlm_width": 32,
+        "vlm_mlp_dim": 48,
+        "action_horizon": 4,
+    },
     "smolvla": {
         "image_size": 16,
         "patch_size": 4,
