@@ -136,7 +136,7 @@ class TrajectoryBatch(Batch):
 
     @property
     def drawn(self) -> Tensor:
-        """Which log-probs count: ``valid bool[T,B,C]``, or, where there are, the tokens ``bool[T,B,M]`` of valid chunks.
+        """Which log-probs count: ``valid bool[T,B,C]`` or, where there are, tokens ``bool[T,B,M]`` of valid chunks.
 
         A loss sees tokens that stand for a whole chunk as if they were actions of one number each.
         """

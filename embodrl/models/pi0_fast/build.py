@@ -16,7 +16,7 @@ from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.pi.conventions import state_is_padded
 from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot
 from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
-from embodrl.models.pi.weights import LANGUAGE, TOWER, in_float32
+from embodrl.models.pi.weights import EMBEDDING, LANGUAGE, TOWER, in_float32
 from embodrl.models.pi0_fast import files
 from embodrl.models.pi0_fast.codec import TINY_CODEC, read_codec
 from embodrl.models.pi0_fast.config import FastConfig
@@ -68,7 +68,8 @@ def build_pi0_fast(
         }
         checkpoint.check_layers([renamed.get(name, name) for name in names], depths, directory)
         if report.adapters is not None:
-            report.adapters.rename(lambda names: (files.aliases(names), {}))
+            # with the embedding, so that adapters of the output layer are not taken for its own
+            report.adapters.rename(lambda names: (files.aliases([*names, EMBEDDING]), {}))
     generator = new_generator(device, seed)
     with torch.device("meta"):
         model = FastModel(model_config)

@@ -50,6 +50,11 @@ class FastConfig:
     text_tokenizer: str = PALIGEMMA
     action_tokenizer: str = ACTION_TOKENIZER
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return self.inputs.vocab_size
+
     @staticmethod
     def from_architecture(arch: Pi0FastArchitectureConfig, vocab_size: int) -> FastConfig:
         """Return the tiny size; ``vocab_size`` counts texts and actions."""
@@ -72,7 +77,8 @@ class FastConfig:
             normalization=BY_QUANTILES,
             antialias=arch.antialias is not False,
         )
-        return FastConfig(inputs, arch.max_action_tokens or TINY_TOKENS, skip_tokens=0)
+        # Tied and random, the network would begin by writing every token again.
+        return FastConfig(inputs, arch.max_action_tokens or TINY_TOKENS, skip_tokens=0, tied=False)
 
     @staticmethod
     def read(path: Path) -> FastConfig:

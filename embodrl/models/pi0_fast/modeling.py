@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.gemma import GemmaLayer, GemmaModel, KeysValues, full_precision, rotary
-from embodrl.models.common.init import init_linears, init_matrix
+from embodrl.models.common.init import init_linears
 from embodrl.models.common.lora import linear_weight
 from embodrl.models.pi.modeling import PaliGemmaModel, token_places
 from embodrl.models.pi0_fast.config import FastConfig
+
+HEAD_STD = 0.02
 
 Choose = Callable[[Tensor, int], Tensor]
 """Logits ``float32[B,K]`` of the token in that place of a chunk to choices ``int64[B]``."""
@@ -142,7 +144,7 @@ class FastModel(nn.Module):
         init_linears(self.paligemma.multi_modal_projector, generator)
         self.language.init_weights(generator)
         if not self.config.tied:
-            init_matrix(linear_weight(self.output_layer), generator)
+            linear_weight(self.output_layer).data.normal_(0.0, HEAD_STD, generator=generator)
 
     def _layer(self, index: int) -> GemmaLayer:
         return cast(GemmaLayer, self.language.layers[index])

@@ -138,7 +138,7 @@ class FastPolicy(VLAPolicy):
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
         inputs = self.preprocess(observation)
-        x, valid = self._prefix(inputs)
+        x, valid = self.prefix(inputs)
         noise = None
         if mode == "train":
             noise = exponential_noise((len(x), self.max_tokens, self.end + 1), generator, self.device)
@@ -152,7 +152,7 @@ class FastPolicy(VLAPolicy):
         logprobs = action_log_probs(logits, tokens[:, :written], sampling)
         values = self._values(hidden, valid) if compute_values else None
         return PolicyOutput(
-            self._actions(tokens, mask),
+            self.actions_of(tokens, mask),
             self._padded(logprobs, mask),
             values,
             {**inputs, TOKENS: tokens, TOKEN_MASK: mask},
@@ -165,7 +165,7 @@ class FastPolicy(VLAPolicy):
         Raises:
             EmbodrlError: see ``preprocess``; or there is no value head.
         """
-        x, valid = self._prefix(self.preprocess(observation))
+        x, valid = self.prefix(self.preprocess(observation))
         nothing = self.get_buffer("_begin")[None, :0].expand(len(x), -1)
         return self._values(self.model.hidden_states(x, valid, nothing), valid)
 
@@ -184,7 +184,7 @@ class FastPolicy(VLAPolicy):
         mask = forward_inputs[TOKEN_MASK]
         tokens = forward_inputs[TOKENS][:, : int(mask.sum(dim=1).max())]
         begin, choices = self.get_buffer("_begin"), self.get_buffer("_choices")
-        x, valid = self._prefix(forward_inputs)
+        x, valid = self.prefix(forward_inputs)
         written = torch.cat([begin.expand(len(tokens), -1), choices[tokens[:, :-1]]], dim=1)
         hidden = self.model.hidden_states(x, valid, written)
         logits = self.model.logits(hidden[:, hidden.shape[1] - tokens.shape[1] :], choices)
@@ -234,7 +234,7 @@ class FastPolicy(VLAPolicy):
         """
         longest = int(batch[WRITTEN].sum(dim=1).max())
         sentence, mask = batch[SENTENCE][:, :longest], batch[WRITTEN][:, 1:longest].float()
-        x, valid = self._prefix(batch)
+        x, valid = self.prefix(batch)
         hidden = self.model.hidden_states(x, valid, sentence[:, :-1])[:, x.shape[1] :]
         logits, targets = self.model.logits(hidden), sentence[:, 1:]
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
@@ -301,7 +301,8 @@ class FastPolicy(VLAPolicy):
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
-    def _prefix(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def prefix(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings ``[B,P,W]`` and mask ``bool[B,P]`` of images and prompt; see ``embed_prefix``."""
         pixels = inputs["images"].float().permute(0, 1, 4, 2, 3) / 127.5 - 1.0
         return self.model.paligemma.embed_prefix(
             pixels, inputs["input_ids"], inputs["attention_mask"], inputs.get("image_mask")
@@ -312,7 +313,8 @@ class FastPolicy(VLAPolicy):
         full = F.pad(numbers, (0, mask.shape[1] - numbers.shape[1]))
         return torch.where(mask, full, 0.0)[..., None]
 
-    def _actions(self, tokens: Tensor, mask: Tensor) -> NDArray[np.float32]:
+    def actions_of(self, tokens: Tensor, mask: Tensor) -> NDArray[np.float32]:
+        """Return the actions ``float32[B,C,A]``, in environment units, that choices ``int64[B,T]`` mean."""
         codes = [
             [code for code, there in zip(*row, strict=True) if there and code != self.end]
             for row in zip(tokens.tolist(), mask.tolist(), strict=True)
