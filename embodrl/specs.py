@@ -201,7 +201,8 @@ class ModelSpec(Spec):
     Attributes:
         settings: the class of the section ``model``, derived from ``ModelConfig``, or ``module:Class``; None adds
             nothing.
-        kind: ``tokens`` (action bins), ``flow`` (flow matching) or "" (any other).
+        kind: ``tokens`` (action bins), ``sequence`` (tokens of a whole chunk), ``flow`` (flow matching) or "" (any
+            other).
         value_head: it has one, which actor-critic losses need.
         value_inputs: values of ``model.value_head.input`` that it has; None: not checked.
         trainable: values of ``model.trainable`` that it has; None: not checked.

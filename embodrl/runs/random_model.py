@@ -227,5 +227,5 @@ class _Weights:
 
     def _constant(self, name: str, tensor: Tensor) -> int:
         """Biases are 0, and norms leave their input unscaled."""
-        of_gemma = self._is_pi and not name.startswith(TOWER)
+        of_gemma = self._is_pi and TOWER not in name
         return int(tensor.is_floating_point() and not name.endswith("bias") and not of_gemma)

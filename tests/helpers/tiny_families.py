@@ -87,7 +87,7 @@ FAMILIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, 
 TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "tokens"]
 FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "flow"]
 # A family and, of flow families, each way to make it a distribution.
-VARIANTS = [(name, None) for name in TOKEN_FAMILIES] + [
+VARIANTS = [(name, None) for name in FAMILIES if name not in FLOW_FAMILIES] + [
     (name, method) for name in FLOW_FAMILIES for method in ("flow_sde", "flow_noise")
 ]
 TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it over the box", "pull")

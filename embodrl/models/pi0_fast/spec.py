@@ -84,12 +84,24 @@ def tokens_are_of_the_chunk(context: Context) -> Iterator[Finding]:
             yield Finding(key, message, f"set it to {allowed}", allowed, others=("model.model_type",))
 
 
-@RULES.note("model.model_type", "sft.label_smoothing_bins")
-def codes_have_no_neighbours(context: Context) -> Iterator[Finding]:
-    """Tokens of byte-pair encoding are in no order."""
-    if context.by_user("sft.label_smoothing_bins"):
-        message = "has no effect: neighbouring tokens of pi0_fast do not mean neighbouring actions"
-        yield Finding("sft.label_smoothing_bins", message, "leave it out")
+@RULES.note("model.model_type", "sft.label_smoothing_bins", "model.center_crop")
+def settings_of_other_families(context: Context) -> Iterator[Finding]:
+    """Tokens of byte-pair encoding are in no order, and openpi shows whole pictures."""
+    for key, why in (
+        ("sft.label_smoothing_bins", "neighbouring tokens of pi0_fast do not mean neighbouring actions"),
+        ("model.center_crop", "pi0_fast sees whole pictures"),
+    ):
+        if context.by_user(key):
+            yield Finding(key, f"has no effect: {why}", "leave it out")
+
+
+@RULES.note("model.model_type", "model.model_path", "env.include_state")
+def checkpoint_reads_the_state(context: Context) -> Iterator[Finding]:
+    """A public checkpoint was trained with the state in its prompt."""
+    config = context.config
+    if config.model.model_path is not None and not config.env.include_state:
+        message = "pi0_fast reads the robot's state, and env.include_state is false"
+        yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
 
 
 SPEC = ModelSpec(
@@ -98,14 +110,14 @@ SPEC = ModelSpec(
     description="pi0-FAST: PaliGemma that writes a chunk of actions as FAST tokens",
     settings=Pi0FastModelConfig,
     rules=(RULES,),
-    kind="tokens",
+    kind="sequence",
     value_inputs=("prompt_end", "prompt_mean"),
     trainable=("all", "lora"),
     uses_state=True,
     max_cameras=3,
     interface=libero_interface,
     parity="embodrl.models.pi0_fast.parity:run",
-    sizes="1.0 M (tiny), about 2.9 B",
+    sizes="1.3 M (tiny), about 2.9 B",
     actions="cosine coefficients of the chunk, byte-pair encoded, decoded one after the other",
     missing_config="give a checkpoint in lerobot's pi0_fast layout",
     checkpoint="lerobot's pi0_fast layout",

@@ -163,7 +163,7 @@ def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
 def test_a_warm_start_of_another_size_is_refused_by_dimension(family: str, tmp_path: Path) -> None:
     policy, _ = build(family)
     policy.save_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
-    section = {"pi0": "pi", "pi05": "pi", "gr00t": "gr00t", "smolvla": "smolvla"}.get(family, "architecture")
+    section = {"pi0": "pi", "pi05": "pi", "openvla": "architecture", "openvla_oft": "architecture"}.get(family, family)
     wider = {**TINY[section], "siglip": {**SIGLIP, "mlp_dim": 40}}
     with pytest.raises(CheckpointError, match=rf"siglip\.mlp_dim 24 instead of 40(.|\n)*set model\.{section}"):
         build(family, warm_start=str(tmp_path / "saved"), **{section: wider})

@@ -15,6 +15,8 @@ from expect import raises_code
 from safetensors.torch import load_file, save_file
 from tiny_families import TINY, build, generator, observation, tiny_config
 
+from embodrl.data.statistics import RobotStatistics, dimension_stats
+from embodrl.models.common.gripper import to_model
 from embodrl.models.pi0_fast.codec import TINY_CODEC, ActionCodec, cosines, read_codec
 from embodrl.models.pi0_fast.modeling import FastModel
 from embodrl.models.pi0_fast.policy import SENTENCE, WRITTEN, FastPolicy
@@ -180,6 +182,28 @@ def test_a_chunk_beyond_the_limit_is_refused() -> None:
     with raises_code("pi0-fast-chunk-too-long") as refused:
         policy.sft_inputs(observation("pi0_fast", 1), torch.rand(1, 4, 7, generator=generator()))
     assert "model.pi0_fast.max_action_tokens=" in refused.value.hint
+
+
+def test_actions_in_the_units_of_the_robot_and_its_gripper(tmp_path: Path) -> None:
+    """Normalized between the quantiles; a gripper of LIBERO's convention is 0 to 1, closed to open, to the model."""
+    actions = np.stack([np.linspace(-9, 9, 101), np.repeat([-1.0, 1.0], [50, 51])], axis=1)
+    file = tmp_path / "s.json"
+    RobotStatistics("x", dimension_stats(to_model(actions, "libero"))[0], None, "libero").write(file)
+    policy = build("pi0_fast", action_dim=2, gripper="libero", stats_path=str(file))
+    assert isinstance(policy, FastPolicy)
+    chunk = np.array([[[-4.5, 1.0], [0.0, 1.0], [4.5, -1.0], [9.0, -1.0]]])
+    batch = policy.sft_inputs(observation("pi0_fast", 1), torch.from_numpy(chunk))
+    ids = batch[SENTENCE][0][batch[WRITTEN][0]]
+    codes = (policy.model.config.vocab_size - 1 - ids[len(policy.get_buffer("_begin")) : -1]).tolist()
+    said = policy.codec.decode([codes], 4, 2)[0]
+    q01, q99 = np.quantile(actions[:, 0], [0.01, 0.99])
+    np.testing.assert_allclose(said[:, 0], 2 * (chunk[0, :, 0] - q01) / (q99 - q01) - 1, atol=0.1)
+    tokens = torch.tensor([[*codes, policy.end]])
+    acted = policy.actions_of(tokens, torch.ones_like(tokens, dtype=torch.bool))[0]
+    np.testing.assert_allclose(acted[:, 0], chunk[0, :2, 0], atol=1.0)
+    np.testing.assert_array_equal(acted[:, 1], [1.0, 1.0])
+    assert policy.out_of_range(actions, np.zeros((101, 6))).mean() == 0
+    assert policy.out_of_range(actions * 100, np.zeros((101, 6)))[:, 0].mean() > 0.5
 
 
 def test_prompts_have_the_state_and_no_answer(policy: FastPolicy) -> None:

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -324,11 +324,16 @@ def test_lerobots_peft_over_pi05_base(tmp_path: Path):
 TEXT_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
 
 
-def write_pi0_fast(directory: Path, stored: set[str], changes: dict[str, Any], mode: str) -> None:
-    """Of lerobot/pi0fast-base and fine-tunes: PaliGemma's weights, processor files, no tokenizer of text."""
+def pi0_fast_shapes(stored: Collection[str] = (TEXT_HEAD,)) -> Shapes:
+    """PaliGemma's, with the tied embedding under one name or two."""
     shapes = {name: shape for name, shape in pi_shapes("pi05").items() if ".paligemma." in name and name != EMBEDDING}
     shapes |= dict.fromkeys(sorted(stored), (257152, 2048))
-    write_sparse(directory / "model.safetensors", {f"model.{name}": shape for name, shape in shapes.items()})
+    return {f"model.{name}": shape for name, shape in shapes.items()}
+
+
+def write_pi0_fast(directory: Path, stored: set[str], changes: dict[str, Any], mode: str) -> None:
+    """Of lerobot/pi0fast-base and fine-tunes: PaliGemma's weights, processor files, no tokenizer of text."""
+    write_sparse(directory / "model.safetensors", pi0_fast_shapes(stored))
     pictures = {f"observation.images.{name}": {"type": "VISUAL", "shape": [3, 224, 224]} for name in ("base", "wrist")}
     settings = {"chunk_size": 10, "n_action_steps": 10, "max_decoding_steps": 256, "input_features": pictures}
     write_json(directory / "config.json", {"type": "pi0_fast", **settings, **changes})
