@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.models.common.gemma import GemmaLayer, GemmaModel, KeysValues, full_precision, rotary
+from embodrl.models.common.gemma import GemmaLayer, GemmaModel, KeysValues, Rotary, full_precision, rotary
 from embodrl.models.common.init import init_linears
 from embodrl.models.common.lora import linear_weight
 from embodrl.models.pi.modeling import PaliGemmaModel, token_places
@@ -118,7 +118,7 @@ class FastModel(nn.Module):
         positions = _positions(valid, prefix, len(begin) + limit, x.device)
         rope = rotary(positions, self.config.inputs.vlm.head_dim, x.dtype)
         seen = None if valid is None else F.pad(valid, (0, len(begin) + limit), value=True)[:, None, None]
-        cache = self._cache(batch, known + limit, x)
+        cache: list[KeysValues] = []
         hidden = self._extend(x, rope, cache, 0, _visible(valid, prefix, len(begin), x.device))
         of_prefix, last = hidden[:, :prefix], hidden[:, -1]
         tokens = torch.zeros(batch, limit, dtype=torch.int64, device=x.device)
@@ -149,21 +149,23 @@ class FastModel(nn.Module):
     def _layer(self, index: int) -> GemmaLayer:
         return cast(GemmaLayer, self.language.layers[index])
 
-    def _cache(self, batch: int, length: int, like: Tensor) -> list[KeysValues]:
-        spec = self.config.inputs.vlm
-        shape = (batch, spec.num_kv_heads, length, spec.head_dim)
-        return [(like.new_empty(shape), like.new_empty(shape)) for _ in range(spec.depth)]
+    def _extend(self, x: Tensor, rope: Rotary, cache: list[KeysValues], start: int, mask: Tensor | None) -> Tensor:
+        """Return the final hidden states of tokens from ``start`` on, and put their keys and values into the cache.
 
-    def _extend(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], cache: list[KeysValues], start: int, mask: Tensor | None
-    ) -> Tensor:
-        """Return the final hidden states of tokens from ``start`` on, and put their keys and values into the cache."""
+        The cache is made by the first call, with room for as many tokens as ``rope`` has places.
+        """
         end = start + x.shape[1]
         turn = (rope[0][:, :, start:end], rope[1][:, :, start:end])
-        for index, (keys, values) in enumerate(cache):
+        for index in range(len(self.language.layers)):
             layer = self._layer(index)
             normed, _ = layer.input_layernorm(x)
-            keys[:, :, start:end], values[:, :, start:end] = layer.self_attn.keys_values(normed, turn, None)
+            known = layer.self_attn.keys_values(normed, turn, None)
+            if start == 0:
+                batch, groups, _, width = known[0].shape
+                shape = (batch, groups, rope[0].shape[2], width)
+                cache.append((known[0].new_empty(shape), known[1].new_empty(shape)))
+            keys, values = cache[index]
+            keys[:, :, start:end], values[:, :, start:end] = known
             x = x + layer.self_attn(normed, turn, (keys[:, :, :end], values[:, :, :end]), mask)
             x = x + layer.mlp(layer.post_attention_layernorm(x)[0])
         return self.language.norm(x)[0]
