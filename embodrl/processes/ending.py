@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import gc
+import io
 import os
-import sys
 import threading
 from typing import NoReturn
 
@@ -13,6 +15,8 @@ from embodrl.processes.liveness import hurry
 
 HANDLERS_S = 1.0
 """What exit handlers may take."""
+
+_WITH_BUFFERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 OUT_OF_MEMORY = 12
 """Exit code of a worker that could not allocate memory: the number of ENOMEM."""
@@ -31,12 +35,13 @@ def closing_grace_s() -> float:
 def leave(code: int, handlers_s: float = HANDLERS_S) -> NoReturn:
     """End this process after its exit handlers, without taking down the interpreter.
 
-    Once torch and transformers are loaded, freeing all modules takes a second, and several on busy cores. Threads are
-    not waited for.
+    Once torch and transformers are loaded, freeing all modules takes a second, and several on busy cores. What the
+    interpreter would do at its end and users may rely on is done: functions registered with ``atexit`` run, open files
+    are flushed, those of C as well. Threads are not waited for, and ``__del__`` is not called.
 
     Args:
         code: exit code.
-        handlers_s: seconds after which the process ends even if an exit handler has not returned.
+        handlers_s: seconds after which the process ends even if exit handlers and files are not done.
     """
 
     def end() -> None:
@@ -46,7 +51,14 @@ def leave(code: int, handlers_s: float = HANDLERS_S) -> NoReturn:
     late.daemon = True
     late.start()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
-            stream.flush()
+    flush_files()
     os._exit(code)
+
+
+def flush_files() -> None:
+    """Write out what the open files of this process have buffered."""
+    for found in gc.get_objects():
+        if issubclass(type(found), _WITH_BUFFERS):
+            with contextlib.suppress(OSError, ValueError):  # closed, or it can't be written any more
+                found.flush()
+    ctypes.CDLL(None).fflush(None)

@@ -2,8 +2,11 @@
 
 A process that embodrl starts, and all that it starts in turn, inherits its place in the family tree through the
 environment variable ``EMBODRL_FAMILY``: neither a session of its own nor a dead parent takes that away. The guard
-belongs to the outermost process, the driver. It covers what the driver cannot do once it was killed: simulators that
-hang with the interpreter lock held see no end-of-file, and the processes that simulators start know nothing of it.
+belongs to the driver. It covers what the driver cannot do once it was killed: simulators that hang with the interpreter
+lock held see no end-of-file, and the processes that simulators start know nothing of it.
+
+A driver that a worker or simulator of another run has started inherits the variable, and founds a family of its own
+below it: it ends with the outer run, and what it ends is its own.
 """
 
 from __future__ import annotations
@@ -27,13 +30,17 @@ class _Root:
     pipe = -1
 
 
+def adopt() -> None:
+    """Belong to the family of the process that has started this one; without it, ``family`` founds one."""
+    _Root.pid, _Root.family = os.getpid(), os.environ[VARIABLE]
+
+
 def family() -> str:
-    """Return the family of this process; the outermost one starts its guard."""
-    inherited = os.environ.get(VARIABLE, "")
-    if inherited:
-        return inherited
+    """Return the family of this process; who founds one starts its guard."""
     if _Root.pid != os.getpid():
-        _Root.pid, _Root.family = os.getpid(), f"{os.getpid()}-{secrets.token_hex(4)}"
+        above = os.environ.get(VARIABLE, "")
+        own = f"{os.getpid()}-{secrets.token_hex(4)}"
+        _Root.pid, _Root.family = os.getpid(), f"{above}/run.{own}" if above else own
         theirs, _Root.pipe = os.pipe()  # the write end closes with this process, however it ends
         command = [sys.executable, "-I", "-S", __file__, str(theirs), _Root.family]
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}

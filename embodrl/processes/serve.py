@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypedDict
 from embodrl.errors import EmbodrlError, user_frames
 from embodrl.processes.codec import PLAIN, Codec
 from embodrl.processes.frames import Connection
+from embodrl.processes.guard import adopt
 from embodrl.processes.liveness import start_beating
 
 logger = logging.getLogger("embodrl.processes")
@@ -51,6 +52,7 @@ def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, A
     Raises:
         PeerGoneError: the parent has gone.
     """
+    adopt()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -119,7 +121,9 @@ def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None
         except OSError as error:
             allowed = sorted(os.sched_getaffinity(0))
             raise EmbodrlError(
-                f"CPU {', '.join(map(str, cpus))} cannot be used ({error}); allowed: {allowed}", hint
+                f"CPU {', '.join(map(str, cpus))} cannot be used ({error}); allowed: {allowed}",
+                hint,
+                code="cpu-unavailable",
             ) from error
     num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if numa_node is None or num_nodes < 2:

@@ -100,7 +100,9 @@ def write_random_model(
     one_file = isinstance(policy, PiPolicy | FastPolicy | SmolVlaPolicy)
     if one_file and shard_gb is not None:
         raise CheckpointError(
-            f"--shard-size {shard_gb:g}: the public layout of {family} is one file", "leave --shard-size out"
+            f"--shard-size {shard_gb:g}: the public layout of {family} is one file",
+            "leave --shard-size out",
+            code="one-file-layout",
         )
     state = policy.public_state()
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
@@ -166,12 +168,12 @@ def _take_tokenizer(policy: VLAPolicy, directory: Path) -> None:
     else:
         assert isinstance(policy, PiPolicy | FastPolicy | SmolVlaPolicy)
         found = policy.processor.tokenizer = JsonTokenizer(directory / JSON_FILE)
-        config = policy.model.config
-        rows = config.inputs.vocab_size if isinstance(policy, FastPolicy) else config.vocab_size
+        rows = policy.model.config.vocab_size
     if found.vocab_size > rows:
         raise CheckpointError(
             f"the tokenizer of {directory} has {found.vocab_size} ids, the model {rows}",
             "use the model's own tokenizer, with --size public",
+            code="tokenizer-mismatch",
         )
 
 
@@ -182,6 +184,7 @@ def _check_space(directory: Path, needed: int) -> None:
         raise OutputError(
             f"{directory} needs {needed:,} bytes, {existing} has {free:,} free",
             f"free disk space, use --size tiny, or {ELSEWHERE}",
+            code="disk-space",
         )
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, WorkerDied
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.processes.restarts import RestartBudget
 from embodrl.runs.files import how_to_go_on
+from embodrl.runs.settings import last_settings
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class TrainersLostError(Exception):
@@ -38,48 +42,36 @@ def lost_trainers(engine: TrainEngine) -> bool:
     return False
 
 
-class Attempt:
-    """A try of a run from a checkpoint. As a context it catches the loss of the training processes.
-
-    Attributes:
-        checkpoint: where it begins; None for the start.
-        restarted: the run has been tried before, in this process.
-        lost: the error that it has caught.
-    """
-
-    def __init__(self, checkpoint: Checkpoint | None, restarted: bool) -> None:
-        self.checkpoint, self.restarted = checkpoint, restarted
-        self.lost: TrainersLostError | None = None
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self.lost = error if isinstance(error, TrainersLostError) else None
-        return self.lost is not None
-
-
-def attempts(
-    config: Config, run_dir: Path, checkpoint: Checkpoint | None, check_directory: Callable[[], None]
-) -> Iterator[Attempt]:
-    """Yield the tries of a run, as many as ``actor.max_restarts`` allows: ``for attempt in ...: with attempt: return``.
+def with_restarts(
+    config: Config,
+    run_dir: Path,
+    checkpoint: Checkpoint | None,
+    old_settings: str | None,
+    check_directory: Callable[[], None],
+    execute: Callable[[Checkpoint | None, str | None], Result],
+) -> Result:
+    """Execute a run, and again from its newest checkpoint as often as ``actor.max_restarts`` allows.
 
     Args:
         config: the run.
         run_dir: its directory.
-        checkpoint: where it begins first.
+        checkpoint: where it begins first; None for the start.
+        old_settings: those of the process before, if the run is resumed.
         check_directory: raises if the run has lost its directory.
+        execute: gets the checkpoint and the settings of the process before; raises TrainersLostError.
 
     Raises:
         EmbodrlError: the training processes were lost too often, or all checkpoints are damaged.
     """
     budget = RestartBudget(config.actor.max_restarts, config.cluster.restart_window_s)
-    attempt = Attempt(checkpoint, False)
+    restarted = False
     while True:
-        yield attempt
-        assert attempt.lost is not None
-        error, attempt.lost = attempt.lost.error, None
+        try:
+            return execute(checkpoint, old_settings)
+        except TrainersLostError as lost:
+            error = lost.error
         if not budget.take():
-            if attempt.restarted:
+            if restarted:
                 error.add(f"given up after {budget} of the training processes")
             error.add_hint(how_to_go_on(run_dir))
             raise error from error.__cause__
@@ -93,4 +85,4 @@ def attempts(
         gc.collect()  # what the frames of the error have held: a policy, say
         where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
         logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
-        attempt = Attempt(checkpoint, True)
+        restarted, old_settings = True, last_settings(run_dir)

@@ -245,11 +245,11 @@ def _other_counts(config: Config, rollout: Fields, num_generators: Sequence[int]
 
     The state of an asynchronous run has neither simulators nor random numbers.
     """
-    simulators = len([name for name in rollout.texts("blobs") if re.fullmatch(r"(rollout_\d+_)?env_\d+", name)])
-    if simulators not in (0, config.env.num_processes):
-        yield _fixed("env.num_processes", config.env.num_processes, simulators, "it has the state of each simulator")
     state = rollout.fields("state")
     states = state.objects("processes") if "processes" in state else [state]
+    simulators = len([name for name in rollout.texts("blobs") if re.fullmatch(r"(rollout_\d+_)?env_\d+", name)])
+    if not any("lost" in one for one in states) and simulators not in (0, config.env.num_processes):
+        yield _fixed("env.num_processes", config.env.num_processes, simulators, "it has the state of each simulator")
     found = [len(one.items("random")) for one in states if "random" in one]
     if len(found) != len(num_generators):
         return  # another number of rollout processes, whose error names cluster.component_placement

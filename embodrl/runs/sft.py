@@ -17,7 +17,7 @@ from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
-from embodrl.data.facts import read_facts
+from embodrl.data.facts import data_directory, read_facts
 from embodrl.data.imitation import FrameBatches, check_demos, check_robot, load_configured_demos
 from embodrl.data.rng import capture_rng, restore_rng
 from embodrl.data.statistics import STATISTICS_FILE, UNNAMED, RobotStatistics, dimension_stats, read_statistics
@@ -43,6 +43,7 @@ from embodrl.runs.files import (
 )
 from embodrl.runs.lock import LOCK_FILE, RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
+from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
 from embodrl.runs.settings import STATE_KEY, load_saved, write_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.specs import ENVS
@@ -106,7 +107,7 @@ def sft(loaded: LoadedConfig) -> int:
         raise UsageError(
             "`embodrl sft` does not support actor=megatron", "use actor=native or actor=fsdp", code="sft-megatron"
         )
-    read_facts(Path(config.sft.data_dir).expanduser())  # raises, before anything is written
+    read_facts(data_directory(config.sft.data_dir))  # raises, before anything is written
     for name in (POLICY_DIR, METRICS_FILE):
         if (directory / name).exists():
             raise OutputError(
@@ -184,7 +185,7 @@ def demo_statistics(
     """
     action, narrow = dimension_stats(to_model(demos.actions.astype(np.float64), gripper))
     state = dimension_stats(demos.state)[0] if include_state and demos.state.shape[1] else None
-    name = read_facts(Path(data_dir).expanduser()).robot_type or UNNAMED
+    name = read_facts(data_directory(str(data_dir))).robot_type or UNNAMED
     return RobotStatistics(name, action, state, gripper, len(demos.actions), len(demos.instructions)), narrow
 
 
@@ -252,6 +253,17 @@ def _is_exported(directory: Path) -> bool:
 def _run(
     loaded: LoadedConfig, directory: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None
 ) -> int:
+    """As ``_execute``; training processes that are lost are restarted."""
+
+    def execute(checkpoint: Checkpoint | None, old_settings: str | None) -> int:
+        return _execute(loaded, directory, lock, checkpoint, old_settings)
+
+    return with_restarts(loaded.config, directory, checkpoint, old_settings, lock.check, execute)
+
+
+def _execute(
+    loaded: LoadedConfig, directory: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None
+) -> int:
     """Run, and tell of an error what became of the run; see ``_train``."""
     with StopSignal(loaded.config.runner.stop_timeout_s) as stop:
         try:
@@ -301,7 +313,9 @@ def _train(
         engine = make_train_engine(training, deployment, policy, directory / "logs", launcher)
         closing.callback(engine.close)
         batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
-        done = None if checkpoint is None else checkpoint.state.integer("step")
+        # One that begins again drops all rows.
+        start = None if old_settings is None else -1
+        done = start if checkpoint is None else checkpoint.state.integer("step")
         saved = None if checkpoint is None else saved_metrics(checkpoint)
         logged = (config.runner.logger, done, config.model_dump())
         metrics = closing.enter_context(MetricsLogger(directory, *logged, saved=saved, file_name=METRICS_FILE))
@@ -315,7 +329,12 @@ def _train(
             progress.message(line)
         settings_text = write_settings(directory, loaded.to_yaml(), changes_so_far(directory))
         stop.graceful = True
-        trainer.run(settings_text)
+        try:
+            trainer.run(settings_text)
+        except EmbodrlError as error:
+            if not stop and lost_trainers(engine):
+                raise TrainersLostError(error) from error
+            raise
         lock.check()
         with stop.saving():
             engine.fetch()

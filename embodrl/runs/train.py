@@ -52,12 +52,11 @@ from embodrl.runs.files import (
 from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
-from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
+from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
 from embodrl.runs.result import TrainResult, already_complete
 from embodrl.runs.settings import (
     STATE_KEY,
     is_run,
-    last_settings,
     load_saved,
     not_a_run,
     refuse_impossible,
@@ -439,11 +438,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
-            for attempt in attempts(config, run_dir, None, lock.check):
-                with attempt:
-                    settings = last_settings(run_dir) if attempt.restarted else None
-                    return _execute(loaded, run_dir, lock, attempt.checkpoint, settings)
-    raise AssertionError("attempts ends by raising")
+            return _continue(loaded, run_dir, lock, None, None)
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -483,6 +478,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
             raise CheckpointError(
                 f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
                 "start a new run; remove the checkpoints to start this one over",
+                code="checkpoint-missing",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
         return _continue(loaded, directory, lock, None, saved.text)
@@ -501,14 +497,14 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
 
 
 def _continue(
-    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str
+    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None
 ) -> TrainResult:
     """As ``_execute``; training processes that are lost are restarted."""
-    for attempt in attempts(loaded.config, run_dir, checkpoint, lock.check):
-        with attempt:
-            settings = last_settings(run_dir) if attempt.restarted else old_settings
-            return _execute(loaded, run_dir, lock, attempt.checkpoint, settings)
-    raise AssertionError("attempts ends by raising")
+
+    def execute(checkpoint: Checkpoint | None, old_settings: str | None) -> TrainResult:
+        return _execute(loaded, run_dir, lock, checkpoint, old_settings)
+
+    return with_restarts(loaded.config, run_dir, checkpoint, old_settings, lock.check, execute)
 
 
 def _last_logged(checkpoint: Checkpoint) -> int:

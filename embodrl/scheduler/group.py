@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -19,6 +20,7 @@ from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, se
 from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
 
 START_TIMEOUT_S = 180.0
+_LOOK_S = 0.2
 _NOTICE_S = 5.0
 """Within which the death of a process is noticed."""
 
@@ -158,11 +160,11 @@ class WorkerGroup:
             EmbodrlError: they can't be brought up.
         """
         if self._workers:
-            raise EmbodrlError(f"group '{self.name}' is running already", "close it first")
+            raise EmbodrlError(f"group '{self.name}' is running already", "close it first", code="group-order")
         if isinstance(places, int):
             places = [ProcessPlace(self.name, rank) for rank in range(places)]
         if not places:
-            raise EmbodrlError(f"group '{self.name}' has no place", "give at least one")
+            raise EmbodrlError(f"group '{self.name}' has no place", "give at least one", code="group-order")
         self._owns_launcher = isinstance(launcher, str)
         self._launcher = LAUNCHERS.get(launcher)() if isinstance(launcher, str) else launcher
         assert self._launcher is not None
@@ -196,17 +198,27 @@ class WorkerGroup:
         futures = {rank: self._workers[rank].started() for rank in ranks}
         Handle(f"{self.name}: start", futures, list, self._explain).result(timeout_s)
 
-    def restart(self, rank: int, timeout_s: float = START_TIMEOUT_S) -> None:
+    def restart(self, rank: int, timeout_s: float = START_TIMEOUT_S, should_stop: Callable[[], bool] = bool) -> None:
         """Restart one worker with the arguments it had; its state and the calls it had begun are lost.
 
         Raises:
             WorkerError: it failed again.
+            InterruptedError: ``should_stop`` answered True; the worker is ended.
         """
         assert self._launcher is not None
         self._workers[rank].kill()
         self._failed = None
         self._workers[rank] = self._launcher.start(self._jobs[rank], self._on_death)
-        self._await_start([rank], timeout_s)
+        started, deadline = self._workers[rank].started(), time.monotonic() + timeout_s
+        while wait([started], _LOOK_S).not_done and time.monotonic() < deadline:
+            if should_stop():
+                self._workers[rank].kill()
+                raise InterruptedError
+        self._await_start([rank], 0.0)
+
+    def give_up(self, rank: int, reason: str) -> None:
+        """End a worker that does not answer; its calls fail as those of one that hangs, with its stack."""
+        self._workers[rank].give_up(reason)
 
     def close(self, grace_s: float = math.inf) -> None:
         """End the workers, by force those that do not go by themselves, at the latest after ``closing_grace_s``."""
@@ -253,7 +265,7 @@ class WorkerGroup:
         """
         marked = marked_method(self.worker_class, method)
         if not self._workers:
-            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first")
+            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first", code="group-order")
         if self._failed is not None:
             raise self._failed
         shares = list(marked.dispatch(self.world_size, args, kwargs))
@@ -261,6 +273,7 @@ class WorkerGroup:
             raise EmbodrlError(
                 f"the dispatch of {method} gave {len(shares)} shares for {self.world_size} workers",
                 "return one share a rank, None for those that are not called",
+                code="dispatch-rows",
             )
         return self._begin(method, shares, marked.collect)
 
@@ -272,7 +285,7 @@ class WorkerGroup:
         """
         marked_method(self.worker_class, method)
         if not self._workers:
-            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first")
+            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first", code="group-order")
         if self._failed is not None:
             raise self._failed
         shares: list[Arguments | None] = [None] * self.world_size

@@ -10,6 +10,7 @@ Legend: T policy steps (chunks), B environments.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +26,18 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
+from embodrl.processes.liveness import hurry
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
 from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
 from embodrl.workers.staleness import StalenessGate
 from embodrl.workers.workflow_runner import WorkflowRunner
 
+logger = logging.getLogger(__name__)
+
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
+# How long threads may take to end once a signal has come, as a part of runner.stop_timeout_s.
+_JOIN = 0.5
 # Simulators keep a journal, from which synchronous runs are resumed bit-exactly; here it only grows.
 _SHARDS_A_JOURNAL = 64
 PLAYERS = "players"
@@ -203,12 +209,17 @@ class AsyncCollector:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Break off what is under way and end the threads."""
+        """Break off what is under way and end the threads; those that hang are left alone if the run is to end soon."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        deadline = time.monotonic() + _JOIN * self.config.runner.stop_timeout_s
+        while any(thread.is_alive() for thread in self._threads):
+            if hurry.is_set() and time.monotonic() > deadline:
+                logger.warning("a rollout that hangs is left alone, as the run is to end")
+                return
+            for thread in self._threads:
+                thread.join(_POLL_S)
 
     # -- the side of the stages ---------------------------------------------------------------------------------------
 
@@ -246,7 +257,7 @@ class AsyncCollector:
     def _begin(self) -> int | None:
         """Wait until a shard may begin; return its number, or None at the end."""
         with self._changed:
-            while not self._closing and self._failure is None:
+            while not self._breaks_off():
                 wanted = self.config.runner.max_iterations * self.gate.batch_size + self.gate.rejected + self._extra
                 enough = self._next_shard - len(self._again) >= wanted
                 if not (enough or self._drained) and self.gate.capacity():
@@ -267,9 +278,13 @@ class AsyncCollector:
         groups = self.schedule.group_ids(0)[rows]
         shard = Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
         try:
-            return episode_runner.roll_out(shard, lambda: self._closing or self._failure is not None)
+            return episode_runner.roll_out(shard, self._breaks_off)
         except InterruptedError:
             return None
+
+    def _breaks_off(self) -> bool:
+        """Return whether no shard is wanted any more; one that is under way starts again when the run is resumed."""
+        return self._closing or self._failure is not None or hurry.is_set()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -303,13 +318,18 @@ class AsyncCollector:
     def load_state(self, saved: RolloutState, version: int) -> None:
         state = saved.state
         if "shards" not in state:
-            raise CheckpointError("the checkpoint is that of a synchronous run", "resume with runner.max_staleness=0")
+            raise CheckpointError(
+                "the checkpoint is that of a synchronous run",
+                "resume with runner.max_staleness=0",
+                code="checkpoint-other-settings",
+            )
         before, now = state["settings"], shard_settings(self.config, len(self.players))
         if before.get(PLAYERS, now[PLAYERS]) != now[PLAYERS]:
             raise CheckpointError(
                 f"the checkpoint holds rollouts of {before[PLAYERS]} player(s), and now there are {now[PLAYERS]}",
                 "resume with as many rollout processes in cluster.component_placement as before, or, where the main"
                 " process runs, with the same rollout.pipeline_stages",
+                code="checkpoint-other-settings",
             )
         other = [name for name in now if before.get(name) != now[name] and name != PLAYERS]
         if other:
@@ -317,7 +337,11 @@ class AsyncCollector:
                 f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other
             )
             hint = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
-            raise CheckpointError(f"the checkpoint holds rollouts made with {differing}", f"resume with {hint}")
+            raise CheckpointError(
+                f"the checkpoint holds rollouts made with {differing}",
+                f"resume with {hint}",
+                code="checkpoint-other-settings",
+            )
         with self._changed:
             self.gate.version, self.gate.rejected = version, state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}

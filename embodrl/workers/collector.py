@@ -24,6 +24,8 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.workers.lockstep import EpisodeStats, LockstepRunner, Seconds, ShardMeta, combine_extras
 
 Metrics = dict[str, float | None]
+LOST = "lost"
+"""Key of the state of a rollout process that died as the run was to end: its successor has fresh simulators."""
 
 
 @dataclass(frozen=True)
@@ -230,27 +232,40 @@ class SyncCollector:
             raise CheckpointError(
                 f"the checkpoint was made with {count} rollout processes, not with one",
                 f"resume with {count} of them in cluster.component_placement",
+                code="checkpoint-other-settings",
             )
-        if "random" not in saved.state:
+        if "random" not in saved.state and LOST not in saved.state:
             raise CheckpointError(
-                "the checkpoint is that of an asynchronous run", "resume with runner.max_staleness above 0, as before"
+                "the checkpoint is that of an asynchronous run",
+                "resume with runner.max_staleness above 0, as before",
+                code="checkpoint-other-settings",
             )
+        if LOST not in saved.state:
+            self._load_simulators(saved)
+        if "random" in saved.state:
+            self._load_random(saved.state["random"])
+        self.engine.version = version
+
+    def _load_simulators(self, saved: RolloutState) -> None:
         processes = len(self.pool.managers)
         if len(saved.blobs) != processes:
             raise CheckpointError(
                 f"the checkpoint was made with {len(saved.blobs)} simulator processes, not with {processes}",
                 f"resume with env.num_processes={len(saved.blobs)}",
+                code="checkpoint-other-settings",
             )
         self.pool.set_state([saved.blobs[f"env_{rank}"] for rank in range(processes)])
+
+    def _load_random(self, random: list[str]) -> None:
         try:
-            self.engine.set_random_state(saved.state["random"])
+            self.engine.set_random_state(random)
         except ValueError as error:
-            threads = len(saved.state["random"])
+            threads = len(random)
             raise CheckpointError(
                 f"the checkpoint was made with {threads} threads, not with {self.engine.num_threads}",
                 f"resume with cluster.num_threads={threads}",
+                code="checkpoint-other-settings",
             ) from error
-        self.engine.version = version
 
     def close(self) -> None:
         """Nothing is under way between two rollouts."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NoReturn, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -26,12 +27,13 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.liveness import hurry
 from embodrl.processes.restarts import RestartBudget
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.workers.async_collector import AsyncCollector
-from embodrl.workers.collector import Collector, Metrics, RolloutState, Snapshot, rollout_metrics
+from embodrl.workers.collector import LOST, Collector, Metrics, RolloutState, Snapshot, rollout_metrics
 from embodrl.workers.evaluator import EpisodeResults, EvalResult, evaluation_result
 from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.rollout_backend import RolloutBackend
@@ -45,6 +47,8 @@ _STOP_PLACES = 16
 _PIPE_PLACES = 4
 _START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
+_PATIENCE = 0.4
+"""What a process may take to answer once a signal has come, as a part of ``runner.stop_timeout_s``."""
 
 
 def sends_weights(config: Config, deployment: Deployment) -> bool:
@@ -118,7 +122,8 @@ class Evaluated(Answer):
 class RemoteBackend(RolloutBackend):
     """Rollouts in processes of their own, on this machine or on others, each with a share of the environments.
 
-    A process that dies is restarted, gets the weights, and repeats what it was doing; the others continue.
+    A process that dies is restarted, gets the weights, and repeats what it was doing; the others continue. If the run
+    is to end soon (``hurry``), it is not: what is known of its random numbers takes its place in a checkpoint.
 
     Args:
         config: the run.
@@ -148,6 +153,9 @@ class RemoteBackend(RolloutBackend):
         self._known_faults: list[dict[str, int]] = [{} for _ in range(self.size)]
         self._carried: list[Snapshot | None] = [None for _ in range(self.size)]
         self._new: set[int] = set()  # restarted, and without the state of their predecessors
+        self._lost: set[int] = set()  # died as the run was to end
+        self._patience_s = _PATIENCE * config.runner.stop_timeout_s
+        self._hurried_at: float | None = None
         self._calls = itertools.count()
         self._incarnations = [0 for _ in range(self.size)]
         self._pings: dict[int, Handle] = {}
@@ -176,13 +184,13 @@ class RemoteBackend(RolloutBackend):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send these weights to all processes, and wait until they use them.
+        """Send these weights to all processes, and wait until they use them, unless the run is to end soon.
 
         Raises:
             WeightSyncError: they did not arrive, in several attempts.
             WorkerDied: ``rollout.max_restarts`` are used up.
         """
-        with self._revival:
+        with self._revival, suppress(InterruptedError):
             self._keep(weights)
             went_back, self._version = version <= self._version, version
             if not self.config.runner.max_staleness:  # asynchronous rollouts restore random numbers only
@@ -190,9 +198,13 @@ class RemoteBackend(RolloutBackend):
             if went_back:  # to a checkpoint, and a weight channel accepts increasing versions only
                 self._join_all()
                 return
+            if hurry.is_set():  # nobody will act with them
+                return
             try:
                 self.link.send(self._weights(), version, self._check)
             except (WeightSyncError, WorkerDied) as error:
+                if hurry.is_set():
+                    return
                 logger.warning("weights of version %d: %s; they are sent again in full", version, error)
                 self._join_all()
 
@@ -243,6 +255,7 @@ class RemoteBackend(RolloutBackend):
         """Raise if a process is known to have died."""
         for rank in range(self.size):
             ping = self._pings.pop(rank, None) or self.group.call_on(rank, "about")
+            self._end_late({rank: ping})
             if not ping.done:
                 self._pings[rank] = ping
             elif ping.error is not None:
@@ -257,6 +270,7 @@ class RemoteBackend(RolloutBackend):
 
         Raises:
             WorkerDied: ``rollout.max_restarts`` are used up.
+            InterruptedError: the run is to end soon.
         """
         with self._revival:
             if self._incarnations[error.rank] == incarnation:
@@ -266,13 +280,23 @@ class RemoteBackend(RolloutBackend):
     def _revive(self, error: WorkerError) -> None:
         rank = error.rank
         while True:
+            if hurry.is_set():
+                self._leave_lost(error)
             self._count_restart(error)
             try:
-                self.group.restart(rank, _START_TIMEOUT_S)
+                self.group.restart(rank, _START_TIMEOUT_S, hurry.is_set)
                 self._new.add(rank)
                 return
             except WorkerError as again:
                 error = again
+            except InterruptedError:
+                continue
+
+    def _leave_lost(self, error: WorkerError) -> NoReturn:
+        if error.rank not in self._lost:
+            self._lost.add(error.rank)
+            logger.warning("not restarted, as the run is to end: %s", error.message)
+        raise InterruptedError from error
 
     def _count_restart(self, error: WorkerError) -> None:
         rank = error.rank
@@ -307,7 +331,7 @@ class RemoteBackend(RolloutBackend):
             should_stop: asked now and then; None takes that of the run.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True.
+            InterruptedError: ``should_stop`` answered True, or a process has died as the run was to end.
             WorkerError: a method raised, or processes die again and again.
         """
         ranks = range(self.size) if ranks is None else ranks
@@ -322,6 +346,7 @@ class RemoteBackend(RolloutBackend):
                 if not stopped and should_stop():
                     stopped = True
                     self._signal(call, pending)
+                self._end_late(handles)
                 futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
                 wait(futures, _POLL_S, FIRST_COMPLETED)
                 gone = {rank: isinstance(handles[rank].error, WorkerDied) for rank in pending}
@@ -348,9 +373,31 @@ class RemoteBackend(RolloutBackend):
             raise InterruptedError
         return [answers[rank] or {} for rank in ranks]
 
-    def remember(self, random: Sequence[list[str]]) -> None:
-        """Keep where the random numbers of each process are, for one that takes its place."""
-        self._carried = [_no_update(numbers) for numbers in random]
+    def remember(self, random: Sequence[list[str] | None]) -> None:
+        """Keep where the random numbers of each process are, for one that takes its place.
+
+        Args:
+            random: by process; None for one that is lost, and is taken to be where its update began.
+        """
+        for rank, (numbers, known) in enumerate(zip(random, self._carried, strict=True)):
+            where = known["before"] if numbers is None and known is not None else numbers
+            if where is not None:
+                self._carried[rank] = _no_update(where)
+
+    def state_of_lost(self, rank: int) -> RolloutState:
+        """Return what is known of a process that died as the run was to end: its random numbers, not its simulators."""
+        known = self._carried[rank]
+        return RolloutState({LOST: True} | ({} if known is None else {"random": known["random"]}))
+
+    def _end_late(self, handles: Mapping[int, Handle]) -> None:
+        """Kill the processes that have not answered long after the run was asked to end soon."""
+        if not hurry.is_set():
+            return
+        self._hurried_at = self._hurried_at or time.monotonic()
+        if time.monotonic() - self._hurried_at < self._patience_s:
+            return
+        for rank in [rank for rank, handle in handles.items() if not handle.done]:
+            self.group.give_up(rank, f"has not answered for {self._patience_s:g} s after a signal")
 
     def _signal(self, call: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -362,7 +409,10 @@ class RemoteBackend(RolloutBackend):
     def _give_up(self, call: int, handles: dict[int, Handle]) -> None:
         """Let the others come to an end, too, so that the next request finds them free."""
         self._signal(call, handles)
-        wait([future for handle in handles.values() for future in handle.futures.values()], _START_TIMEOUT_S)
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        futures = [future for handle in handles.values() for future in handle.futures.values()]
+        while wait(futures, _POLL_S).not_done and time.monotonic() < deadline:
+            self._end_late(handles)
 
     def _learn(self, rank: int, answer: Answer) -> None:
         """Take note of faults, and of where the random numbers are."""
@@ -375,7 +425,7 @@ class RemoteBackend(RolloutBackend):
     def call_all(self, method: str, *arguments: Sequence[object], ranks: Sequence[int] | None = None) -> list[Any]:
         """Return what all processes answer to a request that takes no time; ``arguments`` are by process.
 
-        A process that has died is restarted and asked again.
+        A process that has died is restarted and asked again; if the run is to end soon, its answer is None.
         """
         ranks = range(self.size) if ranks is None else ranks
         given = list(zip(*arguments, strict=True)) if arguments else [()] * len(ranks)
@@ -388,7 +438,11 @@ class RemoteBackend(RolloutBackend):
                     answers.append(handle.result())
                     break
                 except WorkerDied as error:
-                    self.revive(error, incarnations[rank])
+                    try:
+                        self.revive(error, incarnations[rank])
+                    except InterruptedError:
+                        answers.append(None)
+                        break
                     incarnations[rank] = self._incarnations[rank]
                     handle = self.group.call_on(rank, method, *own)
         return answers
@@ -482,7 +536,11 @@ class RemoteCollector:
 
     def state(self) -> RolloutState:
         """That of one process is as if the driver acted."""
-        states = [RolloutState(**state) for state in self.rollouts.call_all("state")]
+        found = self.rollouts.call_all("state")
+        states = [
+            self.rollouts.state_of_lost(rank) if state is None else RolloutState(**state)
+            for rank, state in enumerate(found)
+        ]
         if len(states) == 1:
             return states[0]
         return RolloutState(
@@ -498,6 +556,7 @@ class RemoteCollector:
             raise CheckpointError(
                 f"the checkpoint was made with {count} rollout process(es), not with {size}",
                 f"resume with {count} of them in cluster.component_placement",
+                code="checkpoint-other-settings",
             )
         states = [saved] if size == 1 else [self._part(saved, rank) for rank in range(size)]
         found = self.rollouts.call_all(

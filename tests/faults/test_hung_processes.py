@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -57,20 +58,20 @@ def test_a_stopped_worker_fails_the_calls_of_all_ranks_and_is_named(group: Worke
     watched = os.pidfd_open(pids[1])
     handle = group.wait_for_ever()  # as in a collective: rank 0 lives, and waits for rank 1
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(WorkerDied, match=r"trouble\[1\] is stopped by a signal \(state T\)") as caught:
+    with raises_code("worker-hung", WorkerDied, "trouble[1]") as caught:
         handle.result(SOON_S)
     assert caught.value.code == "worker-hung" and caught.value.rank == 1
     assert gone(watched)
 
 
 def test_a_worker_that_holds_the_interpreter_lock_is_named_with_its_stack(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerDied, match=r"trouble\[0\] hangs .*no heartbeat") as caught:
+    with raises_code("worker-hung", WorkerDied, "trouble[0]") as caught:
         group.hold_the_lock(0).result(SOON_S)
     assert caught.value.code == "worker-hung" and "hold_the_lock" in caught.value.log_tail
 
 
 def test_a_worker_that_lives_and_makes_no_progress_is_named_with_its_stack(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerDied, match=r"makes no progress") as caught:
+    with raises_code("worker-hung", WorkerDied) as caught:
         group.wait_for_ever().result(SOON_S)
     assert caught.value.code == "worker-hung" and "wait_for_ever" in caught.value.log_tail
 
@@ -196,7 +197,41 @@ def test_a_signal_ends_a_run_that_waits_for_a_stopped_process(config: Path, tmp_
     assert "actor[0] is stopped by a signal (state T)" in done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("runner.max_staleness=0", "SIGSTOP:rank_0"),
+        ("runner.max_staleness=1", "SIGSTOP:rank_0"),
+        # It lives, beats, and waits for ever: for the end of a simulator that is only stopped.
+        ("runner.max_staleness=0", "SIGSTOP:simulator"),
+        ("runner.max_staleness=1", "SIGSTOP:simulator"),
+    ],
+)
+def test_a_signal_saves_what_was_trained_while_a_rollout_process_hangs(
+    config: Path, tmp_path: Path, mode: str, fault: str
+) -> None:
+    """The signal comes first, then the process stops."""
+    run_dir = tmp_path / "run"
+    done = embodrl(
+        *("train", "--config", config, f"runner.output_dir={run_dir}", "cluster.heartbeat_timeout_s=1000", mode),
+        *("cluster.stall_timeout_s=1000", "rollout.own_process=true", "runner.save_interval=100"),
+        stop_at=f"act:10:{fault},act:10:SIGTERM:parent_of_0",
+        children=tmp_path / "children",
+        timeout_s=SOON_S,
+    )
+    assert done.code == 143, done.stderr
+    log = (run_dir / "logs" / "embodrl.log").read_text()
+    assert re.search(r"not restarted, as the run is to end: rollout\[0\] .*; killed", log)
+    assert ("in replacement" in log) == (fault != "SIGSTOP:rank_0"), "a stack, unless it is stopped by a signal"
+    (saved,) = (run_dir / "checkpoints").glob("step_*")
+    assert saved.name in ("step_2", "step_1") and "without saving" not in done.stderr
+    resumed = embodrl("resume", run_dir, timeout_s=SOON_S)
+    assert resumed.code == 0, resumed.stderr
+    assert [row["iteration"] for row in metrics(run_dir)] == [0, 1, 2, 3, 4]
+
+
 def test_a_worker_that_can_not_allocate_memory_ends_so_that_another_takes_its_place(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerDied, match=r"trouble\[1\] could not allocate memory") as caught:
+    with raises_code("worker-died", WorkerDied, "trouble[1]") as caught:
         group.take_memory(1, 1 << 60).result(SOON_S)
     assert "MemoryError" in caught.value.log_tail

@@ -132,6 +132,30 @@ def test_killed_fine_tuning_resumes_from_its_last_checkpoint(
     ).read_bytes()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("step", "where"), [(7, "from the start"), (17, "step_10")])
+def test_fine_tuning_restarts_its_training_process_to_the_same_policy(
+    stopped: tuple[Path, Outcome], config: Path, tuned: Path, tmp_path: Path, step: int, where: str
+) -> None:
+    often = ("sft.save_interval=10", "sft.log_interval=5", "actor.own_process=true")
+    orders = {"stop_at": f"sft_step:{step}:SIGKILL:rank_0_once", "children": tmp_path / "children"}
+    outcome = sft(config, stopped[0], tmp_path / "run", *often, **orders)
+    assert outcome.code == 0, outcome.stderr
+    log = (tmp_path / "run" / "logs" / "embodrl.log").read_text()
+    (restart,) = [line for line in log.splitlines() if "restart 1 of 3 of the training processes" in line]
+    assert where in restart and "actor[0] was killed by SIGKILL" in restart
+    records = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert [(record["kind"], record["from_iteration"]) for record in records] == [
+        ("train", 0),
+        ("resume", 10 if step > 10 else 0),
+    ]
+    rows = [json.loads(row) for row in (tmp_path / "run" / "sft_metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [5, 10, 15, 20, 25, 30]
+    assert (tmp_path / "run" / "policy" / "model.safetensors").read_bytes() == (
+        tuned / "policy" / "model.safetensors"
+    ).read_bytes()
+
+
 @pytest.mark.slow
 def test_fine_tuning_in_two_processes_has_the_losses_of_one(
     stopped: tuple[Path, Outcome], config: Path, tmp_path: Path

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.hub import download
+from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.pi.stats import LEROBOT_FILE, PiStats, lerobot_steps, write_pipeline
 from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING, with_tower_level
 from embodrl.models.pi0_fast.codec import SETTINGS_FILE, TOKENIZER_FILE, ActionCodec, read_codec
@@ -59,11 +59,11 @@ def find_codec(directory: Path, config: FastConfig) -> ActionCodec:
         return read_codec(directory / CODEC_DIRECTORY)
     named = [step.fields("config", {}).text("action_tokenizer_name", "") for step in lerobot_steps(directory)]
     repository = next((name for name in named if name), config.action_tokenizer)
-    missing = f"{directory} has no {CODEC_DIRECTORY}, and {repository} could not be fetched from the hub"
     hint = f"put {TOKENIZER_FILE} and {SETTINGS_FILE} of {repository} in {directory / CODEC_DIRECTORY}"
     if repository.count("/") != 1:
-        raise CheckpointError(f"{directory} has no {CODEC_DIRECTORY}, and its files name '{repository}'", hint)
-    return read_codec(download(repository, [TOKENIZER_FILE, SETTINGS_FILE], missing, hint))
+        missing = f"{directory} has no {CODEC_DIRECTORY}, and its files name '{repository}'"
+        raise CheckpointError(missing, hint, code="hub-missing")
+    return read_codec(fetch_tokenizer(repository, [TOKENIZER_FILE, SETTINGS_FILE], directory, hint))
 
 
 def state_dims(stats: PiStats) -> int:

@@ -72,6 +72,7 @@ class FastPolicy(VLAPolicy):
             raise EmbodrlError(
                 f"the model predicts {horizon} actions, {config.num_action_chunks} are to be run",
                 f"set model.num_action_chunks to {horizon} or less",
+                code="action-horizon",
             )
         self.model = model
         self.processor = processor
@@ -325,7 +326,9 @@ class FastPolicy(VLAPolicy):
     def _values(self, hidden: Tensor, valid: Tensor | None) -> Tensor:
         """Return the values read from the hidden states ``[B,P,W]`` of images and prompt."""
         if self.value_head is None:
-            raise EmbodrlError("the policy has no value head", "set model.add_value_head=true")
+            raise EmbodrlError(
+                "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"
+            )
         if self.value_input == "prompt_mean":
             features = masked_mean(hidden, valid)
         elif valid is None:

@@ -78,6 +78,7 @@ class Job:
             raise EmbodrlError(
                 f"the class {name} of {module} can't be imported by another process",
                 "define it at the top of a module, not in the program that is run, or use the launcher 'inline'",
+                code="worker-class",
             )
         return f"{module}:{name}"
 
@@ -104,6 +105,10 @@ class Running(ABC):
     @abstractmethod
     def kill(self) -> None:
         """End it at once, with what it started."""
+
+    def give_up(self, reason: str) -> None:
+        """End it as one that hangs: its calls fail with the reason."""
+        self.kill()
 
 
 class Launcher(ABC):

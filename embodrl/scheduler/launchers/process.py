@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerHung, WorkerTimeout
+from embodrl.errors import ChannelError, EmbodrlError, WorkerDied, WorkerError, WorkerHung, WorkerTimeout
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
@@ -62,6 +62,7 @@ class _ProcessWorker(Running):
         self._pending: dict[int, Future[Outcome]] = {0: Future()}
         self._started = self._pending[0]
         self._closing = False
+        self._given_up = ""
         self._dead: WorkerError | None = None
         self._thread = threading.Thread(target=self._listen, name=f"embodrl-{job.name}", daemon=True)
         self._thread.start()
@@ -97,7 +98,7 @@ class _ProcessWorker(Running):
             while True:
                 self._complete(self._child.receive(busy=lambda: bool(self._pending)))
         except (PeerGoneError, OSError):
-            pass
+            hung = self._given_up
         except ChildHungError as error:
             hung = f"{error}; killed"
             self._child.dump_stack()
@@ -146,6 +147,11 @@ class _ProcessWorker(Running):
         self._child.dump_stack()
         return self._child.log_tail()
 
+    def give_up(self, reason: str) -> None:
+        self._child.dump_stack()
+        self._given_up = f"{reason}; killed"
+        self._child.end_group()
+
     def close(self, grace_s: float) -> None:
         self._closing = True
         with contextlib.suppress(PeerGoneError, TimeoutError, OSError):
@@ -168,7 +174,7 @@ def _shared_channels(job: Job) -> dict[str, SharedChannel]:
     shared: dict[str, SharedChannel] = {}
     for name, channel in job.channels.items():
         if not isinstance(channel, SharedChannel):
-            raise EmbodrlError(
+            raise ChannelError(
                 f"channel '{name}' is a {type(channel).__name__}, which processes of this machine can't share",
                 "make it with the launcher of the group: launcher.channel(name, capacity)",
             )
@@ -193,6 +199,7 @@ class ProcessLauncher(Launcher):
             raise EmbodrlError(
                 f"{job.name} is placed on machine {job.place.node}, and the launcher 'process' knows only this one",
                 "use the launcher 'ray', or place everything on machine 0",
+                code="ray-needed",
             )
         return _ProcessWorker(job, on_death, self._limits)
 

@@ -58,6 +58,19 @@ def test_an_experiment_with_another_environment_is_noted() -> None:
     assert "experiment-overridden" not in notes("experiment=push_and_pull", "env=maniskill_mix")
 
 
+@pytest.mark.parametrize(
+    ("setting", "own"),
+    [
+        ("rollout.max_restarts=1", "rollout.own_process=true"),
+        ("actor.max_restarts=1", "actor.own_process=true"),
+        ("actor.max_restarts=1", "actor.training_backend=fsdp"),
+    ],
+)
+def test_restarts_where_there_is_no_process_to_restart_are_noted(setting: str, own: str) -> None:
+    assert notes("env=toy", setting)["restarts-are-of-processes"] == setting.partition("=")[0]
+    assert "restarts-are-of-processes" not in notes("env=toy", setting, own) | notes("env=toy")
+
+
 def test_a_smoke_test_of_fine_tuning_needs_one_key() -> None:
     assert notes("sft.max_steps=30")["sft-is-shorter-than-its-warm-up"] == "sft.max_steps"
 

@@ -374,7 +374,7 @@ def test_lerobots_pi0_fast(
 
 def test_relative_actions_of_pi0_fast_are_refused(tmp_path: Path):
     write_pi0_fast(tmp_path, {TEXT_HEAD}, {"use_relative_actions": True}, "QUANTILES")
-    with raises_code("checkpoint"):
+    with raises_code("checkpoint-unsupported"):
         load("pi0_fast", tmp_path)
 
 

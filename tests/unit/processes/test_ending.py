@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,28 @@ def test_exit_handlers_run_and_threads_are_not_waited_for() -> None:
         leave(143, 60.0)
     """)
     assert (code, said) == (143, "output handler\n")
+
+
+def test_what_is_buffered_is_written_by_handlers_and_to_files(tmp_path: Path) -> None:
+    code, said = ended(f"""
+        import atexit, ctypes, logging
+        from embodrl.processes.ending import leave
+
+        kept = open({str(tmp_path / "open")!r}, "w")
+        kept.write("text")
+        raw = open({str(tmp_path / "raw")!r}, "wb")
+        raw.write(b"bytes")
+        closed = open({str(tmp_path / "closed")!r}, "w")
+        closed.close()
+        atexit.register(lambda: kept.write(" and more"))
+        logging.basicConfig(filename={str(tmp_path / "log")!r}, format="%(message)s")
+        atexit.register(logging.warning, "a record")
+        ctypes.CDLL(None).printf(b"from C")
+        leave(0, 60.0)
+    """)
+    assert (code, said) == (0, "from C")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"open": "text and more", "raw": "bytes", "closed": "", "log": "a record\n"}
 
 
 def test_an_exit_handler_that_hangs_does_not_hold_it_up() -> None:

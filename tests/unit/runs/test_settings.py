@@ -147,6 +147,7 @@ def test_what_a_checkpoint_can_not_be_resumed_with_is_refused(change: str, key: 
             ["cluster.num_threads"],
         ),
         ({"state": {"next": 4}, "blobs": []}, [2], []),  # an asynchronous run
+        ({"state": {"processes": [{"random": ["a"]}, {"lost": True}]}, "blobs": ["rollout_0_env_0"]}, [1, 1], []),
     ],
 )
 def test_numbers_of_processes_and_threads_are_those_of_the_states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 from test_rollout import config_of, worker_of
 
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.processes.liveness import hurry
 from embodrl.scheduler.channel import LocalChannel
 from embodrl.scheduler.group import Handle
 from embodrl.scheduler.launchers.base import Outcome
@@ -87,13 +90,13 @@ def test_states_of_processes_are_kept_apart() -> None:
     method, (states, tensors, blobs) = processes.asked[-1]
     assert method == "load_state" and states == ({"random": ["0"]}, {"random": ["1"]}) and tensors == ({}, {})
     assert blobs == ({"env_0": b"\0"}, {"env_0": b"\1"})
-    with pytest.raises(CheckpointError, match="made with 1 rollout process"):
+    with raises_code("checkpoint-other-settings", CheckpointError, "1"):
         source.load_state(RolloutState({"random": ["0"]}), 5)
 
 
 def test_one_process_does_not_go_on_for_several() -> None:
     worker, _ = worker_of(config_of())
-    with pytest.raises(CheckpointError, match="made with 2 rollout processes"):
+    with raises_code("checkpoint-other-settings", CheckpointError, "2"):
         worker.load_state(RolloutState({"processes": [{}, {}]}), 0)
 
 
@@ -129,17 +132,27 @@ class Group:
 
     def __init__(self, *failures: Exception) -> None:
         self.failures, self.asked, self.answers = list(failures), [], {}
+        self.silent: Future[Outcome] = Future()
 
-    def restart(self, rank: int, timeout_s: float) -> None:
+    def restart(self, rank: int, timeout_s: float, should_stop: Callable[[], bool]) -> None:
         self.asked.append(f"restart {rank}")
         if self.failures:
             raise self.failures.pop(0)
+        if should_stop():
+            raise InterruptedError
+
+    def give_up(self, rank: int, reason: str) -> None:
+        self.asked.append(f"give up {rank}")
+        self.silent.set_exception(WorkerDied(f"rollout[{rank}] {reason}", rank=rank, log_tail="its stack"))
 
     def call_on(self, rank: int, method: str, *_: object) -> Handle:
         self.asked.append(f"{method} {rank}")
         if method == "about":
             return handle_of(rank, {"tasks": ["reach"], "num_envs": 2})
-        return handle_of(rank, self.answers.get(method, [None]).pop(0) if method in self.answers else None)
+        answer = self.answers.get(method, [None]).pop(0) if method in self.answers else None
+        if answer == "silence":
+            return Handle("request", {rank: self.silent}, lambda results: results[0], str)
+        return handle_of(rank, answer)
 
 
 class Weights:
@@ -190,7 +203,7 @@ def test_a_process_that_does_not_come_up_is_tried_again() -> None:
 
 def test_attempts_to_bring_it_up_count_as_restarts() -> None:
     rollouts, group, _ = group_of(*(WorkerRaised("no simulator", rank=1) for _ in range(3)))
-    with pytest.raises(WorkerDied, match="given up after 2 restarts of rollout processes: no simulator"):
+    with raises_code("worker-died", WorkerDied, 2, "no simulator"):
         rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
     assert group.asked == ["restart 1"] * 2
 
@@ -208,6 +221,81 @@ def test_an_answer_counts_before_another_process_is_brought_up() -> None:
     group.asked.clear()
     rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
     assert group.asked == ["restart 1", "join 0", "join 1", "restore 1"]
+
+
+@pytest.fixture
+def soon() -> Iterator[None]:
+    """The run is to end soon: a signal has come."""
+    hurry.set()
+    yield
+    hurry.clear()
+
+
+def test_who_dies_when_a_signal_has_come_is_not_restarted_and_the_others_answers_count(soon: None) -> None:
+    rollouts, group, weights = group_of()
+    rollouts.remember([["start 0"], ["start 1"]])
+    undone = [["start 0"], WorkerDied("rollout[1] was killed", rank=1)]
+    group.answers |= {
+        "gather": [None, WorkerDied("rollout[1] was killed", rank=1)],
+        "undo": undone,
+        "state": [vars(RolloutState({"random": ["start 0"]}, blobs={"env_0": b"0"})), undone[1]],
+    }
+    with pytest.raises(InterruptedError):
+        rollouts.call("gather", [(0,), (0,)])
+    collector = RemoteCollector(rollouts)
+    collector.undo()
+    saved = collector.state()
+    assert saved.state == {"processes": [{"random": ["start 0"]}, {"lost": True, "random": ["start 1"]}]}
+    assert saved.blobs == {"rollout_0_env_0": b"0"}
+    rollouts.update_weights([], 1)
+    assert not any(asked.startswith("restart") for asked in group.asked) and weights.generation == 1
+
+
+def test_who_is_lost_in_an_update_is_where_the_update_began() -> None:
+    rollouts, _, _ = group_of()
+    assert rollouts.state_of_lost(0).state == {"lost": True}, "nothing is known of it"
+    rollouts._carried = [{"metas": [], "random": ["now"], "before": ["start"]} for _ in range(2)]
+    rollouts.remember([None, ["told"]])
+    assert [rollouts.state_of_lost(rank).state["random"] for rank in range(2)] == [["start"], ["told"]]
+
+
+def test_a_restart_under_way_is_given_up_when_a_signal_comes() -> None:
+    rollouts, group, _ = group_of()
+    restart = group.restart
+
+    def restart_with_signal(*arguments: Any) -> None:
+        hurry.set()
+        restart(*arguments)
+
+    group.restart = restart_with_signal  # type: ignore[method-assign]
+    try:
+        with pytest.raises(InterruptedError):
+            rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
+    finally:
+        hurry.clear()
+    assert group.asked == ["restart 1"]
+
+
+def test_who_lives_and_does_not_answer_after_a_signal_is_ended_with_its_stack_in_the_log(
+    soon: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollouts, group, _ = group_of()
+    rollouts._patience_s = 0.0
+    group.answers["gather"] = [None, "silence"]
+    with pytest.raises(InterruptedError):
+        rollouts.call("gather", [(0,), (0,)])
+    assert group.asked == ["gather 0", "gather 1", "give up 1"]
+    assert "rollout[1] has not answered for 0 s after a signal" in caplog.text and "its stack" in caplog.text
+
+
+def test_the_successor_of_a_lost_process_has_fresh_simulators() -> None:
+    asked: list[Any] = []
+    engine: Any = SimpleNamespace(set_random_state=asked.append, version=0)
+    pool: Any = SimpleNamespace(spec=SimpleNamespace(num_envs=4, tasks=("reach",)))  # takes no states
+    worker = SyncCollector(config_of(), pool, engine, lambda: False)
+    worker.load_state(RolloutState({"lost": True, "random": ["a"]}), 3)
+    worker.load_state(RolloutState({"lost": True}), 4)
+    assert asked == [["a"]] and engine.version == 4
 
 
 @pytest.mark.parametrize("kind", [SyncCollector, WorkflowCollector])
