@@ -31,7 +31,8 @@ from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, NonFiniteError, StepResult, TrainEngine
+from embodrl.errors import NonFiniteError
+from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, StepResult, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, MASTER, StateShapes, check_fit
 from embodrl.hybrid_engines.training.objective import (

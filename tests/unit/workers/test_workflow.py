@@ -19,14 +19,14 @@ from embodrl.data.rng import RowGenerators
 from embodrl.envs.environment import ToolResult
 from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EmbodrlError, EnvError
+from embodrl.errors import EmbodrlError, EnvError, WorkflowError
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.async_collector import AsyncCollector, make_runners
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import make_pool
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
-from embodrl.workers.workflow_runner import WorkflowCollector, WorkflowError
+from embodrl.workers.workflow_runner import WorkflowCollector
 
 CHUNK = 3
 NUM_ENVS = 12
