@@ -116,8 +116,8 @@ def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
         return ("openvla_oft",) if "keep_stop_token" in own else OPENVLA_FAMILIES
     if kind in GR00T_FAMILIES:
         return (GR00T_FAMILIES[kind],)
-    if raw.get("type") == "smolvla":
-        return ("smolvla",)
+    if raw.get("type") in ("smolvla", "pi0_fast"):
+        return (str(raw["type"]),)
     variant = own.get("variant", raw.get("type"))
     if variant in PI_FAMILIES:
         return (str(variant),)
