@@ -191,6 +191,10 @@ class CheckpointError(EmbodrlError):
         self.report = report
 
 
+class HubError(CheckpointError):
+    """A repository of the hub can't be had: no network, no permission, no such name, or other content than stated."""
+
+
 class StatisticsMissingError(CheckpointError):
     """A checkpoint has no statistics of the robot that is wanted."""
 
@@ -201,6 +205,10 @@ class PolicyFileError(CheckpointError):
 
 class EnvError(EmbodrlError):
     """A simulator process failed."""
+
+
+class EnvOrderError(EnvError):
+    """A simulator is asked for what does not come next: it has not started, is busy, offloaded or never reset."""
 
 
 class EnvWorkerDied(EnvError):

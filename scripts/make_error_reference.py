@@ -45,10 +45,12 @@ CURES = {
     "batch-shape": "make the shapes agree as the message says",
     "batch-index": "use an index below the number of rows",
     "checkpoint": "use another checkpoint, or the settings that it was made with",
+    "hub": "follow the hint in the message",
     "statistics-missing": "choose a set with model.unnorm_key, or compute them: `embodrl sft sft.stats=data`",
     "policy-file": "restore the file from its origin; the message names the file and the key or tensor",
     "env": "read the message and the log of the simulator process in RUN/logs; `embodrl doctor ARGS` tries one frame",
     "env-protocol": "look for code of the simulator that writes to file descriptors or memory that are not its own",
+    "env-order": "call what the hint names first",
     "env-worker-died": "look at RUN/logs; if memory ran out, use fewer environments (env.train.total_num_envs)",
     "env-timeout": "raise env.step_timeout_s, reset_timeout_s or start_timeout_s, or use fewer processes",
     "env-raised": "fix the environment: the message has its traceback",
@@ -131,7 +133,7 @@ def site_entries() -> list[Entry]:
                 found = site(call, scope)
                 if found is None:
                     continue
-                entry = entries.setdefault((found.code, found.source), found)
+                entry = entries.setdefault((found.code, found.kind), found)
                 if entry is not found:
                     entry.causes += [text for text in found.causes if text not in entry.causes]
                     entry.cures += [text for text in found.cures if text not in entry.cures]

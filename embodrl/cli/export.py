@@ -26,6 +26,14 @@ def export(
     adapters: Annotated[
         Adapters, typer.Option(help="low-rank adapters: added to the weights in float32, or apart in peft's layout")
     ] = Adapters.merged,
+    push: Annotated[
+        str | None,
+        typer.Option("--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, too", show_default=False),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="what is pushed may be read by everybody", show_default=False)
+    ] = False,
+    licence: Annotated[str, typer.Option("--license", metavar="ID", help="of the hub's list, for the card")] = "other",
     overrides: Overrides = None,
     trust: Trust = False,
     debug: Debug = False,
@@ -35,18 +43,27 @@ def export(
     Of a run it is the newest intact checkpoint; sharded ones are put together. Low-rank adapters over weights in
     bfloat16 act as they were trained only if they stay apart: read them with model.lora_path.
 
+    --push uploads it with a model card, the run's configuration and metrics, and its newest evaluation with videos. A
+    new repository is private without --public. The login is that of `hf auth login`, or HF_TOKEN.
+
     \b
     Examples:
       embodrl export outputs/my-run outputs/my-policy
       embodrl export outputs/my-run/checkpoints/step_20 outputs/policy-20
       embodrl eval model.warm_start=outputs/my-policy
       embodrl export outputs/my-run outputs/my-adapters --adapters apart
+      embodrl export outputs/my-run outputs/my-policy --push me/push-cube --license mit
     """
 
     def action() -> None:
         from embodrl.runs.export import export_checkpoint
+        from embodrl.runs.push import check_push
+        from embodrl.runs.push import push as run_push
 
-        checkpoint = export_checkpoint(directory, output, overrides or [], trust, adapters.value)
+        name = None if push is None else check_push(push, public)
+        checkpoint, config = export_checkpoint(directory, output, overrides or [], trust, adapters.value)
         print(f"{output}: the policy of {checkpoint.path}")
+        if name is not None:
+            print(run_push(name, output, checkpoint, config, public, licence))
 
     execute(action, debug)

@@ -14,6 +14,7 @@ from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.export import export
+from embodrl.cli.fetch import fetch
 from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.resume import resume
@@ -72,6 +73,7 @@ add(app, collect)
 add(app, convert)
 add(app, sft)
 add(app, resume)
+add(app, fetch)
 add(app, export)
 for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),

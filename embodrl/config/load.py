@@ -13,6 +13,7 @@ from typing import Any, Self, cast
 
 from embodrl.config.check import allowed_values, prune, schema_of, validate
 from embodrl.config.compose import Composition, compose, compose_resolved, replace_former_values
+from embodrl.config.hub_files import fetch_facts
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, put, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
@@ -188,10 +189,11 @@ def finish(
     not_imported, without_entries = import_extensions(tree)  # first: they bring settings
     removed = remove_special(tree, schema_of(tree))
     renamed = replace_former_values(tree)
+    not_fetched, commits = fetch_facts(tree, verb)
     fill_derived(tree)
     fill_protocol(tree)
     removed += resolve_references(tree, schema_of(tree))
-    problems = composition.problems + removed + not_imported
+    problems = composition.problems + removed + not_imported + not_fetched
     schema = schema_of(tree)
     processes = fill_processes(tree, schema)
     config, invalid, wrong = validate(tree, schema)
@@ -207,7 +209,7 @@ def finish(
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
     origins = {key: origin_of_value(tree, key) for key in keys}
-    notes = composition.notes + renamed + without_entries + report.notes
+    notes = composition.notes + renamed + without_entries + commits + report.notes
     return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles)
 
 

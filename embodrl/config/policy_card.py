@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from embodrl.config.schema import Config, ModelConfig
+from embodrl.hub import MODEL_FACTS, cached, parse
 from embodrl.interface import ZERO_CLOSES
 from embodrl.specs import ENVS, MODELS
 
@@ -56,16 +57,29 @@ def _interface(config: Config) -> dict[str, object] | None:
 
 
 def policy_directory(model: ModelConfig) -> Path | None:
-    """Return the local directory of the weights that a configuration names; None for random ones or a hub id."""
+    """Return the local directory of the weights that a configuration names; None for random ones.
+
+    Of a repository on the hub it is that in the hub's cache, which may lack the weights; None if it was not fetched.
+    """
     if model.model_path is None and model.warm_start == BUILTIN:
         shipped = model.model_type in MODELS and MODELS.entry(model.model_type).builtin_warm_start
         return SHIPPED_POLICY if shipped else None
     name = model.model_path or model.warm_start
     try:
         path = None if name is None else Path(name).expanduser()
-        return path if path is not None and path.is_dir() else None
+        if path is not None and path.is_dir():
+            return path
     except (OSError, RuntimeError, ValueError):  # no path at all; a rule reports it
         return None
+    on_hub = None if model.model_path is None else parse(model.model_path)
+    return None if on_hub is None else cached(on_hub, MODEL_FACTS)
+
+
+def checkpoint_name(model: ModelConfig) -> str:
+    """Return what tells of the data that a checkpoint was trained with: the name of its directory or repository."""
+    directory = policy_directory(model)
+    on_hub = directory is None or directory.parent.name == "snapshots"
+    return str(model.model_path) if on_hub or directory is None else directory.name
 
 
 def read_card(directory: Path) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from embodrl.data import lerobot as layout
 from embodrl.data.demos import HINT, damaged
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import read_fields
+from embodrl.hub import DATASET_FACTS, cached, parse_dataset
 
 RAW_INDEX = "index.json"
 LARGEST_SIDE = 256
@@ -41,6 +42,13 @@ class DatasetFacts:
         scale = min(1.0, LARGEST_SIDE / max(height, width))
         size = {"height": max(1, round(height * scale)), "width": max(1, round(width * scale))}
         return [{"name": name, **size} for name in names]
+
+
+def data_directory(data_dir: str) -> Path:
+    """Return the directory that ``sft.data_dir`` means: a path, or a data set's in the hub's cache. Fetches nothing."""
+    name = parse_dataset(data_dir)
+    found = None if name is None else cached(name, DATASET_FACTS)
+    return Path(data_dir).expanduser() if found is None else found
 
 
 def missing(directory: Path) -> EmbodrlError:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import Demos
-from embodrl.data.facts import read_facts
+from embodrl.data.facts import data_directory, read_facts
 from embodrl.data.lerobot import IMAGES, camera_key
 from embodrl.data.load import camera_names, load_demos
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.hub import DATASET_FILES, fetch, parse_dataset
 from embodrl.specs import ENVS
 from embodrl.types import Observation
 
@@ -33,11 +34,14 @@ def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generat
 def load_configured_demos(config: Config) -> Demos:
     """Load the demonstrations of ``config.sft``, of a LeRobot dataset those of the cameras in ``env.cameras``.
 
+    What is on the hub is fetched.
+
     Raises:
         EmbodrlError: there are none, they are damaged, or the cameras are ambiguous.
     """
     settings, cameras = config.sft, config.env.cameras
-    directory = Path(settings.data_dir).expanduser()
+    on_hub = parse_dataset(settings.data_dir)
+    directory = Path(settings.data_dir).expanduser() if on_hub is None else fetch(on_hub, DATASET_FILES)
     present = camera_names(directory)
     if present is None:
         if settings.cameras is not None:
@@ -72,7 +76,7 @@ def check_robot(config: Config) -> None:
     env, spec = config.env, ENVS.entry(config.env.env_type)
     if not config.sft.check_robot or spec.robots is None:
         return
-    facts = read_facts(Path(config.sft.data_dir).expanduser())
+    facts = read_facts(data_directory(config.sft.data_dir))
     ours = (env.env_type, *spec.robots)
     problems: list[str] = []
     if facts.robot_type is not None and facts.robot_type not in ours:

@@ -8,6 +8,7 @@ v3.0"). A data set is a directory: ``meta/info.json`` (features, path templates)
 
 from __future__ import annotations
 
+import os
 import re
 import string
 from collections.abc import Collection
@@ -17,6 +18,7 @@ from typing import Any
 
 from embodrl.data.demos import damaged
 from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.hub import is_inside
 
 VERSION = "v3.0"
 READABLE = ("v2.0", "v2.1", VERSION)
@@ -64,6 +66,7 @@ def require(*packages: str) -> tuple[Any, ...]:
             raise MissingDependencyError(
                 f"the package {package} is not installed, which LeRobot data sets and grids of videos need",
                 "pip install 'embodrl[datasets]'",
+                code="video-packages-missing",
             ) from error
     return tuple(modules)
 
@@ -92,10 +95,10 @@ def within(directory: Path, relative: str) -> Path:
     Raises:
         EmbodrlError: the path, which its info.json gives, leads elsewhere.
     """
-    path = (directory / relative).resolve()
-    if not path.is_relative_to(directory.resolve()):
+    path = directory / relative
+    if not is_inside(path, directory):
         raise EmbodrlError(
-            f"{directory / INFO} leads out of the data set, to {path}",
+            f"{directory / INFO} leads out of the data set, to {os.path.realpath(path)}",
             "use a data set that you trust",
             code="dataset-path",
         )

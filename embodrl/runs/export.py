@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.models.common.lora import save_adapters
 from embodrl.runs.files import base_of, export_policy
@@ -21,7 +22,7 @@ def export_checkpoint(
     overrides: list[str],
     trust: bool = False,
     adapters: Literal["merged", "apart"] = "merged",
-) -> Checkpoint:
+) -> tuple[Checkpoint, Config]:
     """Write the policy of a checkpoint in its public layout; read on the CPU. The run may still be training.
 
     Args:
@@ -32,7 +33,7 @@ def export_checkpoint(
         adapters: low-rank ones are added to the weights, or written apart from them in peft's layout.
 
     Returns:
-        the checkpoint.
+        the checkpoint, and the configuration of the run.
 
     Raises:
         CheckpointError: this is no run, or it has no intact checkpoint.
@@ -52,7 +53,7 @@ def export_checkpoint(
     policy = PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu"))
     if adapters == "merged":
         export_policy(policy, directory, config, iteration=checkpoint.step)
-        return checkpoint
+        return checkpoint, config
     base = base_of(config)
     if base is None:
         raise EmbodrlError(
@@ -62,4 +63,4 @@ def export_checkpoint(
             code="adapters-not-apart",
         )
     save_adapters(policy, directory, base)
-    return checkpoint
+    return checkpoint, config

@@ -16,6 +16,7 @@ from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN
 from embodrl.config.schema import Config
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import UsageError
+from embodrl.hub import parse
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, without_lost_warm_start
@@ -133,7 +134,7 @@ def _weights_of(config: Config, policy_dir: Path, has_statistics: bool = False) 
     base = base_of(config)
     own_statistics = has_statistics or model.stats_path is not None
     if model.trainable == "lora" and base and not own_statistics and (apart / ADAPTER_CONFIG).is_file():
-        if base == BUILTIN or Path(base).expanduser().is_dir():
+        if base == BUILTIN or Path(base).expanduser().is_dir() or parse(base) is not None:
             return [assignment("model.lora_path", apart)]
         logger.warning("the base model %s is gone: the adapters of %s are merged, and rounded", base, policy_dir)
     texts = [assignment(f"model.{key}", policy_dir)]

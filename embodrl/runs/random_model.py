@@ -97,7 +97,9 @@ def write_random_model(
     one_file = isinstance(policy, PiPolicy | SmolVlaPolicy)
     if one_file and shard_gb is not None:
         raise CheckpointError(
-            f"--shard-size {shard_gb:g}: the public layout of {family} is one file", "leave --shard-size out"
+            f"--shard-size {shard_gb:g}: the public layout of {family} is one file",
+            "leave --shard-size out",
+            code="one-file-layout",
         )
     state = policy.public_state()
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
@@ -165,6 +167,7 @@ def _take_tokenizer(policy: VLAPolicy, directory: Path) -> None:
         raise CheckpointError(
             f"the tokenizer of {directory} has {found.vocab_size} ids, the model {rows}",
             "use the model's own tokenizer, with --size public",
+            code="tokenizer-mismatch",
         )
 
 
@@ -175,6 +178,7 @@ def _check_space(directory: Path, needed: int) -> None:
         raise OutputError(
             f"{directory} needs {needed:,} bytes, {existing} has {free:,} free",
             f"free disk space, use --size tiny, or {ELSEWHERE}",
+            code="disk-space",
         )
 
 

@@ -17,7 +17,7 @@ from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
-from embodrl.data.facts import read_facts
+from embodrl.data.facts import data_directory, read_facts
 from embodrl.data.imitation import FrameBatches, check_demos, check_robot, load_configured_demos
 from embodrl.data.rng import capture_rng, restore_rng
 from embodrl.data.statistics import STATISTICS_FILE, UNNAMED, RobotStatistics, dimension_stats, read_statistics
@@ -107,7 +107,7 @@ def sft(loaded: LoadedConfig) -> int:
         raise UsageError(
             "`embodrl sft` does not support actor=megatron", "use actor=native or actor=fsdp", code="sft-megatron"
         )
-    read_facts(Path(config.sft.data_dir).expanduser())  # raises, before anything is written
+    read_facts(data_directory(config.sft.data_dir))  # raises, before anything is written
     for name in (POLICY_DIR, METRICS_FILE):
         if (directory / name).exists():
             raise OutputError(
@@ -185,7 +185,7 @@ def demo_statistics(
     """
     action, narrow = dimension_stats(to_model(demos.actions.astype(np.float64), gripper))
     state = dimension_stats(demos.state)[0] if include_state and demos.state.shape[1] else None
-    name = read_facts(Path(data_dir).expanduser()).robot_type or UNNAMED
+    name = read_facts(data_directory(str(data_dir))).robot_type or UNNAMED
     return RobotStatistics(name, action, state, gripper, len(demos.actions), len(demos.instructions)), narrow
 
 

@@ -557,6 +557,7 @@ class RemoteCollector:
             raise CheckpointError(
                 f"the checkpoint was made with {count} rollout process(es), not with {size}",
                 f"resume with {count} of them in cluster.component_placement",
+                code="checkpoint-other-settings",
             )
         states = [saved] if size == 1 else [self._part(saved, rank) for rank in range(size)]
         found = self.rollouts.call_all(

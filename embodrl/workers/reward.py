@@ -104,7 +104,11 @@ class RewardWorker:
             CheckpointError: it is not that of these rewards.
         """
         if self.srpo is None or not all(name.isdigit() and tensor.ndim == 2 for name, tensor in saved.items()):
-            raise CheckpointError("the checkpoint's rewards are not those of this run", "resume with its settings")
+            raise CheckpointError(
+                "the checkpoint's rewards are not those of this run",
+                "resume with its settings",
+                code="checkpoint-other-settings",
+            )
         self.srpo.memory = {int(task): kept for task, kept in saved.items()}
 
     # -- SRPO ---------------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class Trajectory:
             raise EmbodrlError(
                 f"a result of {executed} actions for a chunk of {chunk}",
                 "add the result of `act`, as it is, to its output",
+                code="workflow-trajectory",
             )
 
         def padded(column: object) -> Tensor:
@@ -215,7 +216,7 @@ def stack_trajectories(
     """
     template = next((t for t in trajectories if t is not None and t.chunks), None)
     if template is None:
-        raise EmbodrlError("there is no trajectory to stack", "return at least one")
+        raise EmbodrlError("there is no trajectory to stack", "return at least one", code="workflow-trajectory")
     executed = [t if t is not None and t.chunks else None for t in trajectories]
     columns = [_column(trajectory, template, num_steps, bootstrap, keep_frames) for trajectory in executed]
     inputs = {
@@ -238,6 +239,7 @@ def _column(
         raise EmbodrlError(
             f"a workflow returned a trajectory of {len(chunks)} chunks, and there is room for {num_steps}",
             "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
+            code="workflow-trajectory",
         )
     zeros = {name: _filled([getattr(chunk, name) for chunk in chunks], num_steps, zero=True) for name in _ZERO_AFTER}
     values = torch.cat([zeros["values"], torch.zeros_like(zeros["values"][:1])])
@@ -282,6 +284,7 @@ def _frames(trajectory: Trajectory) -> list[Tensor]:
         raise EmbodrlError(
             "a workflow returned a trajectory without frames, by which episodes are judged here",
             "make it as Trajectory(task), with the task that run_episode got",
+            code="workflow-trajectory",
         )
     return frames
 

@@ -50,7 +50,8 @@ def critic_is_complete(context: Context) -> Iterator[Finding]:
             f"loss_type '{algorithm.loss_type}' trains values, but adv_type '{algorithm.adv_type}' never uses them"
         )
         yield Finding("algorithm.loss_type", message, "set algorithm.loss_type=actor", others=("algorithm.adv_type",))
-    if (adv or loss) and not context.config.model.add_value_head:
+    can_have_one = context.family is None or context.family.value_head
+    if (adv or loss) and not context.config.model.add_value_head and can_have_one:
         message = f"adv_type '{algorithm.adv_type}' with loss_type '{algorithm.loss_type}' needs a value head"
         yield Finding("model.add_value_head", message, "set model.add_value_head=true", "true", others=both)
     if not (adv or loss) and context.config.model.add_value_head:

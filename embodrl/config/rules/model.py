@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN, card_differences, policy_directory, read_card
 from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+from embodrl.hub import parse
 from embodrl.names import nearest
 from embodrl.specs import MODELS, ModelSpec
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def _names(specs: Iterable[ModelSpec]) -> str:
@@ -34,7 +32,7 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
     path = context.config.model.model_path
     if path is None:
         return
-    allowed = "an existing directory, a hub id as OWNER/NAME, or null"
+    allowed = "an existing directory, a hub id as OWNER/NAME[@REVISION], or null"
     weights = ("model.safetensors", "model.safetensors.index.json")
     if what_is(f"{path}/{ADAPTER_CONFIG}") == "file" and not any(what_is(f"{path}/{name}") for name in weights):
         message = f"'{path}' holds adapters, and not the weights that they change"
@@ -54,7 +52,7 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
     elif what_is(path) == "file":
         message, hint = f"'{path}' is a file", "give the directory that holds config.json and *.safetensors"
         yield Finding("model.model_path", message, hint, allowed)
-    elif not HUB_ID.fullmatch(path) or what_is(path.partition("/")[0]) == "directory":
+    elif (name := parse(path)) is None or name.kind == "dataset":
         message, hint = (
             f"there is no directory '{path}'",
             "give the directory of the checkpoint, or OWNER/NAME of the hub",
@@ -74,14 +72,16 @@ def adapters_exist(context: Context) -> Iterator[Finding]:
         yield Finding(
             "model.lora_path", message, "set model.model_path to their base model", others=("model.model_path",)
         )
-    found, hub = what_is(path), HUB_ID.fullmatch(path) and what_is(path.partition("/")[0]) != "directory"
+    found, hub = what_is(path), parse(path)
     if what_is(f"{path}/{ADAPTER_CONFIG}") != "file" and (found or not hub):
         wrong = f"'{path}' holds no {ADAPTER_CONFIG}" if found else f"there is no directory '{path}'"
         hint = f"give the directory that holds {ADAPTER_CONFIG} and adapter_model.safetensors"
         nested = f"{path}/lora_adapter"  # where OpenVLA-OFT's fine-tuning writes it
         if what_is(f"{nested}/{ADAPTER_CONFIG}") == "file":
             hint = f"write model.lora_path={nested}"
-        yield Finding("model.lora_path", wrong, hint, "an existing directory, a hub id as OWNER/NAME, or null")
+        yield Finding(
+            "model.lora_path", wrong, hint, "an existing directory, a hub id as OWNER/NAME[@REVISION], or null"
+        )
 
 
 @rule("model.warm_start", "model.model_path")

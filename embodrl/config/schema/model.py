@@ -44,12 +44,13 @@ class ModelConfig(Section):
     model_type: str = Field(default=DEFAULT_MODEL, description="a name of `embodrl list models`")
     model_path: str | None = Field(
         default=None,
-        description="local directory or hub id of a checkpoint in the family's public layout; null: the tiny size",
+        description="checkpoint in the family's public layout: a directory, or OWNER/NAME[@REVISION] of the hub;"
+        " null: the tiny size",
     )
     lora_path: str | None = Field(
         default=None,
-        description="adapters in peft's layout, a local directory or hub id, over the weights of model_path or"
-        " warm_start: they continue training with trainable=lora of the same rank, else are merged",
+        description="adapters in peft's layout, a directory or OWNER/NAME[@REVISION] of the hub, over the weights of"
+        " model_path or warm_start: they continue training with trainable=lora of the same rank, else are merged",
     )
     warm_start: str | None = Field(
         default="builtin",

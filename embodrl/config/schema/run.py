@@ -128,7 +128,9 @@ class SftConfig(Section):
     """`embodrl sft`."""
 
     data_dir: str = Field(
-        default="data/demos", description="made by `embodrl collect` or `convert`, or any LeRobot dataset"
+        default="data/demos",
+        description="made by `embodrl collect` or `convert`, or any LeRobot dataset; of the hub it is"
+        " hf://datasets/OWNER/NAME[@REVISION]",
     )
     cameras: tuple[str, ...] | None = Field(
         default=None,

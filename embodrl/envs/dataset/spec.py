@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import SftConfig
-from embodrl.data.facts import read_facts
+from embodrl.data.facts import data_directory, read_facts
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.specs import SimulatorSpec
 
@@ -31,7 +30,7 @@ def fill(given: object) -> tuple[str, dict[str, object]]:
     sft: dict[str, Any] = tree.get("sft") or {}
     chosen = sft.get("cameras")
     try:
-        facts = read_facts(Path(str(sft.get("data_dir") or SftConfig().data_dir)).expanduser())
+        facts = read_facts(data_directory(str(sft.get("data_dir") or SftConfig().data_dir)))
     except EmbodrlError:
         return DATA_DIR, {}
     cameras = facts.env_cameras([str(name) for name in chosen] if isinstance(chosen, list) else None)
@@ -49,7 +48,7 @@ def actions_are_those_of_the_data(context: Context) -> Iterator[Finding]:
     """The policy has as many action dimensions as the demonstrations."""
     config = context.config
     try:
-        found = read_facts(Path(config.sft.data_dir).expanduser()).action_dim
+        found = read_facts(data_directory(config.sft.data_dir)).action_dim
     except EmbodrlError:  # reported by the verb
         return
     if found != config.model.action_dim:

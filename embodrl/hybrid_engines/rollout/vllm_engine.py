@@ -70,6 +70,7 @@ class VllmRolloutEngine(RolloutEngine):
             raise EmbodrlError(
                 f"vLLM decodes one token after the other, and {type(policy).__name__} does not",
                 "set rollout.backend=native, or model=openvla",
+                code="vllm-policy",
             )
         self._served = policy
         self._asleep = self._stale = False

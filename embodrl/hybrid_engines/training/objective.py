@@ -59,6 +59,7 @@ def checked_loss(output: object, name: str) -> LossOutput:
     raise EmbodrlError(
         f"loss_type '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
         "return embodrl.algorithms.losses.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
+        code="loss-result",
     )
 
 
@@ -128,6 +129,7 @@ def make_loss(
                 raise EmbodrlError(
                     f"loss {algorithm.loss_type} needs values, which the policy does not give",
                     "set model.add_value_head to true",
+                    code="value-head-missing",
                 )
             critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
         logprobs = output.logprobs.float()

@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from embodrl.config.schema import ModelConfig
-from embodrl.errors import CheckpointError, PolicyFileError
+from embodrl.errors import CheckpointError, HubError, PolicyFileError
+from embodrl.hub import MODEL_FILES, fetch, is_inside, parse
 from embodrl.models.base import LoadReport
 from embodrl.models.common.adapters import ADAPTER_CONFIG, Adapters
 from embodrl.models.common.config_file import CONFIG_FILE, read_file
-from embodrl.models.common.hub import download
 from embodrl.storage.atomic import atomic_directory as atomic_directory  # part of the public module
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums, write_checksums
@@ -33,11 +33,6 @@ INDEX_FILE = "model.safetensors.index.json"
 NAMES_IN_MESSAGE = 20
 MAX_SHARD_BYTES = 5 * 1024**3
 MAX_HASHING_THREADS = 4
-# Of OpenVLA-OFT: components in files of their own, and one by which a checkpoint is refused.
-_OFT_PATTERNS = [
-    f"{name}--*.pt" for name in ("proprio_projector", "action_head", "vision_backbone", "noisy_action_projector")
-]
-HUB_PATTERNS = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt", *_OFT_PATTERNS]
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "fetch or make the checkpoint again"
 # Besides the top level, families read files in these.
@@ -66,6 +61,7 @@ def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | Non
         raise CheckpointError(
             f"no weights ship for {config.model_type}",
             "start from random weights with model.warm_start=null, or give a directory that `embodrl sft` wrote",
+            code="warm-start-missing",
         )
     else:
         is_builtin = builtin is not None and config.warm_start == "builtin"
@@ -76,6 +72,7 @@ def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | Non
                 if is_builtin
                 else f"model.warm_start: {directory} holds no policy",
                 "give a directory that `embodrl sft` wrote, or start from random weights with model.warm_start=null",
+                code="policy-not-found",
             )
     check_links(directory)
     _refuse_adapters(directory)
@@ -120,7 +117,7 @@ def resolve(model_path: str, setting: str = "model.model_path") -> Path:
     Only safetensors, JSON and tokenizer files are fetched, and OpenVLA-OFT's components; never code.
 
     Args:
-        model_path: a directory, or the hub's ``OWNER/NAME``.
+        model_path: a directory, or the hub's ``OWNER/NAME[@REVISION]``.
         setting: named in errors.
 
     Raises:
@@ -129,14 +126,14 @@ def resolve(model_path: str, setting: str = "model.model_path") -> Path:
     local = Path(model_path).expanduser()
     if local.is_dir():
         return local
-    if model_path.startswith(("/", ".", "~")) or model_path.count("/") != 1:
-        raise CheckpointError(f"directory {model_path} does not exist", f"check {setting}")
-    return download(
-        model_path,
-        HUB_PATTERNS,
-        f"'{model_path}' is no local directory and could not be fetched from the hub",
-        f"check the name and the network, or give a local directory as {setting}",
-    )
+    name = parse(model_path)
+    if name is None:
+        raise CheckpointError(f"directory {model_path} does not exist", f"check {setting}", code="policy-not-found")
+    try:
+        return fetch(name, MODEL_FILES)
+    except HubError as error:
+        hint = f"{error.hint}; or give a local directory as {setting}"
+        raise CheckpointError(f"no local directory, and {error.message}", hint, code=error.code) from error
 
 
 def check_links(directory: Path) -> None:
@@ -160,21 +157,10 @@ def check_links(directory: Path) -> None:
 
 def check_link(path: Path, directory: Path) -> None:
     """Refuse a file of a checkpoint that is a link to elsewhere, as ``check_links`` does."""
-    if path.is_symlink() and not _is_inside(path, directory):
+    if path.is_symlink() and not is_inside(path, directory):
         raise PolicyFileError(
             f"{path} links to {os.path.realpath(path)}, outside of the checkpoint", "copy the file into the directory"
         )
-
-
-def _is_inside(path: Path, directory: Path) -> bool:
-    from huggingface_hub import constants
-
-    here = directory.absolute()
-    roots = [here, Path(constants.HF_HUB_CACHE)]
-    if here.parent.name == "snapshots":  # REPOSITORY/snapshots/REVISION
-        roots.append(here.parents[1])
-    target = Path(os.path.realpath(path))  # unlike resolve(), it takes a loop of links
-    return any(target.is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -192,12 +178,14 @@ def weight_files(directory: Path) -> list[Path]:
             if (
                 not name.endswith(".safetensors")
                 or ".." in Path(name).parts
-                or not _is_inside(directory / name, directory)
+                or not is_inside(directory / name, directory)
             ):
                 weight_map.refuse(f"{name!r} is no safetensors file inside the directory")
         missing = [name for name in names if not (directory / name).is_file()]
         if missing or not names:
-            raise CheckpointError(f"{directory} lacks shards: {', '.join(missing) or 'all'}", _AGAIN)
+            raise CheckpointError(
+                f"{directory} lacks shards: {', '.join(missing) or 'all'}", _AGAIN, code="weights-missing"
+            )
         return [directory / name for name in names]
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
@@ -205,8 +193,13 @@ def weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(
             f"{directory} has only pickled weights, which can run code and are not read",
             "convert them to safetensors, or use a checkpoint that has them",
+            code="weights-pickled",
         )
-    raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "give the directory of a checkpoint")
+    raise CheckpointError(
+        f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}",
+        "give the directory of a checkpoint",
+        code="weights-missing",
+    )
 
 
 def stored_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
@@ -229,7 +222,7 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         check_checksums(path.parent, [path.name])  # damage explains it
-        raise CheckpointError(f"{path} can't be read: {error}", _AGAIN) from error
+        raise PolicyFileError(f"{path} can't be read: {error}", _AGAIN) from error
 
 
 def check_layers(names: Collection[str], wanted: Mapping[str, int], directory: Path) -> None:
@@ -374,6 +367,7 @@ def load_strict(
             f"{report.source} does not fit the model\n{report.describe(NAMES_IN_MESSAGE)}",
             "use the checkpoint with the architecture that it was made with",
             report,
+            code="weights-mismatch",
         )
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     module.load_state_dict(state, strict=True, assign=True)
@@ -430,7 +424,7 @@ def _is_loadable(
         report.unexpected.append(stored)
         return False
     if name in state:
-        raise CheckpointError(f"{report.source} has {name} twice, once as {stored}", _AGAIN)
+        raise PolicyFileError(f"{report.source} has {name} twice, once as {stored}", _AGAIN)
     if shape != (wanted := tuple(expected[name].shape)):
         report.mismatched.append((name, shape, wanted))
         return False
@@ -443,6 +437,7 @@ def _checked(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, pa
         raise CheckpointError(
             f"{path} stores {stored} as {tensor.dtype}; quantised weights can't be trained",
             "use the checkpoint in bfloat16 or float32",
+            code="weights-quantised",
         )
     # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
     weight = tensor.to(dtype if floating else tensor.dtype, copy=True)
@@ -534,6 +529,7 @@ def check_size(
         raise CheckpointError(
             f"the warm start {directory} has another size than {section}: {'; '.join(differences)}",
             f"set {section} to the size of the warm start, or model.warm_start=null for random weights",
+            code="warm-start-size",
         )
 
 

@@ -134,5 +134,7 @@ def check_family(fields: Fields, wanted: tuple[str, ...]) -> None:
     if found and not set(found) & set(wanted):
         are, should = (" or ".join(f"'{name}'" for name in names) for names in (found, wanted))
         raise CheckpointError(
-            f"{fields.source} is of a {are} model, not {should}", f"set model.model_type={' or '.join(found)}"
+            f"{fields.source} is of a {are} model, not {should}",
+            f"set model.model_type={' or '.join(found)}",
+            code="checkpoint-family",
         )

@@ -83,12 +83,14 @@ class FlowPolicy(VLAPolicy):
             raise EmbodrlError(
                 f"the model predicts {horizon} actions, {config.num_action_chunks} are to be run",
                 f"set model.num_action_chunks to {horizon} or less",
+                code="action-horizon",
             )
         if config.action_dim > padded_action_dim:
             raise EmbodrlError(
                 f"the model's actions have room for {padded_action_dim} dimensions, the environment's have "
                 f"{config.action_dim}",
                 "choose a model with more action dimensions",
+                code="action-size",
             )
         self.stats = stats
         self.num_action_chunks = config.num_action_chunks
@@ -277,7 +279,9 @@ class FlowPolicy(VLAPolicy):
 
     def _values(self, context: Any, features: Tensor | None) -> Tensor:
         if self.value_head is None:
-            raise EmbodrlError("the policy has no value head", "set model.add_value_head=true")
+            raise EmbodrlError(
+                "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"
+            )
         if self.value_input == "prefix":
             hidden = self.prefix_features(context)
         else:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.policy_card import policy_directory
+from embodrl.config.policy_card import checkpoint_name
 from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
 from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
 from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
@@ -115,8 +115,7 @@ def libero_interface(context: Context) -> Interface | None:
     rlinf/models/embodiment/gr00t/simulation_io.py. The others' data has LIBERO's own numbers.
     """
     model = context.config.model
-    directory = policy_directory(model)
-    names = [model.unnorm_key or "", directory.name if directory is not None else str(model.model_path)]
+    names = [model.unnorm_key or "", checkpoint_name(model)]
     if not any("libero" in name.lower() for name in names):
         return None
     return replace(LIBERO, gripper=ZERO_CLOSES) if model.model_type == "gr00t" else LIBERO

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from embodrl.config.schema import LoraConfig
 from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.hub import parse
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, adapter_names
 from embodrl.models.common.init import new_generator
@@ -120,6 +121,7 @@ def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision
                 f"model.lora.target_modules: no linear layer that trains is called '{target}'; there are "
                 + ", ".join(known),
                 f"did you mean {' or '.join(near)}?" if near else "choose from these, or leave it empty for all",
+                code="lora-target",
             )
     return [name for name in names if not targets or _last(name) in targets]
 
@@ -204,9 +206,11 @@ def save_adapters(policy: VLAPolicy, directory: Path, base: str) -> None:
         down, up = adapter_names(modules[-1])
         tensors |= {down: layer.lora_A[ADAPTER].weight.detach(), up: layer.lora_B[ADAPTER].weight.detach()}
         scale, rank = float(layer.scaling[ADAPTER]), int(layer.r[ADAPTER])
+    on_hub = None if Path(base).expanduser().exists() else parse(base)
     settings = {
         "peft_type": "LORA",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if on_hub is None else on_hub.repository,
+        "revision": None if on_hub is None else on_hub.revision,
         "r": rank,
         "lora_alpha": scale * rank,
         "lora_dropout": 0.0,

@@ -346,7 +346,9 @@ def _reject_other_models(fields: Fields) -> None:
     check_family(fields, ("gr00t",))
     found = fields.content.get("model_type", fields.content.get("type"))
     if found != MODEL_TYPE:
-        raise CheckpointError(f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY)
+        raise CheckpointError(
+            f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY, code="checkpoint-family"
+        )
     backbone = fields.fields("backbone_cfg")
     for name in ("project_to_dim", "reproject_vision"):
         if backbone.content.get(name):
@@ -354,7 +356,11 @@ def _reject_other_models(fields: Fields) -> None:
 
 
 def _refuse(source: str, name: str, found: object, reason: str) -> None:
-    raise CheckpointError(f"{source}: {name} {found} is not supported; {reason}", "use a checkpoint of GR00T N1.5")
+    raise CheckpointError(
+        f"{source}: {name} {found} is not supported; {reason}",
+        "use a checkpoint of GR00T N1.5",
+        code="checkpoint-unsupported",
+    )
 
 
 PUBLIC = Gr00tConfig(

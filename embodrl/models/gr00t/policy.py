@@ -195,10 +195,12 @@ def embodiment_id(name: str, known: dict[str, int], count: int) -> int:
         raise CheckpointError(
             f"no number of encoders is known for the robot '{name}'; known: {', '.join(known)}",
             f'add it to config.json of the checkpoint: "embodrl": {{"embodiment_ids": {{"{name}": NUMBER}}}}',
+            code="gr00t-robot",
         )
     if known[name] >= count:
         raise CheckpointError(
             f"the robot '{name}' has number {known[name]}, and the checkpoint has {count} robots",
             "use a checkpoint that was trained on this robot",
+            code="gr00t-robot",
         )
     return known[name]

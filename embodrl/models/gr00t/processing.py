@@ -59,7 +59,9 @@ class ChatTokenizer(FileTokenizer):
         missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
         if image_token_id is None or missing:
             raise CheckpointError(
-                f"the tokenizer of {source} has no {', '.join(missing)}", "use the tokenizer of Eagle 2.5"
+                f"the tokenizer of {source} has no {', '.join(missing)}",
+                "use the tokenizer of Eagle 2.5",
+                code="tokenizer-mismatch",
             )
         super().__init__(tokenizer)
         self.image_token_id = image_token_id
@@ -156,6 +158,7 @@ class Gr00tProcessor:
                 raise EmbodrlError(
                     f"the prompt for '{instruction}' has {text} tokens; at most {self.max_prompt_tokens} fit",
                     f"set model.gr00t.max_prompt_tokens={text} or more",
+                    code="prompt-too-long",
                 )
             self._rows[key] = ([PAD_ID] * space + ids, [0] * space + [1] * len(ids))
         return self._rows[key]
@@ -171,7 +174,9 @@ class Gr00tProcessor:
         """
         batch, num_images = observation.images.shape[:2]
         if num_images == 0:
-            raise EmbodrlError("GR00T sees cameras, the observation has none", "configure one in env.cameras")
+            raise EmbodrlError(
+                "GR00T sees cameras, the observation has none", "configure one in env.cameras", code="num-cameras"
+            )
         images = torch.tensor(observation.images, device=device).flatten(0, 1)  # a copy: the source may be reused
         images = crop_side_and_resize(images, self.image_size, self.image_size, self.crop_side)
         rows = [self.prompt_row(text, num_images) for text in observation.instruction]
@@ -197,12 +202,14 @@ class Gr00tProcessor:
             raise EmbodrlError(
                 f"the robot's state has {dims} dimensions, the checkpoint's statistics have {wanted}",
                 "choose the robot with model.unnorm_key, or set env.include_state=false",
+                code="state-size",
             )
         width = dims if self.state_stats is None else self.state_stats.width
         if width > self.max_state_dim:
             raise EmbodrlError(
                 f"the robot's state has {width} dimensions, the model has room for {self.max_state_dim}",
                 f"set model.gr00t.max_state_dim={width} or more, or env.include_state=false",
+                code="state-size",
             )
         padded[:, :width] = state if self.state_stats is None else self.state_stats.normalize(state)
         return padded

@@ -219,6 +219,7 @@ def choose_robot(
             f"{source}: action statistics of '{key}' have {found} dimensions, not {action_dim}",
             f"set model.action_dim={found}, choose another robot with model.unnorm_key or parts of it with"
             f" model.gr00t.action_keys, or {COMPUTE}",
+            code="statistics-size",
         )
     return RobotStats(key, action, _joined(statistics.fields("state", {}), keys.state, "state"))
 

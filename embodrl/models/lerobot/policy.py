@@ -9,7 +9,6 @@ import contextlib
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -20,6 +19,7 @@ from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
 from embodrl.models.base import LoadReport, VLAPolicy
+from embodrl.models.common.checkpoint import resolve
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.gripper import to_environment
 from embodrl.models.lerobot.spec import LeRobotConfig
@@ -52,7 +52,9 @@ class LeRobotProcess:
         try:
             self._child = ChildProcess([python, bootstrap.__file__, _SERVER], start, name="lerobot")
         except OSError as error:
-            raise EmbodrlError(f"'{python}' can't be started: {error}", "check model.python") from error
+            raise EmbodrlError(
+                f"'{python}' can't be started: {error}", "check model.python", code="python-not-runnable"
+            ) from error
         weakref.finalize(self, self._child.kill)
         self.facts: Fields = fields_of(self._receive(), "lerobot's answer")
 
@@ -193,8 +195,7 @@ def build_lerobot(
         EmbodrlError: the process can't load it, or it does not fit.
     """
     assert config.model_path is not None and config.python is not None  # see lerobot_policy_is_there
-    local = Path(config.model_path).expanduser()
-    path = str(local.resolve()) if local.is_dir() else config.model_path
+    path = str(resolve(config.model_path).absolute())
     start: dict[str, object] = {"path": path, "device": str(device), "seed": seed}
     policy = LeRobotPolicy(LeRobotProcess(config.python, start, config.answer_timeout_s), config)
     kind = policy.process.facts.text("type")

@@ -46,6 +46,16 @@ def lerobot_policy_is_there(context: Context) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("model.model_type", "model.stats_path", "model.unnorm_key")
+def lerobot_policy_brings_its_statistics(context: Context) -> Iterator[Finding]:
+    """Its processors normalise, with the statistics in their own files."""
+    for name in ("stats_path", "unnorm_key"):
+        if getattr(context.config.model, name) is not None:
+            message = "has no effect on a policy that lerobot's own processors normalise for"
+            hint = "remove it; other statistics go into policy_preprocessor.json and policy_postprocessor.json"
+            yield Finding(f"model.{name}", message, hint, "null", others=("model.model_type",))
+
+
 def _no_gradients(key: str) -> Finding:
     return Finding(
         "model.model_type",

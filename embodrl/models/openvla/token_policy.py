@@ -261,7 +261,9 @@ class TokenPolicy(VLAPolicy):
             EmbodrlError: there is no value head.
         """
         if self.value_head is None:
-            raise EmbodrlError("the policy has no value head", "set model.add_value_head=true")
+            raise EmbodrlError(
+                "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"
+            )
         return self.value_head(features.detach() if self.detach_value else features)
 
     def make_output(

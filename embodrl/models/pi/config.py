@@ -161,6 +161,7 @@ class PiConfig:
             raise CheckpointError(
                 f"{source} is neither openpi's nor lerobot's: it has no type and no {' and no '.join(missing)}",
                 "give the directory of a pi0 or pi0.5 checkpoint",
+                code="checkpoint-family",
             )
         return replace(
             PUBLIC[variant],
@@ -232,12 +233,14 @@ def _from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
         raise CheckpointError(
             f"{fields.source}: lerobot's use_relative_actions is not supported",
             "use a checkpoint trained on absolute actions",
+            code="checkpoint-unsupported",
         )
     for memory in ("use_visual_memory", "use_proprioceptive_memory"):
         if fields.flag(memory, False):
             raise CheckpointError(
                 f"{fields.source}: lerobot's {memory} (MEM: several past observations) is not supported",
                 "use a checkpoint trained on single observations",
+                code="checkpoint-unsupported",
             )
     pixels = SO400M_224.image_size
     resolution = fields.numbers("image_resolution", 2) if "image_resolution" in fields else [pixels, pixels]
@@ -246,6 +249,7 @@ def _from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
         raise CheckpointError(
             f"{fields.source}: image_resolution {width} x {height} is not supported",
             f"use a checkpoint at {pixels} pixels",
+            code="checkpoint-unsupported",
         )
     features = fields.fields("input_features", {})
     cameras = [name for name in features if features.fields(name).content.get("type") == "VISUAL"]
@@ -269,6 +273,7 @@ def _known_gemma(fields: Fields, key: str, default: str) -> GemmaSpec:
         raise CheckpointError(
             f"{fields.source}: Gemma variant '{name}' is not supported; known: {', '.join(KNOWN_GEMMA)}",
             "merge LoRA weights before converting" if "lora" in name else "use a checkpoint of a known size",
+            code="checkpoint-unsupported",
         )
     return KNOWN_GEMMA[name]
 
@@ -282,4 +287,5 @@ def _check_variant(found: str, wanted: Variant, source: str) -> None:
         raise CheckpointError(
             f"{source} is of a '{found}' model, not '{wanted}'",
             f"set model.model_type={found}" if found in get_args(Variant) else UNKNOWN_FAMILY,
+            code="checkpoint-family",
         )

@@ -51,6 +51,7 @@ class PiProcessor:
             raise EmbodrlError(
                 f"the model has room for {self.config.num_images} cameras, the observation has {cameras}",
                 f"configure 1 to {self.config.num_images} cameras in env.cameras",
+                code="num-cameras",
             )
         size = self.config.siglip.image_size
         copied = np.array(observation.images, order="C")  # the source may be a buffer that is used again
@@ -83,6 +84,7 @@ class PiProcessor:
                 f"the model's states have room for {self.config.max_action_dim} dimensions, the environment's have "
                 f"{dims}",
                 f"set env.include_state=false, or model.pi.max_action_dim={dims} for a model without a checkpoint",
+                code="state-size",
             )
         if dims == 0 and self.state is not None and self.config.discrete_state:
             raise EmbodrlError(
@@ -127,6 +129,7 @@ class PiProcessor:
                 f"the prompt for '{instruction}' has {len(ids)} tokens; at most {self.config.max_prompt_tokens} fit",
                 f"shorten the instruction, or set model.pi.max_prompt_tokens={len(ids)} for a model without a"
                 " checkpoint",
+                code="prompt-too-long",
             )
         return ids
 

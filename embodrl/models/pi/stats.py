@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from embodrl.errors import CheckpointError, StatisticsMissingError
+from embodrl.errors import CheckpointError, PolicyFileError, StatisticsMissingError
 from embodrl.fields import Fields
 from embodrl.models.common.checkpoint import check_link
 from embodrl.models.common.config_file import fields_of, read_file
@@ -110,7 +110,7 @@ def read_lerobot(directory: Path) -> tuple[dict[str, Fields], Normalization | No
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch it again") from error
+        raise PolicyFileError(f"{path} can't be read: {error}", "fetch it again") from error
     entry: dict[str, object] = {}
     for part, prefix in _LEROBOT_NAMES.items():
         found = {f: tensors[f"{prefix}.{f}"] for f in ("mean", "std", "q01", "q99") if f"{prefix}.{f}" in tensors}
@@ -145,7 +145,7 @@ def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim:
         actions = _scaling(entry, "actions", methods.actions, methods.eps)
     where = f"{source}: statistics '{key}'"
     if actions is None:
-        raise CheckpointError(f"{where} have no actions", "choose others with model.unnorm_key")
+        raise CheckpointError(f"{where} have no actions", "choose others with model.unnorm_key", code="statistics-size")
     state = _scaling(entry, "state", methods.state, methods.eps)
     return PiStats(key, cut(actions, action_dim, f"{where}, actions", "model.action_dim"), state, entry.content)
 
@@ -168,6 +168,7 @@ def cut(scaling: Scaling, dims: int, where: str, setting: str) -> Scaling:
         raise CheckpointError(
             f"{where} have {len(low)} dimensions, not {dims}",
             f"set {setting} to {len(low)}, choose other statistics, or {COMPUTE}",
+            code="statistics-size",
         )
     if isinstance(scaling, MeanStd):
         return MeanStd(scaling.mean[:dims], scaling.std[:dims], scaling.eps)

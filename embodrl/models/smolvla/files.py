@@ -111,6 +111,7 @@ def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
         raise CheckpointError(
             f"{path} has {tokenizer.vocab_size} ids, the model {config.vocab_size}",
             f"use the tokenizer of {config.vlm_name}",
+            code="tokenizer-mismatch",
         )
     return tokenizer
 

@@ -78,6 +78,7 @@ class Job:
             raise EmbodrlError(
                 f"the class {name} of {module} can't be imported by another process",
                 "define it at the top of a module, not in the program that is run, or use the launcher 'inline'",
+                code="worker-class",
             )
         return f"{module}:{name}"
 

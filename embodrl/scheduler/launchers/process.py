@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerTimeout
+from embodrl.errors import ChannelError, EmbodrlError, WorkerDied, WorkerError, WorkerTimeout
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
@@ -170,7 +170,7 @@ def _shared_channels(job: Job) -> dict[str, SharedChannel]:
     shared: dict[str, SharedChannel] = {}
     for name, channel in job.channels.items():
         if not isinstance(channel, SharedChannel):
-            raise EmbodrlError(
+            raise ChannelError(
                 f"channel '{name}' is a {type(channel).__name__}, which processes of this machine can't share",
                 "make it with the launcher of the group: launcher.channel(name, capacity)",
             )
@@ -195,6 +195,7 @@ class ProcessLauncher(Launcher):
             raise EmbodrlError(
                 f"{job.name} is placed on machine {job.place.node}, and the launcher 'process' knows only this one",
                 "use the launcher 'ray', or place everything on machine 0",
+                code="ray-needed",
             )
         return _ProcessWorker(job, on_death, self._limits)
 

@@ -359,12 +359,15 @@ class RayLauncher(Launcher):
             EmbodrlError: nothing is reserved for it.
         """
         if self._reservation is None:
-            raise EmbodrlError("no resources are reserved", "give RayLauncher the places of all groups")
+            raise EmbodrlError(
+                "no resources are reserved", "give RayLauncher the places of all groups", code="ray-resources"
+            )
         machine = self._reservation.machine(job.place.node)
         if machine is None:
             raise EmbodrlError(
                 f"{job.name} is on machine {job.place.node}, for which nothing is reserved",
                 "give RayLauncher the places of all groups",
+                code="ray-resources",
             )
         if (died := self._lost(job, machine)) is not None:
             raise died

@@ -36,8 +36,9 @@ TWO_TRAINERS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 
 
 @pytest.mark.parametrize(("group", "name"), PRESETS, ids=lambda part: part)
-def test_every_preset_loads_and_says_what_it_is(group: str, name: str) -> None:
-    lerobot = [f"model.python={sys.executable}", "model.model_path=OWNER/NAME"]
+def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    lerobot = [f"model.python={sys.executable}", f"model.model_path={tmp_path}"]
     extra = {"libero_wrist": ["model=openvla_oft"], "megatron": [TWO_TRAINERS], "lerobot": lerobot}.get(name, [])
     if group == "model" and name.endswith("_libero"):
         extra = ["env=libero_spatial"]  # what they need of the environment

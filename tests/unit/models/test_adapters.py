@@ -248,7 +248,7 @@ def test_tensors(change: Any, code: str, named: str, bases: dict[str, Path], tmp
 def test_pickled_adapters(bases: dict[str, Path], tmp_path: Path):
     write_adapters("openvla", bases["openvla"], tmp_path, ["q_proj"])
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    with raises_code("checkpoint") as error:
+    with raises_code("weights-pickled") as error:
         load("openvla", bases["openvla"], tmp_path)
     assert "pickled adapters" in str(error.value)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config.rules.verbs import Verb
@@ -138,7 +139,7 @@ def test_observations_go_there_and_actions_come_back(policy: LeRobotPolicy) -> N
 
 
 def test_an_error_of_the_policy_is_reported_and_survived(policy: LeRobotPolicy) -> None:
-    with pytest.raises(EmbodrlError, match="ValueError: the arm is folded") as raised:
+    with raises_code("lerobot-raised", EmbodrlError, "ValueError: the arm is folded") as raised:
         act(policy, seen(("raise",)))
     assert raised.value.code == "lerobot-raised" and "predict_action_chunk" in raised.value.hint
     assert act(policy, seen()).shape == (2, 2, 7)
@@ -170,7 +171,7 @@ def test_it_only_acts(policy: LeRobotPolicy, tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_is_named_with_its_last_words(python: Path, tmp_path: Path) -> None:
-    with pytest.raises(EmbodrlError, match=r"exited with code 3(.|\n)*last words") as lost:
+    with raises_code("lerobot-process-lost", EmbodrlError, 3, "last words") as lost:
         act(load(python, tmp_path), seen(("die",)))
     assert lost.value.code == "lerobot-process-lost"
 
@@ -202,16 +203,21 @@ def test_an_interpreter_without_lerobot_is_named(tmp_path: Path) -> None:
     ("verb", "changes", "codes"),
     [
         ("eval", (), set()),
-        ("train", (), {"lerobot-policy-is-not-trained", "critic-is-complete"}),
+        ("train", (), {"lerobot-policy-is-not-trained"}),
         ("sft", (), {"lerobot-policy-is-not-fine-tuned"}),
         ("eval", ("model.python=null",), {"lerobot-policy-is-there"}),
         ("eval", ("model.python=/nowhere/python",), {"lerobot-policy-is-there"}),
         ("eval", ("model.model_path=null",), {"lerobot-policy-is-there"}),
         ("eval", ("model.add_value_head=true",), {"model-has-value-heads"}),
+        ("eval", ("model.unnorm_key=push",), {"lerobot-policy-brings-its-statistics"}),
+        ("eval", (f"model.stats_path={__file__}",), {"lerobot-policy-brings-its-statistics"}),
     ],
 )
-def test_it_is_for_evaluation_with_an_interpreter(verb: Verb, changes: tuple[str, ...], codes: set[str]) -> None:
-    arguments = ["model=lerobot", f"model.python={sys.executable}", "model.model_path=OWNER/NAME"]
+def test_it_is_for_evaluation_with_an_interpreter(
+    tmp_path: Path, verb: Verb, changes: tuple[str, ...], codes: set[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["model=lerobot", f"model.python={sys.executable}", f"model.model_path={tmp_path}"]
     try:
         load_config([*arguments, *changes], verb=verb)
         found: set[str] = set()

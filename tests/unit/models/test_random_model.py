@@ -108,17 +108,17 @@ def test_content_is_a_function_of_the_seed_and_not_of_the_shards(tmp_path: Path)
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "made"
-    with raises_code("checkpoint"):
+    with raises_code("one-file-layout"):
         write_random_model("pi0", target, "tiny", shard_gb=1.0)
     Tokenizer(models.WordLevel({f"t{i}": i for i in range(32000)}, unk_token="t0")).save(
         str(tmp_path / "tokenizer.json")
     )
-    with raises_code("checkpoint"):  # more ids than the tiny model has rows
+    with raises_code("tokenizer-mismatch"):  # more ids than the tiny model has rows
         write_random_model("openvla", target, "tiny", tokenizer=tmp_path)
     policy = random_policy("openvla", "public", torch.bfloat16, tmp_path)
     assert policy.model.config.prompt_end_id == 29871 and policy.processor.tokenizer.vocab_size == 32000
     monkeypatch.setattr(random_model.shutil, "disk_usage", lambda place: SimpleNamespace(free=12_345))
-    with raises_code("output") as refused:
+    with raises_code("disk-space") as refused:
         write_random_model("openvla", target, "tiny")
     needed = 2 * sum(p.numel() for p in random_policy("openvla", "tiny", torch.bfloat16, None).parameters()) + 2**26
     assert f"{needed:,} bytes" in str(refused.value) and "12,345 free" in str(refused.value)

@@ -40,7 +40,7 @@ def test_every_code_is_unique_and_in_kebab_case(reference: ModuleType) -> None:
     assert [entry.code for entry in entries if not KEBAB.fullmatch(entry.code)] == []
     counts = Counter(entry.code for entry in entries)
     twice = [(entry.code, entry.source) for entry in entries if counts[entry.code] > 1]
-    assert twice == [], "a code belongs to one class, one rule, or raise sites of one class"
+    assert twice == [], "a code belongs to one class, one rule, or raise sites of one kind"
 
 
 def test_every_class_has_a_cure_and_every_rule_a_cause(reference: ModuleType) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 from test_rollout import config_of, worker_of
 
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
@@ -91,13 +92,13 @@ def test_states_of_processes_are_kept_apart() -> None:
     method, (states, tensors, blobs) = processes.asked[-1]
     assert method == "load_state" and states == ({"random": ["0"]}, {"random": ["1"]}) and tensors == ({}, {})
     assert blobs == ({"env_0": b"\0"}, {"env_0": b"\1"})
-    with pytest.raises(CheckpointError, match="made with 1 rollout process"):
+    with raises_code("checkpoint-other-settings", CheckpointError, "1"):
         source.load_state(RolloutState({"random": ["0"]}), 5)
 
 
 def test_one_process_does_not_go_on_for_several() -> None:
     worker, _ = worker_of(config_of())
-    with pytest.raises(CheckpointError, match="made with 2 rollout processes"):
+    with raises_code("checkpoint-other-settings", CheckpointError, "2"):
         worker.load_state(RolloutState({"processes": [{}, {}]}), 0)
 
 
@@ -204,7 +205,7 @@ def test_a_process_that_does_not_come_up_is_tried_again() -> None:
 
 def test_attempts_to_bring_it_up_count_as_restarts() -> None:
     rollouts, group, _ = group_of(*(WorkerRaised("no simulator", rank=1) for _ in range(3)))
-    with pytest.raises(WorkerDied, match="given up after 2 restarts of rollout processes: no simulator"):
+    with raises_code("worker-died", WorkerDied, 2, "no simulator"):
         rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
     assert group.asked == ["restart 1"] * 2
 

@@ -1,0 +1,63 @@
+"""`embodrl fetch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embodrl.cli.common import Debug, execute
+
+
+def fetch(
+    repository: Annotated[
+        str, typer.Argument(metavar="REPO", help="OWNER/NAME[@REVISION] of the hub", show_default=False)
+    ],
+    revision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="branch, tag or commit; main by default", show_default=False)
+    ] = None,
+    dataset: Annotated[bool, typer.Option("--dataset", help="a data set, and no model", show_default=False)] = False,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="a directory; by default the hub's cache", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Fetch a checkpoint or a data set from the Hugging Face hub, and compare every file with its checksum.
+
+    Run again, it goes on where it was broken off, and checks what is there. Login, cache and mirror are those of the
+    hub's own tools: `hf auth login` or HF_TOKEN, HF_HOME, HF_ENDPOINT.
+
+    \b
+    Examples:
+      embodrl fetch openvla/openvla-7b
+      embodrl fetch lerobot/pusht --dataset --revision v3.0
+      embodrl fetch openvla/openvla-7b --to checkpoints/openvla-7b
+    """
+
+    def action() -> None:
+        from dataclasses import replace
+
+        from embodrl.errors import OutputError, UsageError
+        from embodrl.hub import DATASET_FILES, MODEL_FILES, is_own_copy, parse
+        from embodrl.hub import fetch as run
+
+        name = parse(
+            ("hf://datasets/" if dataset else "hf://") + repository.removeprefix("hf://").removeprefix("datasets/")
+        )
+        if name is None or (revision is not None and name.revision is not None):
+            hint = "give OWNER/NAME, and the revision once: OWNER/NAME@REVISION or --revision"
+            raise UsageError(f"'{repository}' names no repository of the hub", hint, code="hub-name")
+        chosen = name if revision is None else parse(f"{name}@{revision}")
+        if chosen is None:
+            raise UsageError(f"'{revision}' is no revision", "give a branch, tag or commit", code="hub-name")
+        if to is not None and to.exists() and not is_own_copy(to):
+            problem = f"{to} exists, and is no directory that a fetch was writing"
+            raise OutputError(problem, "give a new directory", code="output-exists")
+        place = run(chosen, DATASET_FILES if dataset else MODEL_FILES, to, verify_all=True)
+        commit = replace(chosen, revision=place.name) if to is None else place
+        setting = "sft.data_dir" if dataset else "model.model_path"
+        print(f"{place}: fetched and compared with the hub's checksums; use it as {setting}={commit}")
+
+    execute(action, debug)

@@ -1,0 +1,49 @@
+"""Files of the hub that the rules of a configuration read, fetched before anything is checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from embodrl.config.nodes import Node, lookup
+from embodrl.config.rules.base import what_is
+from embodrl.config.rules.verbs import Verb
+from embodrl.errors import ConfigProblem, HubError
+from embodrl.hub import DATASET_FACTS, MODEL_FACTS, fetch, parse, parse_dataset
+
+MODEL_KEYS, DATA_KEY = ("model.model_path", "model.lora_path"), "sft.data_dir"
+
+
+def fetch_facts(tree: Node, verb: Verb | None) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
+    """Fetch the small files of the repositories that a configuration names, and put their commits in the tree.
+
+    So all rules apply before gigabytes are fetched, and a run and all of its processes use one commit.
+
+    Args:
+        tree: a branch or tag in it becomes a commit.
+        verb: those that use no weights fetch nothing.
+
+    Returns:
+        What could not be fetched, and notes on the commits.
+    """
+    problems: list[ConfigProblem] = []
+    notes: list[ConfigProblem] = []
+    keys = (*MODEL_KEYS, *([DATA_KEY] if verb == "sft" else [])) if verb in ("train", "eval", "sft") else ()
+    for key in keys:
+        node = lookup(tree, key)
+        value = node.value if node is not None else None
+        if node is None or not isinstance(value, str) or what_is(value):
+            continue
+        name = parse_dataset(value) if key == DATA_KEY else parse(value)
+        if name is None or (key != DATA_KEY and name.kind == "dataset"):
+            continue
+        try:
+            place = fetch(name, DATASET_FACTS if key == DATA_KEY else MODEL_FACTS)
+        except HubError as error:
+            problems.append(ConfigProblem(key, error.message, str(node.origin), hint=error.hint, code=error.code))
+            continue
+        if not name.is_commit:
+            node.value = str(replace(name, revision=place.name))
+            message = f"{name} is commit {place.name}"
+            hint = f"{key}={node.value} takes this one again"
+            notes.append(ConfigProblem(key, message, str(node.origin), hint=hint, code="hub-commit"))
+    return problems, notes
