@@ -301,6 +301,22 @@ class RolloutEngineError(EmbodrlError):
     """A rollout engine failed and can't act any more."""
 
 
+class NonFiniteError(EmbodrlError):
+    """Losses or gradients were NaN or infinite several times in a row."""
+
+
+class WorkflowError(EmbodrlError):
+    """A workflow leaves nothing to train on."""
+
+
+class EpisodeTimeout(EmbodrlError):
+    """An episode of a workflow took longer than ``rollout.episode_timeout_s``."""
+
+
+class RewardError(EmbodrlError):
+    """A reward function failed, took too long, or returned what is no reward."""
+
+
 class MessageError(EmbodrlError):
     """A value can't be sent between processes."""
 

@@ -117,6 +117,7 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
     from embodrl.models.gr00t.policy import Gr00tPolicy
     from embodrl.models.openvla.token_policy import TokenPolicy
     from embodrl.models.pi.policy import PiPolicy
+    from embodrl.models.pi0_fast.policy import FastPolicy
     from embodrl.models.smolvla.policy import SmolVlaPolicy
 
     parts = policy.parts()
@@ -132,6 +133,11 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
         actions = policy.horizon + 1
         counts += [(parts["vision"], patches), (parts["language"], prefix)]
         counts += [(policy.model.paligemma.multi_modal_projector, patches), (parts["action_expert"], actions)]
+    elif isinstance(policy, FastPolicy):
+        inputs = policy.model.config.inputs
+        patches = num_cameras * inputs.siglip.num_patches
+        text = inputs.max_prompt_tokens + policy.max_tokens
+        counts += [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
     elif isinstance(policy, Gr00tPolicy):
         head = policy.model.action_head
         patches = num_cameras * policy.model.config.siglip.num_patches

@@ -22,7 +22,7 @@ from embodrl.algorithms.episodes import Episodes, split_episodes
 from embodrl.algorithms.srpo import SrpoRewards, make_encoder, sample_frames
 from embodrl.config.schema import Config, RewardConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import CheckpointError, EmbodrlError, user_location
+from embodrl.errors import CheckpointError, RewardError, user_location
 from embodrl.names import import_function
 
 T = TypeVar("T")
@@ -48,10 +48,6 @@ class Episode:
     finished: bool
     task: str
     frames: Tensor
-
-
-class RewardError(EmbodrlError):
-    """A reward function failed, took too long, or returned what is no reward."""
 
 
 def needs_frames(config: Config) -> bool:

@@ -115,8 +115,8 @@ def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
         return ("openvla_oft",) if "keep_stop_token" in own else OPENVLA_FAMILIES
     if kind == "gr00t_n1_5":
         return ("gr00t",)
-    if raw.get("type") == "smolvla":
-        return ("smolvla",)
+    if raw.get("type") in ("smolvla", "pi0_fast"):
+        return (str(raw["type"]),)
     variant = own.get("variant", raw.get("type"))
     if variant in PI_FAMILIES:
         return (str(variant),)

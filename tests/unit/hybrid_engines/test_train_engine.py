@@ -16,8 +16,8 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.losses import LossOutput
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, KlConfig, OptimConfig, SamplingConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.hybrid_engines.base import EngineState, NonFiniteError
+from embodrl.errors import CheckpointError, EmbodrlError, NonFiniteError
+from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.objective import chunk_weights, flatten_chunks, trained_chunks
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions

@@ -49,6 +49,7 @@ def test_an_openvla_is_a_start_for_oft(exports: dict[str, Path]):
         ({"model_type": "openvla"}, ("openvla", "openvla_oft")),
         ({"model_type": "gr00t_n1_5", "action_dim": 32, "action_horizon": 16}, ("gr00t",)),
         ({"type": "pi05"}, ("pi05",)),
+        ({"type": "pi0_fast", "input_features": {}}, ("pi0_fast",)),
         ({"type": "smolvla"}, ("smolvla",)),
         ({"type": "pi05", "input_features": {}}, ("pi05",)),
         ({"type": "pi0_fast", "input_features": {}, "paligemma_variant": "gemma_2b"}, ("lerobot",)),

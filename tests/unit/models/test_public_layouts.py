@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.pi.config import PUBLIC as PI
 from embodrl.models.pi.modeling import PiModel
+from embodrl.models.pi0_fast.codec import TINY_CODEC
 from embodrl.models.registry import build_policy
 from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.models.smolvla.modeling import SmolVlaModel
@@ -315,6 +317,65 @@ def test_lerobots_peft_over_pi05_base(tmp_path: Path):
     assert policy.horizon == 30 and "of the adapters" in report.conventions["config.json"]
     assert report.conventions["adapters"].startswith("38 merged in float32")
     assert report.conventions["adapters"].endswith("trained on lerobot/pi05_base")
+
+
+# pi0-FAST ------------------------------------------------------------------------------------------------------------
+
+TEXT_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
+
+
+def pi0_fast_shapes(stored: Collection[str] = (TEXT_HEAD,)) -> Shapes:
+    """PaliGemma's, with the tied embedding under one name or two."""
+    shapes = {name: shape for name, shape in pi_shapes("pi05").items() if ".paligemma." in name and name != EMBEDDING}
+    shapes |= dict.fromkeys(sorted(stored), (257152, 2048))
+    return {f"model.{name}": shape for name, shape in shapes.items()}
+
+
+def write_pi0_fast(directory: Path, stored: set[str], changes: dict[str, Any], mode: str) -> None:
+    """Of lerobot/pi0fast-base and fine-tunes: PaliGemma's weights, processor files, no tokenizer of text."""
+    write_sparse(directory / "model.safetensors", pi0_fast_shapes(stored))
+    pictures = {f"observation.images.{name}": {"type": "VISUAL", "shape": [3, 224, 224]} for name in ("base", "wrist")}
+    settings = {"chunk_size": 10, "n_action_steps": 10, "max_decoding_steps": 256, "input_features": pictures}
+    write_json(directory / "config.json", {"type": "pi0_fast", **settings, **changes})
+    write_json(directory / "train_config.json", {})
+    normalizer = {
+        "registry_name": "normalizer_processor",
+        "config": {"eps": 1e-8, "norm_map": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}},
+        "state_file": "policy_preprocessor_step_3_normalizer_processor.safetensors",
+    }
+    write_json(directory / "policy_preprocessor.json", {"steps": [normalizer]})
+    parts = {"observation.state": STATE, "action": NUMBERS}
+    tensors = {f"{part}.{name}": torch.tensor(v) for part, numbers in parts.items() for name, v in numbers.items()}
+    save_file(tensors, directory / str(normalizer["state_file"]))
+    (directory / "tokenizer.json").write_bytes(TINY_TOKENIZER.read_bytes())
+    shutil.copytree(TINY_CODEC, directory / "action_tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("version", "stored", "changes", "mode", "padded", "parameters"),
+    [
+        ("0.4", {TEXT_HEAD}, {"rtc_config": None}, "QUANTILES", "yes", 2_923_335_408),
+        ("0.6", {TEXT_HEAD, EMBEDDING}, {"use_relative_actions": False}, "MEAN_STD", "no", 3_449_982_704),
+    ],
+)
+def test_lerobots_pi0_fast(
+    version: str, stored: set[str], changes: dict[str, Any], mode: str, padded: str, parameters: int, tmp_path: Path
+):
+    write_pi0_fast(tmp_path, stored, changes, mode)
+    policy, report = load("pi0_fast", tmp_path)
+    assert num_parameters(policy) == parameters and policy.model.config.tied == (version == "0.4")
+    assert report.conventions[PADDING].startswith(padded) and not policy.processor.config.antialias
+    assert policy.processor.config.normalization.actions == mode.lower() and policy.action_horizon == 10
+    assert policy.max_tokens == 256 and policy.get_buffer("_choices")[:2].tolist() == [257023, 257022]
+    dtypes = {name: value.dtype for name, value in policy.model.state_dict().items()}
+    assert dtypes["paligemma_with_expert.paligemma.model.language_model.norm.weight"] == torch.float32
+    assert dtypes[EMBEDDING] == torch.bfloat16
+
+
+def test_relative_actions_of_pi0_fast_are_refused(tmp_path: Path):
+    write_pi0_fast(tmp_path, {TEXT_HEAD}, {"use_relative_actions": True}, "QUANTILES")
+    with raises_code("checkpoint-unsupported"):
+        load("pi0_fast", tmp_path)
 
 
 # SmolVLA -------------------------------------------------------------------------------------------------------------

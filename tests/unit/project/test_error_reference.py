@@ -48,6 +48,16 @@ def test_every_class_has_a_cure_and_every_rule_a_cause(reference: ModuleType) ->
     assert [entry.code for entry in reference.rule_entries() if not entry.causes[0]] == []
 
 
+def test_every_class_of_errors_is_listed(reference: ModuleType) -> None:
+    listed = {entry.source for entry in reference.class_entries()}
+    derived: set[str] = set()
+    for path in (ROOT / "embodrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and {getattr(base, "id", "") for base in node.bases} & listed:
+                derived.add(node.name)
+    assert derived <= listed, "errors are defined in embodrl/errors.py"
+
+
 def test_every_problem_of_a_configuration_or_pipeline_has_a_code_of_its_own() -> None:
     least = {"ConfigProblem": 7, "PipelineProblem": 4}
     without: list[str] = []

@@ -29,8 +29,8 @@ from embodrl.algorithms.srpo import (
 from embodrl.config import load_config
 from embodrl.config.schema import RewardConfig, SrpoConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import CheckpointError
-from embodrl.workers.reward import Episode, RewardError, RewardWorker, call_all
+from embodrl.errors import CheckpointError, RewardError
+from embodrl.workers.reward import Episode, RewardWorker, call_all
 
 NUM_STEPS, NUM_ENVS, CHUNK = 6, 6, 2
 calls: list[Episode] = []

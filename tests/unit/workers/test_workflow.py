@@ -19,14 +19,14 @@ from embodrl.data.rng import RowGenerators
 from embodrl.envs.environment import ToolResult
 from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EmbodrlError, EnvError
+from embodrl.errors import EmbodrlError, EnvError, WorkflowError
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.async_collector import AsyncCollector, make_runners
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import make_pool
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
-from embodrl.workers.workflow_runner import WorkflowCollector, WorkflowError
+from embodrl.workers.workflow_runner import WorkflowCollector
 
 CHUNK = 3
 NUM_ENVS = 12
@@ -374,7 +374,7 @@ def test_an_error_of_the_policy_reaches_all_who_asked() -> None:
 
 def test_rows_draw_from_their_own_generators_whatever_their_company() -> None:
     from embodrl.models.common.flow import standard_normal
-    from embodrl.models.openvla.token_policy import exponential_noise
+    from embodrl.models.common.sampling import exponential_noise
 
     def rows(*seeds: int) -> RowGenerators:
         return RowGenerators(tuple(torch.Generator().manual_seed(seed) for seed in seeds))

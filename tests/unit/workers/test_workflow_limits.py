@@ -14,10 +14,10 @@ from test_workflow import CONFIG, NUM_ENVS, SETTINGS, Compass, rollout
 from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, WorkflowError
 from embodrl.workers.env import make_pool
 from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, Trajectory, stack_trajectories
-from embodrl.workers.workflow_runner import MAX_ATTEMPTS, WorkflowError
+from embodrl.workers.workflow_runner import MAX_ATTEMPTS
 
 
 @pytest.fixture(scope="module")
