@@ -252,7 +252,8 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
 def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor:
     """Return ``float32[T,B,C]``: the rewards, less ``kl.coef`` times the KL of each action if that is its placement.
 
-    The KL is that of the policy that acted from the reference, summed over the tokens of the action.
+    The KL is that of the policy that acted from the reference, summed over the tokens of the action; that of tokens
+    which stand for a whole chunk counts with its first action.
 
     Raises:
         EmbodrlError: the batch has no log-probs of the reference.
@@ -265,8 +266,11 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor
             "set algorithm.kl.placement=loss",
             code="reference-missing",
         )
-    kl = kl_per_token(batch.logprobs, batch.ref_logprobs, config.kl.estimator)
-    return torch.where(batch.valid, batch.rewards - config.kl.coef * kl.sum(-1), batch.rewards)
+    kl = kl_per_token(batch.logprobs, batch.ref_logprobs, config.kl.estimator).sum(-1)
+    if batch.token_mask is not None:
+        whole = torch.where(batch.drawn, kl, 0.0).sum(-1, keepdim=True)
+        kl = torch.cat([whole, torch.zeros_like(batch.rewards[..., 1:])], -1)
+    return torch.where(batch.valid, batch.rewards - config.kl.coef * kl, batch.rewards)
 
 
 def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:

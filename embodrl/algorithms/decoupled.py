@@ -249,7 +249,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
         )
     if decoupled.level == "episode":
         episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-        log_weights = log_episode_weights(prox, batch.logprobs, batch.valid, episodes)
+        log_weights = log_episode_weights(prox, batch.logprobs, batch.drawn, episodes)
         return {PROX: prox, LOG_WEIGHTS: log_weights[..., None, None]}
     return {PROX: prox}
 
@@ -266,7 +266,7 @@ def proximal_terms(
         counts: of the whole minibatch.
     """
     decoupled = algorithm.decoupled
-    old, valid = micro.logprobs, micro.valid
+    old, valid = micro.logprobs, micro.drawn
     prox = micro.prox_logprobs
     per_token, cap, on_exceed = decoupled.level == "token", decoupled.cap, decoupled.on_exceed
     if not decoupled.enabled:

@@ -47,7 +47,7 @@ class Chunk:
 
     Attributes:
         forward_inputs: tensors ``[1,...]``.
-        logprobs: ``float32[C,A]``.
+        logprobs: ``float32[C,A]``, or ``float32[M,1]`` of tokens that stand for the whole chunk.
         values: ``float32[K]``, zeros without a value head.
         rewards: ``float32[C]``.
         valid, terminated, truncated: ``bool[C]``.
@@ -87,8 +87,7 @@ class Trajectory:
 
     def add(self, output: PolicyOutput, result: ToolResult) -> None:
         """Append what the policy answered (a batch of one) and what ``act`` made of its first actions."""
-        logprobs = output.logprobs[0]
-        executed, chunk = len(result.valid), len(logprobs)
+        executed, chunk = len(result.valid), output.actions.shape[1]
         if not 0 < executed <= chunk:
             raise EmbodrlError(
                 f"a result of {executed} actions for a chunk of {chunk}",
@@ -103,7 +102,7 @@ class Trajectory:
         self.chunks.append(
             Chunk(
                 forward_inputs=output.forward_inputs,
-                logprobs=logprobs,
+                logprobs=output.logprobs[0],
                 values=torch.zeros(1) if output.values is None else output.values[0],
                 rewards=padded(result.reward),
                 valid=padded(result.valid),

@@ -121,14 +121,16 @@ def test_errors_in_the_prefix(model, io, wrong, monkeypatch):
     elif wrong == "embeddings not scaled":
         monkeypatch.setattr(language, "embed", lambda ids: language.embed_tokens(ids))
     elif wrong == "images scaled":
-        plain_images = model.embed_images
-        monkeypatch.setattr(model, "embed_images", lambda pixels: plain_images(pixels) / language.spec.width**0.5)
+        plain_images = model.paligemma.embed_images
+        monkeypatch.setattr(
+            model.paligemma, "embed_images", lambda pixels: plain_images(pixels) / language.spec.width**0.5
+        )
     elif wrong == "no shift of norms":  # weight instead of 1 + weight
         for layer in language.layers:
             layer.input_layernorm.weight.data -= 1.0
     else:
         counted = torch.arange(100)[None].expand(2, -1)
-        monkeypatch.setattr(modeling, "_positions", lambda valid, length, device: counted[:, :length])
+        monkeypatch.setattr(modeling, "token_places", lambda valid, length, device: counted[:, :length])
     assert differs(model, io)
 
 

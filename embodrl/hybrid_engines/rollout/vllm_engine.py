@@ -18,8 +18,8 @@ from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.sampling import exponential_noise
 from embodrl.models.openvla.policy import OpenVLAPolicy
-from embodrl.models.openvla.token_policy import exponential_noise
 from embodrl.types import Observation, PolicyOutput
 
 

@@ -74,9 +74,9 @@ def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmC
     if algorithm.loss_agg == "token_mean":
         return None
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-    valid = batch.valid & trained.unsqueeze(-1)
-    num_elements = element_counts(valid, batch.logprobs.shape[-1], algorithm.logprob_type)
-    whole = element_counts(torch.ones_like(batch.valid), batch.logprobs.shape[-1], algorithm.logprob_type)
+    drawn = batch.drawn
+    num_elements = element_counts(drawn & trained.unsqueeze(-1), batch.logprobs.shape[-1], algorithm.logprob_type)
+    whole = element_counts(torch.ones_like(drawn), batch.logprobs.shape[-1], algorithm.logprob_type)
     length = int(whole[:, 0].sum()) if whole.numel() else 0
     return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
 
@@ -141,13 +141,13 @@ def make_loss(
             "prox_logprobs": proximal.logprobs if proximal else None,
             "behavior_weights": proximal.weights if proximal else None,
             "advantages": micro["advantages"],
-            "valid": micro.valid,
+            "valid": micro.drawn,
             "entropy": None if output.entropy is None else output.entropy.float(),
             "weights": micro.get("weights"),
             "counts": counts,
         }
         loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
-        apart = mismatch_terms(logprobs.detach(), micro.logprobs, micro.valid, micro[STALENESS])
+        apart = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
         return LossOutput(loss.loss, loss.metrics | apart | (proximal.metrics if proximal else {}))
 
     return compute

@@ -293,7 +293,7 @@ class PolicyTrainEngine(TrainEngine):
 
     def _counts(self, minibatch: TrajectoryBatch, algorithm: AlgorithmConfig) -> LossCounts:
         return count_elements(
-            minibatch.valid.to(self.device),
+            minibatch.drawn.to(self.device),
             action_dim=minibatch.logprobs.shape[-1],
             logprob_type=algorithm.logprob_type,
             entropy_type=algorithm.entropy_type,

@@ -36,7 +36,7 @@ MAX_HASHING_THREADS = 4
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "fetch or make the checkpoint again"
 # Besides the top level, families read files in these.
-_SUBDIRECTORIES = ("assets", "experiment_cfg")
+_SUBDIRECTORIES = ("assets", "experiment_cfg", "action_tokenizer")
 
 
 def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | None, LoadReport]:

@@ -125,8 +125,8 @@ class PiConfig:
         return {
             "action_dim": self.max_action_dim,
             "action_horizon": self.action_horizon,
-            "paligemma_variant": _variant_name(self.vlm),
-            "action_expert_variant": _variant_name(self.expert),
+            "paligemma_variant": variant_name(self.vlm),
+            "action_expert_variant": variant_name(self.expert),
             "precision": precision,
             OWN_SECTION: asdict(self),
         }
@@ -152,10 +152,10 @@ class PiConfig:
         fields = fields_of(raw, source)
         check_family(fields, (variant,))
         if OWN_SECTION in fields:
-            return _from_embodrl(fields.fields(OWN_SECTION), variant)
+            return from_embodrl(fields.fields(OWN_SECTION), variant)
         if "type" in fields:
             _check_variant(fields.text("type"), variant, source)
-            return _from_lerobot(fields, variant)
+            return from_lerobot(fields, variant)
         missing = [name for name in ("action_dim", "action_horizon") if name not in fields]
         if missing:
             raise CheckpointError(
@@ -201,7 +201,8 @@ PUBLIC: dict[Variant, PiConfig] = {
 """The public models, and what their files leave open."""
 
 
-def _from_embodrl(own: Fields, variant: Variant) -> PiConfig:
+def from_embodrl(own: Fields, variant: Variant) -> PiConfig:
+    """Read the part of config.json that embodrl writes; raises as ``PiConfig.from_dict``."""
     _check_variant(own.text("variant"), variant, own.source)
     config = read_sizes(PiConfig(variant), own, complete=True)
     stated = own.fields("normalization")
@@ -228,7 +229,8 @@ def method(fields: Fields, name: str) -> Method:
     fields.refuse(f"normalisation '{found.upper()}' of '{name}' is not supported; known: {', '.join(METHODS)}")
 
 
-def _from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
+def from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
+    """Read config.json of lerobot's layout, without what its data set decides; raises as ``PiConfig.from_dict``."""
     if fields.flag("use_relative_actions", False):
         raise CheckpointError(
             f"{fields.source}: lerobot's use_relative_actions is not supported",
@@ -278,7 +280,8 @@ def _known_gemma(fields: Fields, key: str, default: str) -> GemmaSpec:
     return KNOWN_GEMMA[name]
 
 
-def _variant_name(spec: GemmaSpec) -> str:
+def variant_name(spec: GemmaSpec) -> str:
+    """Return openpi's name of the dimensions, or ``embodrl`` for others."""
     return next((name for name, known in KNOWN_GEMMA.items() if known == spec), OWN_SECTION)
 
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,10 +19,9 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.pi.config import Normalization
-from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot
+from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
 from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
 from embodrl.models.smolvla.config import SmolVlaConfig
-from embodrl.storage.files import write_safetensors
 
 PREFIX = "model."
 LEROBOT_EPS = 1e-8
@@ -171,32 +169,10 @@ def write_processors(directory: Path, config: SmolVlaConfig, stats: PiStats, act
         ("device_processor", to_cpu),
         ("normalizer_processor", normalizer),
     ]
-    _write_pipeline(directory, LEROBOT_FILE, steps, stats)
-    _write_pipeline(
+    write_pipeline(directory, LEROBOT_FILE, steps, stats)
+    write_pipeline(
         directory,
         "policy_postprocessor.json",
         [("unnormalizer_processor", normalizer), ("device_processor", to_cpu)],
         stats,
     )
-
-
-def _write_pipeline(directory: Path, name: str, steps: Sequence[tuple[str, dict[str, object]]], stats: PiStats) -> None:
-    stem = name.removesuffix(".json")
-    written: list[dict[str, object]] = []
-    for index, (registry_name, settings) in enumerate(steps):
-        step: dict[str, object] = {"registry_name": registry_name, "config": settings}
-        if "norm_map" in settings:
-            step["state_file"] = f"{stem}_step_{index}_{registry_name}.safetensors"
-            write_safetensors(directory / str(step["state_file"]), _tensors(stats))
-        written.append(step)
-    checkpoint.write_json(directory / name, {"name": stem, "steps": written})
-
-
-def _tensors(stats: PiStats) -> dict[str, Tensor]:
-    names, raw = {"state": "observation.state", "actions": "action"}, fields_of(stats.raw, stats.key)
-    return {
-        f"{names[part]}.{field}": torch.tensor(values, dtype=torch.float32)
-        for part in names
-        if part in raw
-        for field, values in raw.fields(part).content.items()
-    }

@@ -16,9 +16,8 @@ from embodrl.models.common.attention import attention
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.images import center_crop_area, jpeg_round_trip, resize_bicubic, resize_lanczos
 from embodrl.models.common.norm_stats import choose_stats, identity_stats, stats_sets
-from embodrl.models.common.sampling import action_entropy, draw, log_distribution, smoothed_targets
+from embodrl.models.common.sampling import action_entropy, draw, exponential_noise, log_distribution, smoothed_targets
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
-from embodrl.models.openvla.policy import exponential_noise
 from embodrl.models.openvla.processing import PROMPT
 from embodrl.types import SamplingParams
 
