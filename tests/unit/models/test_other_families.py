@@ -52,7 +52,7 @@ def test_an_openvla_is_a_start_for_oft(exports: dict[str, Path]):
         ({"type": "pi0_fast", "input_features": {}}, ("pi0_fast",)),
         ({"type": "smolvla"}, ("smolvla",)),
         ({"type": "pi05", "input_features": {}}, ("pi05",)),
-        ({"type": "pi0_fast", "input_features": {}, "paligemma_variant": "gemma_2b"}, ("lerobot",)),
+        ({"type": "pi0fast", "input_features": {}, "paligemma_variant": "gemma_2b"}, ("lerobot",)),
         ({"type": "act", "input_features": {}}, ("lerobot",)),
         ({"action_dim": 32, "action_horizon": 50, "paligemma_variant": "gemma_2b"}, ("pi0", "pi05")),
         ({"model_type": "llama", "embodrl": "?"}, ()),
