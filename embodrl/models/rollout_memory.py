@@ -65,7 +65,7 @@ def kv_cache_bytes(policy: VLAPolicy, num_rows: int, num_cameras: int, itemsize:
     elif isinstance(policy, Gr00tPolicy):
         spec = policy.model.config
         layers, width = -(-spec.head.dit.num_layers // 2), spec.head.dit.width
-        positions = num_cameras * spec.siglip.num_patches + policy.processor.max_prompt_tokens
+        positions = num_cameras * spec.tokens_per_image + policy.processor.max_prompt_tokens
     return 2 * layers * num_rows * width * positions * itemsize
 
 

@@ -312,6 +312,7 @@ class RemoteBackend(RolloutBackend):
         self._known_faults[rank] = {}
         self.faults.count("rollout_restarts")
         logger.warning("restart %s of a rollout process: %s", self._restarts.used, error.message)
+        error.__traceback__ = None  # its call refers to it: a cycle, with all that the frames of this iteration hold
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

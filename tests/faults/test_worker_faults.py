@@ -15,6 +15,7 @@ from worker_classes import Talker, Trouble
 
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import WorkerDied, WorkerTimeout
+from embodrl.processes.liveness import Limits
 from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
 
@@ -159,6 +160,35 @@ def test_a_dead_ray_actor_is_told_with_rank_and_last_words():
         assert caught.value.rank == 1 and "these are my last words" in caught.value.log_tail
         with raises_code("ray-resources"):
             RayLauncher([ProcessPlace("more", rank) for rank in range(9)], timeout_s=0.5)
+    finally:
+        group.kill()
+        launcher.close()
+
+
+def test_a_ray_actor_that_is_stopped_or_hangs_is_told_and_replaced():
+    pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
+    from embodrl.scheduler.launchers.ray import RayLauncher
+
+    places = [ProcessPlace("trouble", rank) for rank in range(2)]
+    launcher = RayLauncher(places, timeout_s=120, limits=Limits(heartbeat_s=2.0, stall_s=3.0), num_cpus=2)
+    group = WorkerGroup(Trouble, "trouble", independent=True).launch(places, launcher, timeout_s=START_S)
+    try:
+        assert group.call_on(0, "compute", 0, 4.0).result(SOON_S) > 0, "it computes"
+        (watched,) = watch([group.call_on(1, "pid").result(SOON_S)])
+        waits = group.call_on(1, "wait_for_ever")
+        signal.pidfd_send_signal(watched, signal.SIGSTOP)
+        with pytest.raises(WorkerDied, match=r"trouble\[1\] is stopped by a signal \(state T\)") as caught:
+            waits.result(SOON_S)
+        assert caught.value.code == "worker-hung" and caught.value.rank == 1 and gone(watched)
+        with raises_code("worker-hung", WorkerDied):
+            group.call_on(1, "pid").result(SOON_S)
+        group.restart(1, START_S)
+        for request, says in (("hold_the_lock", "hangs .*no heartbeat"), ("wait_for_ever", "makes no progress")):
+            with pytest.raises(WorkerDied, match=rf"trouble\[1\] {says}") as caught:
+                group.call_on(1, request, *((1,) if request == "hold_the_lock" else ())).result(SOON_S)
+            assert request in caught.value.log_tail, "its stack"
+            group.restart(1, START_S)
+        assert group.call_on(1, "pid").result(SOON_S) > 0
     finally:
         group.kill()
         launcher.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -221,6 +223,23 @@ def test_an_answer_counts_before_another_process_is_brought_up() -> None:
     group.asked.clear()
     rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
     assert group.asked == ["restart 1", "join 0", "join 1", "restore 1"]
+
+
+def test_a_restart_keeps_nothing_of_the_iteration_alive() -> None:
+    """The error of the process that died knows the frames that it passed, and those what they had: batches."""
+    rollouts, group, _ = group_of()
+    group.answers["gather"] = [{"faults": {}}, WorkerDied("rollout[1] was killed", rank=1), {"faults": {}}]
+
+    def iteration() -> weakref.ref[Policy]:
+        batch = Policy(1, 1)
+        rollouts.call("gather", [(0,), (0,)])
+        return weakref.ref(batch)
+
+    gc.disable()  # which would find it, but late: in a large heap it hardly ever looks at what is old
+    try:
+        assert iteration()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
