@@ -207,6 +207,10 @@ class EnvError(EmbodrlError):
     """A simulator process failed."""
 
 
+class EnvOrderError(EnvError):
+    """A simulator is asked for what does not come next: it has not started, is busy, offloaded or never reset."""
+
+
 class EnvWorkerDied(EnvError):
     """A simulator process ended without saying why (signal, out of memory, ...)."""
 
@@ -295,6 +299,22 @@ class WorkerRaised(WorkerError):
 
 class RolloutEngineError(EmbodrlError):
     """A rollout engine failed and can't act any more."""
+
+
+class NonFiniteError(EmbodrlError):
+    """Losses or gradients were NaN or infinite several times in a row."""
+
+
+class WorkflowError(EmbodrlError):
+    """A workflow leaves nothing to train on."""
+
+
+class EpisodeTimeout(EmbodrlError):
+    """An episode of a workflow took longer than ``rollout.episode_timeout_s``."""
+
+
+class RewardError(EmbodrlError):
+    """A reward function failed, took too long, or returned what is no reward."""
 
 
 class MessageError(EmbodrlError):

@@ -201,7 +201,8 @@ class ModelSpec(Spec):
     Attributes:
         settings: the class of the section ``model``, derived from ``ModelConfig``, or ``module:Class``; None adds
             nothing.
-        kind: ``tokens`` (action bins), ``flow`` (flow matching) or "" (any other).
+        kind: ``tokens`` (action bins), ``sequence`` (tokens of a whole chunk), ``flow`` (flow matching) or "" (any
+            other).
         value_head: it has one, which actor-critic losses need.
         value_inputs: values of ``model.value_head.input`` that it has; None: not checked.
         trainable: values of ``model.trainable`` that it has; None: not checked.
@@ -397,7 +398,9 @@ MODELS = Registry(
         "openvla_oft": "embodrl.models.openvla_oft.spec:SPEC",
         "pi0": "embodrl.models.pi.spec:PI0",
         "pi05": "embodrl.models.pi.spec:PI05",
+        "pi0_fast": "embodrl.models.pi0_fast.spec:SPEC",
         "gr00t": "embodrl.models.gr00t.spec:SPEC",
+        "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "lerobot": "embodrl.models.lerobot.spec:SPEC",
     },

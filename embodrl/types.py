@@ -64,6 +64,7 @@ class EnvSpec:
                     f"number {number} of an action is between {bounds[0]:g} and {bounds[1]:g}, not -1 and 1",
                     "give the environment the bounds -1 and 1, and map them to its own in step, as"
                     " embodrl/envs/gymnasium/env.py does",
+                    code="action-bounds",
                 )
 
 
@@ -141,13 +142,20 @@ class EnvStep:
         return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 
+TOKEN_MASK = "token_mask"
+"""In ``forward_inputs``, of policies whose tokens stand for a whole chunk: ``bool[B,M]``, which of M tokens there are.
+
+Their log-probs and entropies are ``float32[B,M,1]``, whatever C and A.
+"""
+
+
 @dataclass
 class PolicyOutput:
     """What a policy answers to an observation.
 
     Attributes:
         actions: ``float32[B,C,A]`` numpy, in environment units.
-        logprobs: ``float32[B,C,A]``, at the finest level.
+        logprobs: ``float32[B,C,A]``, at the finest level; ``float32[B,M,1]`` with ``TOKEN_MASK``.
         values: ``float32[B,1]`` (chunk level) or ``float32[B,C]``; None if not asked for.
         forward_inputs: tensors, batch first, with all that ``evaluate_actions`` needs.
         version: updates that the weights had seen; a rollout engine sets it.
@@ -165,8 +173,8 @@ class EvalOutput:
     """Log-probs of given actions under the present weights.
 
     Attributes:
-        logprobs: ``float32[B,C,A]``.
-        entropy: ``float32[B,C,A]`` in nats, or None.
+        logprobs: ``float32[B,C,A]``; ``float32[B,M,1]`` with ``TOKEN_MASK``.
+        entropy: like ``logprobs``, in nats, or None.
         values: ``float32[B,1]`` or ``float32[B,C]``, or None.
     """
 

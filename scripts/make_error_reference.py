@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from embodrl import errors
@@ -50,6 +51,7 @@ CURES = {
     "policy-file": "restore the file from its origin; the message names the file and the key or tensor",
     "env": "read the message and the log of the simulator process in RUN/logs; `embodrl doctor ARGS` tries one frame",
     "env-protocol": "look for code of the simulator that writes to file descriptors or memory that are not its own",
+    "env-order": "call what the hint names first",
     "env-worker-died": "look at RUN/logs; if memory ran out, use fewer environments (env.train.total_num_envs)",
     "env-timeout": "raise env.step_timeout_s, reset_timeout_s or start_timeout_s, or use fewer processes",
     "env-raised": "fix the environment: the message has its traceback",
@@ -60,12 +62,21 @@ CURES = {
     "file-format": "restore the file from its origin; the message names the file and the key",
     "file-damaged": "restore the named files from their origin, or write the directory again",
     "output": "free disk space, or choose a writable directory",
+    "checkpoint-mismatch": "resume with the settings of the run that wrote the checkpoint",
+    "cpu-unavailable": "choose cores that the process may use (see taskset -p), or let embodrl choose",
+    "bench-env-failed": "see the last words of the simulator in the message",
+    "gymnasium-id": "correct env.id, or name the package that registers it",
+    "system-error": "the message has the operating system's reason: free disk space or memory, or choose another path",
     "worker": "look at RUN/logs; the message names the worker",
     "worker-died": "look at RUN/logs and at the kernel's log (out of memory?)",
     "worker-timeout": "look at RUN/logs for what the worker was doing",
     "worker-hung": "see the state and the stack in its message; if it was only slow, raise cluster.heartbeat_timeout_s",
     "worker-raised": "the message has the worker's traceback",
     "rollout-engine": "look at the error it carries; `embodrl resume RUN` continues from the last checkpoint",
+    "non-finite": "resume from a checkpoint with a lower actor.optim.lr, or with actor.precision=fp32",
+    "workflow": "look at the first error, which the message has, or at what the workflow rejects",
+    "episode-timeout": "raise rollout.episode_timeout_s, or make the workflow faster",
+    "reward": "fix the function: the message has its error; reward.on_error and reward.retries say what failures do",
     "message": "send plain types, arrays and tensors only",
     "channel": "open the channel before use, and close it once",
     "channel-closed": "the sender has ended; look at its log",
@@ -76,7 +87,7 @@ CURES = {
     "weight-version": "restart the receiver, which then begins with a whole version",
     "weight-layout": "start both sides with the same model settings",
 }
-"""What to do about errors that carry the code of their class."""
+"""What to do about errors that carry the code of their class, and about those whose hint has no constant words."""
 
 
 @dataclass
@@ -132,7 +143,7 @@ def site_entries() -> list[Entry]:
                 found = site(call, scope)
                 if found is None:
                     continue
-                entry = entries.setdefault((found.code, found.source), found)
+                entry = entries.setdefault((found.code, found.kind), found)
                 if entry is not found:
                     entry.causes += [text for text in found.causes if text not in entry.causes]
                     entry.cures += [text for text in found.cures if text not in entry.cures]
@@ -206,6 +217,7 @@ def _assigned(name: str, scope: ast.AST, depth: int, before: int) -> str:
     return max(found, default=(0, "…"))[1]
 
 
+@cache
 def entries() -> list[Entry]:
     """Return all codes: classes, then rules, notes, and sites."""
     return [*class_entries(), *rule_entries(), *site_entries()]
@@ -220,7 +232,8 @@ def table(rows: list[Entry]) -> list[str]:
     """Return a table of codes."""
     lines = ["| code | cause | cure |", "|---|---|---|"]
     for row in sorted(rows, key=lambda entry: entry.code):
-        cures = [text for text in dict.fromkeys(row.cures) if text and text.strip(" …/")] or [ANY_OTHER]
+        cures = [text for text in dict.fromkeys(row.cures) if text and text.strip(" …/")]
+        cures = cures or [CURES.get(row.code, ANY_OTHER)]
         causes = [text for text in dict.fromkeys(row.causes) if text.strip(" …/")] or [ANY_OTHER]
         lines.append(f"| `{row.code}` | {cell('; '.join(causes))} | {cell('; '.join(cures))} |")
     return [*lines, ""]

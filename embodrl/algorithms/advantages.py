@@ -96,6 +96,7 @@ def gae(
             f"values of shape {list(values.shape)} do not fit reward_type {reward_type}, "
             f"which takes [{num_steps + 1}, {num_envs}, {expected}]",
             "model.value_head.output is chunk for chunk_level and action for action_level",
+            code="values-shape",
         )
     to_steps = _chunk_steps if reward_type == "chunk_level" else _action_steps
     steps = to_steps(rewards, values, valid, terminated, truncated, bootstrap_values)
@@ -251,7 +252,8 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
 def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor:
     """Return ``float32[T,B,C]``: the rewards, less ``kl.coef`` times the KL of each action if that is its placement.
 
-    The KL is that of the policy that acted from the reference, summed over the tokens of the action.
+    The KL is that of the policy that acted from the reference, summed over the tokens of the action; that of tokens
+    which stand for a whole chunk counts with its first action.
 
     Raises:
         EmbodrlError: the batch has no log-probs of the reference.
@@ -259,9 +261,16 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor
     if not config.kl.coef or config.kl.placement != "reward":
         return batch.rewards
     if batch.ref_logprobs is None:
-        raise EmbodrlError("a KL in the reward needs the log-probs of the reference", "set algorithm.kl.placement=loss")
-    kl = kl_per_token(batch.logprobs, batch.ref_logprobs, config.kl.estimator)
-    return torch.where(batch.valid, batch.rewards - config.kl.coef * kl.sum(-1), batch.rewards)
+        raise EmbodrlError(
+            "a KL in the reward needs the log-probs of the reference",
+            "set algorithm.kl.placement=loss",
+            code="reference-missing",
+        )
+    kl = kl_per_token(batch.logprobs, batch.ref_logprobs, config.kl.estimator).sum(-1)
+    if batch.token_mask is not None:
+        whole = torch.where(batch.drawn, kl, 0.0).sum(-1, keepdim=True)
+        kl = torch.cat([whole, torch.zeros_like(batch.rewards[..., 1:])], -1)
+    return torch.where(batch.valid, batch.rewards - config.kl.coef * kl, batch.rewards)
 
 
 def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
@@ -303,6 +312,7 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
         raise EmbodrlError(
             f"adv_type '{name}' returned {type(estimate).__name__}",
             "return embodrl.algorithms.advantages.Advantages(advantages, returns, valid)",
+            code="advantage-result",
         )
     num_steps, num_envs, chunk = batch.rewards.shape
     shapes = [(num_steps, num_envs, 1), (num_steps, num_envs, chunk)]
@@ -311,11 +321,13 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
             raise EmbodrlError(
                 f"adv_type '{name}' returned {field} of shape {list(tensor.shape)}",
                 f"return {list(shapes[0])}, a value a chunk, or {list(shapes[1])}, a value an action",
+                code="advantage-result",
             )
     for field, tensor in (("advantages", estimate.advantages), ("returns", estimate.returns)):
         if not bool(tensor[estimate.valid].isfinite().all()):
             raise EmbodrlError(
                 f"adv_type '{name}' returned {field} that are not finite",
                 "look for divisions by zero in the estimator, and for rewards and values that are not finite",
+                code="advantage-result",
             )
     return estimate

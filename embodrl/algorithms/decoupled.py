@@ -69,6 +69,7 @@ def staleness_of(policy_version: Tensor, valid: Tensor, version: int) -> Tensor:
         raise EmbodrlError(
             f"a chunk was chosen by policy version {version - int(staleness.min())}, and the engine is at {version}",
             "stamp chunks with the version of the engine whose weights acted, and restore both from one checkpoint",
+            code="chunk-version",
         )
     return staleness
 
@@ -236,6 +237,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
             raise EmbodrlError(
                 "a minibatch does not see whole episodes, so loglinear can't weight them",
                 "set algorithm.decoupled.prox=recompute, or algorithm.decoupled.level=chunk",
+                code="prox-partial-episodes",
             )
         return {STALENESS: staleness}
     prox = batch.prox_logprobs
@@ -243,10 +245,11 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
         raise EmbodrlError(
             "algorithm.decoupled.prox=recompute needs the log-probs under the weights before the update",
             "call set_proximal(batch, *engine.proximal(batch, algorithm)) before engine.update",
+            code="prox-logprobs-missing",
         )
     if decoupled.level == "episode":
         episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-        log_weights = log_episode_weights(prox, batch.logprobs, batch.valid, episodes)
+        log_weights = log_episode_weights(prox, batch.logprobs, batch.drawn, episodes)
         return {PROX: prox, LOG_WEIGHTS: log_weights[..., None, None]}
     return {PROX: prox}
 
@@ -263,7 +266,7 @@ def proximal_terms(
         counts: of the whole minibatch.
     """
     decoupled = algorithm.decoupled
-    old, valid = micro.logprobs, micro.valid
+    old, valid = micro.logprobs, micro.drawn
     prox = micro.prox_logprobs
     per_token, cap, on_exceed = decoupled.level == "token", decoupled.cap, decoupled.on_exceed
     if not decoupled.enabled:

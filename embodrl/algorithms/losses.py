@@ -207,6 +207,7 @@ def _check_levels(logprob_type: Level, advantages: Tensor) -> None:
         raise EmbodrlError(
             "a ratio per chunk can't be weighted by an advantage per action",
             "set algorithm.reward_type to chunk_level or algorithm.logprob_type to action_level",
+            code="loss-shapes",
         )
 
 
@@ -227,6 +228,7 @@ def _policy_loss(
         raise EmbodrlError(
             f"behaviour weights {list(behavior.shape)} do not fit ratios {list(mask.shape)}",
             "set algorithm.decoupled.level to chunk or episode, or algorithm.logprob_type to token_level",
+            code="loss-shapes",
         )
 
     def mean(x: Tensor) -> Tensor:
@@ -271,7 +273,9 @@ def _ratio_metrics(
 def _reference_kl(logprobs: Tensor, ref_logprobs: Tensor | None, valid: Tensor, estimator: KlEstimator) -> Tensor:
     """Return ``float32[N,C,A]``, 0 where not valid."""
     if ref_logprobs is None:
-        raise EmbodrlError("a KL to the reference needs its log-probs", "pass ref_logprobs, or kl_coef=0")
+        raise EmbodrlError(
+            "a KL to the reference needs its log-probs", "pass ref_logprobs, or kl_coef=0", code="reference-missing"
+        )
     mask = valid.unsqueeze(-1)
     # Selections before and after: neither a NaN nor its gradient may come out of a masked place.
     present, reference = torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)

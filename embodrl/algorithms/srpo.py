@@ -74,11 +74,13 @@ class VJepa2Encoder:
             from transformers import VJEPA2Model
         except ImportError as error:
             raise MissingDependencyError(
-                "transformers has no V-JEPA 2", "install transformers 5.16 or later"
+                "transformers has no V-JEPA 2", "install transformers 5.16 or later", code="srpo-encoder"
             ) from error
         if not (Path(path).expanduser() / "config.json").is_file():
             raise EmbodrlError(
-                f"'{path}' holds no V-JEPA 2", "set algorithm.srpo.encoder_path to a directory with its config.json"
+                f"'{path}' holds no V-JEPA 2",
+                "set algorithm.srpo.encoder_path to a directory with its config.json",
+                code="srpo-encoder",
             )
         model: Any = VJEPA2Model
         self.model = model.from_pretrained(Path(path).expanduser(), local_files_only=True, use_safetensors=True).eval()
@@ -110,7 +112,9 @@ def make_encoder(config: SrpoConfig) -> Encoder:
     if config.encoder != "vjepa2":
         return import_function(config.encoder)
     if config.encoder_path is None:
-        raise EmbodrlError("the encoder vjepa2 needs weights", "set algorithm.srpo.encoder_path=DIRECTORY")
+        raise EmbodrlError(
+            "the encoder vjepa2 needs weights", "set algorithm.srpo.encoder_path=DIRECTORY", code="srpo-encoder"
+        )
     path, loaded = config.encoder_path, list[VJepa2Encoder]()
 
     def encode(frames: Tensor) -> Tensor:
@@ -213,6 +217,7 @@ class SrpoRewards:
                 f"the encoder '{self.config.encoder}' returned {list(embeddings.shape)} for {len(success)} episodes,"
                 " or what is not finite",
                 "return one finite vector an episode, float[E, D]",
+                code="srpo-embeddings",
             )
         rewards = success.float()
         self.without_reference = 0

@@ -154,7 +154,9 @@ def stock_side(options: dict[str, Any], python: str) -> Iterator[Side]:
             if stdout.readline().strip() != word:
                 errors.seek(0)
                 last = (errors.read().strip().splitlines() or ["no message"])[-1]
-                raise EmbodrlError(f"the vectorisation of {options['env']} ended before '{word}': {last}")
+                raise EmbodrlError(
+                    f"the vectorisation of {options['env']} ended before '{word}': {last}", code="bench-env-failed"
+                )
 
         def advance(steps: int) -> None:
             stdin.write(f"{steps}\n")

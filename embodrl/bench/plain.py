@@ -18,6 +18,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.token_policy import TokenPolicy
+from embodrl.models.pi0_fast.policy import FastPolicy
 from embodrl.types import Observation, SamplingParams
 
 Plain = Callable[[Observation], NDArray[np.float32]]
@@ -28,6 +29,8 @@ def plain_actions(policy: VLAPolicy) -> Plain:
     """Return the plain way for a policy; weights are shared, not copied."""
     if isinstance(policy, FlowPolicy):
         return lambda observation: _denoise(policy, observation)
+    if isinstance(policy, FastPolicy):
+        return lambda observation: _without_cache(policy, observation)
     if not isinstance(policy, TokenPolicy):
         raise TypeError(f"no plain way is known for {type(policy).__name__}")
     llama = stock_llama(policy)
@@ -71,6 +74,21 @@ def _all_at_once(policy: TokenPolicy, llama: LlamaForCausalLM, observation: Obse
     everything = sequence.new_zeros(batch, 1, sequence.shape[1], sequence.shape[1])  # added to the scores
     logits = llama(inputs_embeds=sequence, attention_mask=everything, use_cache=False).logits
     return _actions(policy, _most_probable(policy, logits[:, length - 1 : length - 1 + num_tokens]))
+
+
+@torch.no_grad()
+def _without_cache(policy: FastPolicy, observation: Observation) -> NDArray[np.float32]:
+    """Greedy decoding that reads images, prompt and all that is written again for every token; logits of all ids."""
+    inputs = policy.preprocess(observation)
+    choices, written = policy.get_buffer("_choices"), policy.get_buffer("_begin").expand(observation.batch_size, -1)
+    tokens: list[Tensor] = []
+    mask = [written.new_ones(observation.batch_size, dtype=torch.bool)]
+    while len(tokens) < policy.max_tokens and bool(mask[-1].any()):
+        hidden = policy.model.hidden_states(*policy.prefix(inputs), written)
+        tokens.append(policy.model.logits(hidden[:, -1])[:, choices].argmax(dim=-1))
+        mask.append(mask[-1] & (tokens[-1] != policy.end))
+        written = torch.cat([written, choices[tokens[-1]][:, None]], dim=1)
+    return policy.actions_of(torch.stack(tokens, dim=1), torch.stack(mask[:-1], dim=1))
 
 
 @torch.no_grad()

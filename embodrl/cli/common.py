@@ -198,7 +198,7 @@ def describe_os_error(error: OSError) -> EmbodrlError:
     hints[errno.ENOMEM] = "out of memory: close other programs, or use fewer environments"
     where = f"{error.filename}: " if error.filename else ""
     hint = hints.get(error.errno or 0, "check the paths in the command; rerun with --debug for the traceback")
-    return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", hint)
+    return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", hint, code="system-error")
 
 
 def describe_memory_limit(error: Exception) -> EmbodrlError | None:

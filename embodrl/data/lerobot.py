@@ -66,6 +66,7 @@ def require(*packages: str) -> tuple[Any, ...]:
             raise MissingDependencyError(
                 f"the package {package} is not installed, which LeRobot data sets and grids of videos need",
                 "pip install 'embodrl[datasets]'",
+                code="video-packages-missing",
             ) from error
     return tuple(modules)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embodrl.data.batch import Batch
 from embodrl.errors import BatchKeyError, BatchShapeError
+from embodrl.types import TOKEN_MASK
 
 
 class Column:
@@ -52,7 +53,7 @@ class TrajectoryBatch(Batch):
     that may be None.
 
     Attributes:
-        logprobs: ``float32[T,B,C,A]`` under the policy that acted.
+        logprobs: ``float32[T,B,C,A]`` under the policy that acted; these and others ``[T,B,M,1]`` with ``TOKEN_MASK``.
         rewards: ``float32[T,B,C]``.
         valid: ``bool[T,B,C]``.
         terminated, truncated: ``bool[T,B,C]``.
@@ -127,6 +128,20 @@ class TrajectoryBatch(Batch):
     def forward_inputs(self) -> dict[str, Tensor]:
         """Tensors ``[T,B,...]``, everything that ``evaluate_actions`` needs."""
         return self["forward_inputs"]
+
+    @property
+    def token_mask(self) -> Tensor | None:
+        """``bool[T,B,M]`` of policies whose tokens stand for a whole chunk (``TOKEN_MASK``); None of others."""
+        return self.get(("forward_inputs", TOKEN_MASK))
+
+    @property
+    def drawn(self) -> Tensor:
+        """Which log-probs count: ``valid bool[T,B,C]`` or, where there are, tokens ``bool[T,B,M]`` of valid chunks.
+
+        A loss sees tokens that stand for a whole chunk as if they were actions of one number each.
+        """
+        tokens = self.token_mask
+        return self.valid if tokens is None else tokens & self.valid.any(-1, keepdim=True)
 
     @property
     def values(self) -> Tensor:

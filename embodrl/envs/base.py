@@ -127,7 +127,11 @@ class VectorEnv(ABC):
             EnvError: no such request.
         """
         if method not in self.REQUESTS:
-            raise EnvError(f"{type(self).__name__} has no request '{method}'", f"known: {', '.join(self.REQUESTS)}")
+            raise EnvError(
+                f"{type(self).__name__} has no request '{method}'",
+                f"known: {', '.join(self.REQUESTS)}",
+                code="env-method",
+            )
         return getattr(self, method)(**arguments)
 
     @abstractmethod

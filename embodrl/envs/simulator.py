@@ -84,19 +84,28 @@ class Simulator(ABC):
         raise EnvError(
             f"{type(self).__name__} can't tell its state, so a run can't save a checkpoint nor offload it",
             "give it get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed",
+            code="env-state-unsupported",
         )
 
     def set_state(self, state: SavedState) -> None:
         """Continue from a state of ``get_state`` bit-exactly, in another process too."""
-        raise EnvError(f"{type(self).__name__} can't take a state", "give it set_state")
+        raise EnvError(f"{type(self).__name__} can't take a state", "give it set_state", code="env-state-unsupported")
 
     def expert_reset(self) -> None:
         """Let a scripted expert begin, in an episode that has just begun."""
-        raise EnvError(f"{type(self).__name__} has no scripted expert", "collect demonstrations of another task")
+        raise EnvError(
+            f"{type(self).__name__} has no scripted expert",
+            "collect demonstrations of another task",
+            code="expert-missing",
+        )
 
     def expert_action(self) -> NDArray[np.float32]:
         """Return what the expert would do now, ``float32[A]``."""
-        raise EnvError(f"{type(self).__name__} has no scripted expert", "collect demonstrations of another task")
+        raise EnvError(
+            f"{type(self).__name__} has no scripted expert",
+            "collect demonstrations of another task",
+            code="expert-missing",
+        )
 
     def signature(self) -> bytes:
         """Return something that differs where states differ; ``Replayed`` compares it."""
@@ -164,6 +173,7 @@ class Replayed(Simulator):
                 f"'{self.instruction}': {len(actions)} actions from seed {seed} led elsewhere than before, so the"
                 " environment is not a function of its seed and actions and can't be restored",
                 "seed all of its random generators in reset, or give its Simulator get_state and set_state",
+                code="env-not-deterministic",
             )
 
     def images(self) -> NDArray[np.uint8]:

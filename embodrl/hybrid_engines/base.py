@@ -15,7 +15,6 @@ from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.offload import OffloadReport
 
@@ -28,10 +27,6 @@ FileFacts = dict[str, dict[str, int | str]]
 def counters_of(fields: Fields) -> Counters:
     """Read the counters of a saved engine."""
     return {name: fields.integer(name) for name in fields}
-
-
-class NonFiniteError(EmbodrlError):
-    """Losses or gradients were NaN or infinite several times in a row."""
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,11 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
 
     Prompts count at their greatest length. Of a policy of another package every part counts as applied once.
     """
+    from embodrl.models.gr00t.modeling import Gr00tN17Model
     from embodrl.models.gr00t.policy import Gr00tPolicy
     from embodrl.models.openvla.token_policy import TokenPolicy
     from embodrl.models.pi.policy import PiPolicy
+    from embodrl.models.pi0_fast.policy import FastPolicy
     from embodrl.models.smolvla.policy import SmolVlaPolicy
 
     parts = policy.parts()
@@ -132,13 +134,22 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
         actions = policy.horizon + 1
         counts += [(parts["vision"], patches), (parts["language"], prefix)]
         counts += [(policy.model.paligemma.multi_modal_projector, patches), (parts["action_expert"], actions)]
+    elif isinstance(policy, FastPolicy):
+        inputs = policy.model.config.inputs
+        patches = num_cameras * inputs.siglip.num_patches
+        text = inputs.max_prompt_tokens + policy.max_tokens
+        counts += [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
     elif isinstance(policy, Gr00tPolicy):
         head = policy.model.action_head
-        patches = num_cameras * policy.model.config.siglip.num_patches
-        prefix = patches + policy.processor.max_prompt_tokens
+        config = policy.model.config
+        patches, merged = num_cameras * config.patches_per_image, num_cameras * config.tokens_per_image
+        prefix = merged + policy.processor.max_prompt_tokens
         actions = 1 + policy.model.config.head.num_future_tokens + policy.horizon
         counts += [(parts["vision"], patches), (parts["language"], prefix), (head, actions)]
         counts += [(head.vl_self_attention, prefix)]
+        if isinstance(policy.model, Gr00tN17Model):
+            visual = policy.model.backbone.visual
+            counts += [(merger, merged) for merger in (visual.merger, visual.deepstack_merger_list)]
     elif isinstance(policy, SmolVlaPolicy):
         spec = policy.model.config
         patches, merged = num_cameras * spec.siglip.num_patches, num_cameras * spec.tokens_per_image

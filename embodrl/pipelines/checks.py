@@ -52,7 +52,11 @@ def resolve(fn: Callable[..., object] | str) -> tuple[Callable[..., object], str
     if isinstance(fn, str):
         return import_function(fn), fn
     if not callable(fn):
-        raise EmbodrlError(f"fn is a {type(fn).__name__}, not a function", "give a function, or 'module:function'")
+        raise EmbodrlError(
+            f"fn is a {type(fn).__name__}, not a function",
+            "give a function, or 'module:function'",
+            code="pipeline-node-fn",
+        )
     inner: object = fn
     while isinstance(inner, functools.partial):
         inner = cast(Any, inner).func

@@ -191,6 +191,7 @@ def _run(command: list[str], prefix: Path, tell: Callable[[str], None]) -> None:
         raise EmbodrlError(
             f"'{' '.join(command[:4])} ...' failed with status {process.returncode}:\n    {tail}",
             "fix what it complains of (network, pip's configuration, disk) and run the command again",
+            code="env-install-failed",
         )
 
 

@@ -87,9 +87,13 @@ def missing_modules(names: Sequence[str], python: str | None = None) -> list[str
     try:
         done = ask(python, FIND_MODULES, *names)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise MissingDependencyError(f"env.python {python} can't be run: {error}", hint) from error
+        raise MissingDependencyError(
+            f"env.python {python} can't be run: {error}", hint, code="python-not-runnable"
+        ) from error
     if done.returncode != 0:
-        raise MissingDependencyError(f"env.python {python} can't be run: {done.stderr.strip()[-200:]}", hint)
+        raise MissingDependencyError(
+            f"env.python {python} can't be run: {done.stderr.strip()[-200:]}", hint, code="python-not-runnable"
+        )
     return done.stdout.split()
 
 

@@ -104,6 +104,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped a process."""
+    use = _Use.of(pid)
+    return use is not None and use.state in _STOPPED
+
+
 class Activity:
     """Whether a process, or one that it has started, uses processor or disk.
 
@@ -166,8 +172,7 @@ class Liveness:
 
     def is_stopped(self) -> bool:
         """Return whether a signal or a debugger has stopped the child."""
-        use = _Use.of(self.pid)
-        return use is not None and use.state in _STOPPED
+        return is_stopped(self.pid)
 
     def _verdict(self, use: _Use) -> str:
         limit = min(self.limits.heartbeat_s, _HURRIED_S) if hurry.is_set() else self.limits.heartbeat_s

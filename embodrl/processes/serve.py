@@ -121,7 +121,9 @@ def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None
         except OSError as error:
             allowed = sorted(os.sched_getaffinity(0))
             raise EmbodrlError(
-                f"CPU {', '.join(map(str, cpus))} cannot be used ({error}); allowed: {allowed}", hint
+                f"CPU {', '.join(map(str, cpus))} cannot be used ({error}); allowed: {allowed}",
+                hint,
+                code="cpu-unavailable",
             ) from error
     num_nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if numa_node is None or num_nodes < 2:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_KL = 0.2
 MAX_FIRST_KL = 0.005
@@ -64,93 +65,72 @@ class HealthMonitor:
     def __init__(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
         self._given: set[str] = set()
         self._streaks: dict[str, int] = {}
-        self._first_entropy: float | None = None
+        self._first_entropy = math.nan
         for row in rows:
             self.check(row)
 
     def check(self, row: Mapping[str, Any]) -> list[HealthWarning]:
         """Return the new warnings of an iteration."""
-        found = [
-            HealthWarning(code, int(row["iteration"]), message, hint)
-            for code, message, hint in (
-                self._first_kl(row),
-                self._kl(row),
-                self._clip_fraction(row),
-                self._entropy(row),
-                self._success(row),
-                self._critic(row),
-                self._idle(row),
-            )
-            if message and code not in self._given
-        ]
-        self._given |= {warning.code for warning in found}
+        found: list[HealthWarning] = []
+        for sign in self._signs(row):
+            if not math.isnan(sign.value):
+                self._streaks[sign.code] = self._streaks.get(sign.code, 0) + 1 if sign.is_bad else 0
+                if self._streaks[sign.code] >= sign.iterations and sign.code not in self._given:
+                    found.append(HealthWarning(sign.code, int(row["iteration"]), sign.message, sign.hint))
+                    self._given.add(sign.code)
         return found
 
-    def _lasts(self, code: str, bad: bool | None, iterations: int) -> bool:
-        """Count consecutive bad iterations; None (no such metric) leaves the count as it is."""
-        if bad is not None:
-            self._streaks[code] = self._streaks.get(code, 0) + 1 if bad else 0
-        return bool(bad) and self._streaks[code] >= iterations
-
-    def _first_kl(self, row: Mapping[str, object]) -> tuple[str, str, str]:
-        code, kl = "logprobs-disagree", _number(row, "train/first_minibatch_kl")
-        if kl is None or kl <= MAX_FIRST_KL:
-            return code, "", ""
+    def _signs(self, row: Mapping[str, object]) -> Iterator[_Sign]:
+        kl = _number(row, "train/first_minibatch_kl")
         message = f"before the first step, the log-probs of training differ from those of the rollout (KL {kl:.2g})"
         hint = "make evaluate_actions return the log-probs of predict_action_batch: same temperature, mask and dtype"
-        return code, message, hint
+        yield _Sign("logprobs-disagree", kl, kl > MAX_FIRST_KL, 1, message, hint)
 
-    def _kl(self, row: Mapping[str, object]) -> tuple[str, str, str]:
-        code, kl = "kl-too-large", _number(row, "train/approx_kl")
-        if kl is None or kl <= MAX_KL:
-            return code, "", ""
-        return code, f"the update moved the policy by a KL of {kl:.3g} (expected: below {MAX_KL})", _SMALLER_UPDATES
+        kl = _number(row, "train/approx_kl")
+        message = f"the update moved the policy by a KL of {kl:.3g} (expected: below {MAX_KL})"
+        yield _Sign("kl-too-large", kl, kl > MAX_KL, 1, message, _SMALLER_UPDATES)
 
-    def _clip_fraction(self, row: Mapping[str, object]) -> tuple[str, str, str]:
-        code, fraction = "clip-fraction-too-large", _number(row, "train/clip_fraction")
-        bad = None if fraction is None else fraction > MAX_CLIP_FRACTION
-        if not self._lasts(code, bad, CLIPPED_ITERATIONS):
-            return code, "", ""
-        message = f"{fraction:.0%} of the probability ratios are clipped, in {CLIPPED_ITERATIONS} iterations in a row"
-        return code, message, _SMALLER_UPDATES
+        clipped, times = _number(row, "train/clip_fraction"), CLIPPED_ITERATIONS
+        message = f"{clipped:.0%} of the probability ratios are clipped, in {times} iterations in a row"
+        is_bad = clipped > MAX_CLIP_FRACTION
+        yield _Sign("clip-fraction-too-large", clipped, is_bad, times, message, _SMALLER_UPDATES)
 
-    def _entropy(self, row: Mapping[str, object]) -> tuple[str, str, str]:
-        code, entropy = "entropy-collapse", _number(row, "train/entropy")
-        if self._first_entropy is None:
+        entropy, success = _number(row, "train/entropy"), _number(row, "rollout/success_rate")
+        if math.isnan(self._first_entropy):
             self._first_entropy = entropy
-        first, success = self._first_entropy, _number(row, "rollout/success_rate")
-        bad = None
-        if entropy is not None and first is not None and first > 0:
-            bad = entropy < MIN_ENTROPY_FRACTION * first and (success is None or success < SOLVED_RATE)
-        if not self._lasts(code, bad, COLLAPSED_ITERATIONS):
-            return code, "", ""
-        message = f"the entropy fell from {first:.3g} to {entropy:.2g}: the policy has stopped exploring"
+        message = f"the entropy fell from {self._first_entropy:.3g} to {entropy:.2g}: the policy has stopped exploring"
         hint = "lower actor.optim.lr, or raise algorithm.entropy_bonus or algorithm.sampling.temperature"
-        return code, message, hint
+        is_bad = entropy < MIN_ENTROPY_FRACTION * self._first_entropy and not success >= SOLVED_RATE
+        measured = entropy if self._first_entropy > 0 else math.nan
+        yield _Sign("entropy-collapse", measured, is_bad, COLLAPSED_ITERATIONS, message, hint)
 
-    def _success(self, row: Mapping[str, object]) -> tuple[str, str, str]:
-        code, rate = "no-success", _number(row, "rollout/success_rate")
-        if not self._lasts(code, None if rate is None else rate == 0, UNSUCCESSFUL_ITERATIONS):
-            return code, "", ""
         message = f"no training episode succeeded in {UNSUCCESSFUL_ITERATIONS} iterations in a row"
         hint = "start from a policy that solves the task sometimes (embodrl collect and sft), or use a dense reward"
-        return code, message, hint
+        yield _Sign("no-success", success, success == 0, UNSUCCESSFUL_ITERATIONS, message, hint)
 
-    def _critic(self, row: Mapping[str, object]) -> tuple[str, str, str]:
-        code, variance = "critic-worse-than-mean", _number(row, "train/explained_variance")
-        if not self._lasts(code, None if variance is None else variance < 0, BAD_CRITIC_ITERATIONS):
-            return code, "", ""
+        variance = _number(row, "train/explained_variance")
         message = f"the critic's explained variance is below 0 ({variance:.2g}): it predicts worse than the mean return"
         hint = "raise actor.optim.value_lr or actor.optim.critic_warmup_iterations, or choose a loss without a critic"
-        return code, message, hint
+        yield _Sign("critic-worse-than-mean", variance, variance < 0, BAD_CRITIC_ITERATIONS, message, hint)
 
-    def _idle(self, row: Mapping[str, object]) -> tuple[str, str, str]:
-        code, updates = "no-update", _number(row, "train/num_updates")
-        if not self._lasts(code, None if updates is None else updates == 0, IDLE_ITERATIONS):
-            return code, "", ""
+        updates = _number(row, "train/num_updates")
         message = f"nothing was trained in {IDLE_ITERATIONS} iterations in a row: no optimizer step"
-        hint = "algorithm.filter drops groups without both successes and failures: begin with a policy that succeeds"
-        return code, message, f"{hint} sometimes, or raise algorithm.group_size or algorithm.filter.max_resamples"
+        hint = (
+            "algorithm.filter drops groups without both successes and failures: begin with a policy that succeeds"
+            " sometimes, or raise algorithm.group_size or algorithm.filter.max_resamples"
+        )
+        yield _Sign("no-update", updates, updates == 0, IDLE_ITERATIONS, message, hint)
+
+
+class _Sign(NamedTuple):
+    """What a row says of a warning, which needs ``iterations`` bad ones in a row; a value of NaN does not count."""
+
+    code: str
+    value: float
+    is_bad: bool
+    iterations: int
+    message: str
+    hint: str
 
 
 _SMALLER_UPDATES = "lower actor.optim.lr or algorithm.update_epoch, or raise actor.global_batch_size"
@@ -162,6 +142,7 @@ def find_warnings(rows: Iterable[Mapping[str, object]]) -> list[HealthWarning]:
     return [warning for row in rows for warning in monitor.check(row)]
 
 
-def _number(row: Mapping[str, object], name: str) -> float | None:
+def _number(row: Mapping[str, object], name: str) -> float:
+    """Return a metric; NaN if the row has none."""
     value = row.get(name)
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) else math.nan

@@ -63,7 +63,9 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
-        raise OutputError(f"{run_dir} has no metrics", "name the directory of a run that has done an iteration")
+        raise OutputError(
+            f"{run_dir} has no metrics", "name the directory of a run that has done an iteration", code="no-metrics"
+        )
     config_path = run_dir / "config.yaml"
     text = config_path.read_text(encoding="utf-8") if config_path.is_file() else ""
     config: dict[str, Any] = yaml.safe_load(text) or {}

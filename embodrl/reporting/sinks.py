@@ -208,6 +208,7 @@ class MetricsLogger:
             raise OutputError(
                 f"{self.path} holds the metrics of an earlier run",
                 f"run `embodrl resume {self.path.parent}` or choose another runner.output_dir",
+                code="run-exists",
             )
 
     def _build_trackers(

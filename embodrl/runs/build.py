@@ -68,13 +68,14 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
     acts, trains = deployment.rolls_out_in_processes, deployment.trains_in_processes
     if not (acts or trains):
         return None
+    limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
     if config.cluster.launcher == "process":
-        return ProcessLauncher(Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s))
+        return ProcessLauncher(limits)
     from embodrl.scheduler.launchers.ray import RayLauncher
 
     places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]
     simulators = Counter(place.node for place in deployment.of("env")) if acts else None
-    return RayLauncher(places, config.cluster.ray_address, children=simulators)
+    return RayLauncher(places, config.cluster.ray_address, children=simulators, limits=limits)
 
 
 def build(

@@ -179,6 +179,7 @@ class Collector:
             raise EmbodrlError(
                 f"the expert fails more than 9 times in 10 on {', '.join(names)}",
                 "lower collect.noise_std, or raise env.max_episode_steps",
+                code="expert-fails",
             )
 
     def _refuse_losing_simulators(self) -> None:
@@ -188,6 +189,7 @@ class Collector:
             raise EnvError(
                 f"the simulator loses more than 9 episodes in 10 of {', '.join(names)} to faults",
                 "the warnings above name them; see the logs of the simulator processes",
+                code="too-many-faults",
             )
 
     def close(self) -> None:

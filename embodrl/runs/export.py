@@ -82,7 +82,7 @@ def export_checkpoint(
 
 
 def _load(run_dir: Path, checkpoint: Checkpoint, overrides: list[str], trust: bool) -> LoadedConfig:
-    """Load the configuration of a run, with the statistics that `embodrl sft` computed: its base has others, or none."""
+    """Load the configuration of a run, with the statistics that `embodrl sft` computed, which its base lacks."""
     statistics = run_dir / STATISTICS_FILE
     if statistics.is_file():
         overrides = [assignment("model.stats_path", statistics.absolute()), *overrides]

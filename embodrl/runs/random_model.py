@@ -22,7 +22,8 @@ from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.gr00t.config import PUBLIC as GR00T
-from embodrl.models.gr00t.modeling import Gr00tModel
+from embodrl.models.gr00t.config_n1_7 import public_config as gr00t_n1_7
+from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN17Model
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import load_chat_tokenizer
 from embodrl.models.openvla.config import LLAMA_PROMPT_END
@@ -34,6 +35,9 @@ from embodrl.models.pi.modeling import PiModel
 from embodrl.models.pi.policy import PiPolicy
 from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.models.pi.weights import TOWER, in_float32
+from embodrl.models.pi0_fast.config import PUBLIC_FAST
+from embodrl.models.pi0_fast.modeling import FastModel
+from embodrl.models.pi0_fast.policy import FastPolicy
 from embodrl.models.registry import build_policy
 from embodrl.models.smolvla.config import PUBLIC as SMOLVLA
 from embodrl.models.smolvla.modeling import SmolVlaModel
@@ -50,7 +54,7 @@ SPARE_BYTES = 64 * 2**20
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 MB = 10**6
 
-Policy = TokenPolicy | PiPolicy | Gr00tPolicy | SmolVlaPolicy
+Policy = TokenPolicy | PiPolicy | FastPolicy | Gr00tPolicy | SmolVlaPolicy
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def write_random_model(
     activations stay finite. Statistics leave actions of [-1, 1] as they are.
 
     Args:
-        family: openvla, openvla_oft, pi0, pi05, gr00t or smolvla.
+        family: openvla, openvla_oft, pi0, pi05, pi0_fast, gr00t, gr00t_n1_7 or smolvla.
         directory: must not exist; it appears as a whole.
         size: public, or tiny for the dimensions of the tiny preset.
         dtype: bf16 or float32.
@@ -94,10 +98,12 @@ def write_random_model(
     if directory.exists():
         raise OutputError(f"{directory} exists", "give a new directory", code="output-exists")
     policy = random_policy(family, size, DTYPES[dtype], tokenizer)
-    one_file = isinstance(policy, PiPolicy | SmolVlaPolicy)
+    one_file = isinstance(policy, PiPolicy | FastPolicy | SmolVlaPolicy)
     if one_file and shard_gb is not None:
         raise CheckpointError(
-            f"--shard-size {shard_gb:g}: the public layout of {family} is one file", "leave --shard-size out"
+            f"--shard-size {shard_gb:g}: the public layout of {family} is one file",
+            "leave --shard-size out",
+            code="one-file-layout",
         )
     state = policy.public_state()
     total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
@@ -107,7 +113,8 @@ def write_random_model(
         Progress(f"writing {family}", -(-total // MB), "MB") as progress,
         checkpoint.policy_directory(directory) as staging,
     ):
-        weights = _Weights(seed, isinstance(policy, PiPolicy), lambda done: progress.update(-(-done // MB)))
+        of_pi = isinstance(policy, PiPolicy | FastPolicy)
+        weights = _Weights(seed, of_pi, lambda done: progress.update(-(-done // MB)))
         checkpoint.save_weights(state, staging, max_shard_bytes, one_file, write=weights.write)
         policy.write_files(staging)
     num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
@@ -126,7 +133,7 @@ def random_policy(family: str, size: str, dtype: torch.dtype, tokenizer: Path | 
     if size == "public":
         with torch.device("meta"):
             _enlarge(policy, tokenizer is not None)
-        float32 = in_float32 if isinstance(policy, PiPolicy) else lambda name: False
+        float32 = in_float32 if isinstance(policy, PiPolicy | FastPolicy) else lambda name: False
         report, device = LoadReport("random weights"), torch.device("meta")
         checkpoint.fill(policy.model, [], report, lambda: None, device=device, dtype=dtype, in_float32=float32)
     if tokenizer is not None:
@@ -138,11 +145,16 @@ def _enlarge(policy: VLAPolicy, own_tokenizer: bool) -> None:
     """Replace the network by one of the public dimensions."""
     if isinstance(policy, PiPolicy):
         policy.model = PiModel(PI[policy.model.config.variant])
+    elif isinstance(policy, FastPolicy):
+        policy.model = FastModel(PUBLIC_FAST)
     elif isinstance(policy, SmolVlaPolicy):
         policy.model = SmolVlaModel(SMOLVLA)
     elif isinstance(policy, Gr00tPolicy):
-        tiny = policy.model.config
-        policy.model = Gr00tModel(replace(GR00T, metadata=tiny.metadata, keys=tiny.keys))
+        if isinstance(policy.model, Gr00tN17Model):
+            policy.model = Gr00tN17Model(gr00t_n1_7(policy.action_dim))
+        else:
+            tiny = policy.model.config
+            policy.model = Gr00tModel(replace(GR00T, metadata=tiny.metadata, keys=tiny.keys))
     elif isinstance(policy, TokenPolicy):
         tiny = policy.model.config
         end = LLAMA_PROMPT_END if own_tokenizer else tiny.prompt_end_id
@@ -151,20 +163,21 @@ def _enlarge(policy: VLAPolicy, own_tokenizer: bool) -> None:
 
 def _take_tokenizer(policy: VLAPolicy, directory: Path) -> None:
     if isinstance(policy, Gr00tPolicy):
-        found = policy.processor.tokenizer = load_chat_tokenizer(directory)
+        found = policy.processor.tokenizer = load_chat_tokenizer(directory, type(policy.processor.tokenizer))
         rows = policy.model.config.qwen.vocab_size
     elif isinstance(policy, TokenPolicy):
         config = policy.model.config
         found = PromptTokenizer(directory / JSON_FILE, config.bos_id, config.prompt_end_id)
         policy.processor.tokenizer, rows = found, config.llama.vocab_size
     else:
-        assert isinstance(policy, PiPolicy | SmolVlaPolicy)
+        assert isinstance(policy, PiPolicy | FastPolicy | SmolVlaPolicy)
         found = policy.processor.tokenizer = JsonTokenizer(directory / JSON_FILE)
         rows = policy.model.config.vocab_size
     if found.vocab_size > rows:
         raise CheckpointError(
             f"the tokenizer of {directory} has {found.vocab_size} ids, the model {rows}",
             "use the model's own tokenizer, with --size public",
+            code="tokenizer-mismatch",
         )
 
 
@@ -175,6 +188,7 @@ def _check_space(directory: Path, needed: int) -> None:
         raise OutputError(
             f"{directory} needs {needed:,} bytes, {existing} has {free:,} free",
             f"free disk space, use --size tiny, or {ELSEWHERE}",
+            code="disk-space",
         )
 
 
@@ -220,5 +234,5 @@ class _Weights:
 
     def _constant(self, name: str, tensor: Tensor) -> int:
         """Biases are 0, and norms leave their input unscaled."""
-        of_gemma = self._is_pi and not name.startswith(TOWER)
+        of_gemma = self._is_pi and TOWER not in name
         return int(tensor.is_floating_point() and not name.endswith("bias") and not of_gemma)

@@ -478,6 +478,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
             raise CheckpointError(
                 f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
                 "start a new run; remove the checkpoints to start this one over",
+                code="checkpoint-missing",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
         return _continue(loaded, directory, lock, None, saved.text)

@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 
-from embodrl.errors import ChannelClosed, ChannelTimeout, EmbodrlError
+from embodrl.errors import ChannelClosed, ChannelError, ChannelTimeout
 from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair, wait_for
 from embodrl.scheduler.messages import CODEC
 
@@ -31,7 +31,7 @@ class Channel(ABC):
 
     def __init__(self, name: str, capacity: int) -> None:
         if not 1 <= capacity <= MAX_CAPACITY:
-            raise EmbodrlError(
+            raise ChannelError(
                 f"channel '{name}' of capacity {capacity}", f"give 1 to {MAX_CAPACITY}; put several values into one"
             )
         self.name, self.capacity = name, capacity

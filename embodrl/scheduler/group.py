@@ -160,11 +160,11 @@ class WorkerGroup:
             EmbodrlError: they can't be brought up.
         """
         if self._workers:
-            raise EmbodrlError(f"group '{self.name}' is running already", "close it first")
+            raise EmbodrlError(f"group '{self.name}' is running already", "close it first", code="group-order")
         if isinstance(places, int):
             places = [ProcessPlace(self.name, rank) for rank in range(places)]
         if not places:
-            raise EmbodrlError(f"group '{self.name}' has no place", "give at least one")
+            raise EmbodrlError(f"group '{self.name}' has no place", "give at least one", code="group-order")
         self._owns_launcher = isinstance(launcher, str)
         self._launcher = LAUNCHERS.get(launcher)() if isinstance(launcher, str) else launcher
         assert self._launcher is not None
@@ -265,7 +265,7 @@ class WorkerGroup:
         """
         marked = marked_method(self.worker_class, method)
         if not self._workers:
-            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first")
+            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first", code="group-order")
         if self._failed is not None:
             raise self._failed
         shares = list(marked.dispatch(self.world_size, args, kwargs))
@@ -273,6 +273,7 @@ class WorkerGroup:
             raise EmbodrlError(
                 f"the dispatch of {method} gave {len(shares)} shares for {self.world_size} workers",
                 "return one share a rank, None for those that are not called",
+                code="dispatch-rows",
             )
         return self._begin(method, shares, marked.collect)
 
@@ -284,7 +285,7 @@ class WorkerGroup:
         """
         marked_method(self.worker_class, method)
         if not self._workers:
-            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first")
+            raise EmbodrlError(f"group '{self.name}' is not running", "launch it first", code="group-order")
         if self._failed is not None:
             raise self._failed
         shares: list[Arguments | None] = [None] * self.world_size

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.data.batch import Batch
-from embodrl.errors import EmbodrlError
+from embodrl.errors import ChannelError, EmbodrlError
 from embodrl.names import nearest
 from embodrl.scheduler.channel import Channel
 
@@ -87,7 +87,7 @@ class Worker:
         if name not in channels:
             near = nearest(name, list(channels))
             hint = f"did you mean '{near}'?" if near else "name it in launch(channels=...)"
-            raise EmbodrlError(f"group '{self.context.group}' has no channel '{name}'", hint)
+            raise ChannelError(f"group '{self.context.group}' has no channel '{name}'", hint)
         return channels[name]
 
     def close(self) -> None:
@@ -127,6 +127,7 @@ def dispatch(how: str | Dispatch = "one_to_all", collect: Collect | None = None)
         raise EmbodrlError(
             f"there is no dispatch '{how}'; known: {', '.join(_WAYS)}",
             f"did you mean '{near}'?" if near else "name one of them, or give a function",
+            code="worker-method",
         )
     share, gather = _WAYS[how] if isinstance(how, str) else (how, list)
     marked = Marked(share, collect or gather)
@@ -150,11 +151,14 @@ def marked_method(worker_class: type[Worker], name: str) -> Marked:
         return marked
     known = [key for key, value in inspect.getmembers(worker_class) if hasattr(value, _MARK)]
     if found is not None:
-        raise EmbodrlError(f"{worker_class.__name__}.{name} is not marked with @dispatch", "mark it")
+        raise EmbodrlError(
+            f"{worker_class.__name__}.{name} is not marked with @dispatch", "mark it", code="worker-method"
+        )
     near = nearest(name, known)
     raise EmbodrlError(
         f"{worker_class.__name__} has no method '{name}'; it has {', '.join(known) or 'none'}",
         f"did you mean '{near}'?" if near else "mark a method with @dispatch",
+        code="worker-method",
     )
 
 
@@ -184,6 +188,7 @@ def _parts(value: object, size: int, what: str) -> list[object]:
         raise EmbodrlError(
             f"{what} has {len(rows)} rows for {size} workers: {len(rows)} / {size} leaves {len(rows) % size}",
             "give a multiple of the workers, or pad the batch (Batch.pad)",
+            code="dispatch-rows",
         )
     count = len(rows) // size
     return [rows[rank * count : (rank + 1) * count] for rank in range(size)]

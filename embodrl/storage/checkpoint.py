@@ -86,7 +86,9 @@ class Checkpoint:
         path = self.path / file_name
         if not path.is_file():
             raise CheckpointError(
-                f"{self.path} has no {file_name}", "resume with the version of embodrl that wrote the checkpoint"
+                f"{self.path} has no {file_name}",
+                "resume with the version of embodrl that wrote the checkpoint",
+                code="checkpoint-damaged",
             )
         return path
 
@@ -288,6 +290,7 @@ def preflight(directory: Path, bytes_needed: int) -> None:
             f"output directory {directory} has {format_size(free)} free;"
             f" checkpoints need about {format_size(bytes_needed)}",
             f"free disk space, lower runner.keep_last_n, or {ELSEWHERE}",
+            code="disk-space",
         )
 
 
@@ -346,10 +349,10 @@ def _listed_files(path: Path) -> Fields:
     manifest = read_fields(path / MANIFEST, CheckpointError)
     content = {name: value for name, value in manifest.content.items() if name != "checksum"}
     if manifest.text("checksum") != _content_hash(content):
-        raise CheckpointError(f"{MANIFEST} is damaged")
+        raise CheckpointError(f"{MANIFEST} is damaged", code="checkpoint-damaged")
     made, step = manifest.integer("format"), manifest.integer("step")
     if made != FORMAT or f"step_{step}" != path.name:
-        raise CheckpointError(f"{MANIFEST} is of format {made} and step {step}")
+        raise CheckpointError(f"{MANIFEST} is of format {made} and step {step}", code="checkpoint-damaged")
     return manifest.fields("files")
 
 
@@ -361,12 +364,12 @@ def _check_file(path: Path, name: str, facts: Fields) -> None:
         OSError: it can't be read.
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{name!r} in {MANIFEST} leaves the directory")
+        raise CheckpointError(f"{name!r} in {MANIFEST} leaves the directory", code="checkpoint-damaged")
     size, written = (path / name).stat().st_size, facts.integer("num_bytes")
     if size != written:
-        raise CheckpointError(f"{name} has {size} bytes instead of {written}")
+        raise CheckpointError(f"{name} has {size} bytes instead of {written}", code="checkpoint-damaged")
     if sha256_of(path / name) != facts.text("sha256"):
-        raise CheckpointError(f"the checksum of {name} does not match")
+        raise CheckpointError(f"the checksum of {name} does not match", code="checkpoint-damaged")
 
 
 def _subdirectories(path: Path) -> list[Path]:

@@ -318,13 +318,18 @@ class AsyncCollector:
     def load_state(self, saved: RolloutState, version: int) -> None:
         state = saved.state
         if "shards" not in state:
-            raise CheckpointError("the checkpoint is that of a synchronous run", "resume with runner.max_staleness=0")
+            raise CheckpointError(
+                "the checkpoint is that of a synchronous run",
+                "resume with runner.max_staleness=0",
+                code="checkpoint-other-settings",
+            )
         before, now = state["settings"], shard_settings(self.config, len(self.players))
         if before.get(PLAYERS, now[PLAYERS]) != now[PLAYERS]:
             raise CheckpointError(
                 f"the checkpoint holds rollouts of {before[PLAYERS]} player(s), and now there are {now[PLAYERS]}",
                 "resume with as many rollout processes in cluster.component_placement as before, or, where the main"
                 " process runs, with the same rollout.pipeline_stages",
+                code="checkpoint-other-settings",
             )
         other = [name for name in now if before.get(name) != now[name] and name != PLAYERS]
         if other:
@@ -332,7 +337,11 @@ class AsyncCollector:
                 f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other
             )
             hint = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
-            raise CheckpointError(f"the checkpoint holds rollouts made with {differing}", f"resume with {hint}")
+            raise CheckpointError(
+                f"the checkpoint holds rollouts made with {differing}",
+                f"resume with {hint}",
+                code="checkpoint-other-settings",
+            )
         with self._changed:
             self.gate.version, self.gate.rejected = version, state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}

@@ -232,10 +232,13 @@ class SyncCollector:
             raise CheckpointError(
                 f"the checkpoint was made with {count} rollout processes, not with one",
                 f"resume with {count} of them in cluster.component_placement",
+                code="checkpoint-other-settings",
             )
         if "random" not in saved.state and LOST not in saved.state:
             raise CheckpointError(
-                "the checkpoint is that of an asynchronous run", "resume with runner.max_staleness above 0, as before"
+                "the checkpoint is that of an asynchronous run",
+                "resume with runner.max_staleness above 0, as before",
+                code="checkpoint-other-settings",
             )
         if LOST not in saved.state:
             self._load_simulators(saved)
@@ -249,6 +252,7 @@ class SyncCollector:
             raise CheckpointError(
                 f"the checkpoint was made with {len(saved.blobs)} simulator processes, not with {processes}",
                 f"resume with env.num_processes={len(saved.blobs)}",
+                code="checkpoint-other-settings",
             )
         self.pool.set_state([saved.blobs[f"env_{rank}"] for rank in range(processes)])
 
@@ -260,6 +264,7 @@ class SyncCollector:
             raise CheckpointError(
                 f"the checkpoint was made with {threads} threads, not with {self.engine.num_threads}",
                 f"resume with cluster.num_threads={threads}",
+                code="checkpoint-other-settings",
             ) from error
 
     def close(self) -> None:

@@ -30,7 +30,9 @@ def resolve_device(config: Config) -> torch.device:
     """
     setting = config.cluster.device
     if setting == "cuda" and not torch.cuda.is_available():
-        raise EmbodrlError("cluster.device is cuda, and torch sees no GPU", "set cluster.device=auto or cpu")
+        raise EmbodrlError(
+            "cluster.device is cuda, and torch sees no GPU", "set cluster.device=auto or cpu", code="gpu-missing"
+        )
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
 
 

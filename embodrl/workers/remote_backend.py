@@ -312,6 +312,7 @@ class RemoteBackend(RolloutBackend):
         self._known_faults[rank] = {}
         self.faults.count("rollout_restarts")
         logger.warning("restart %s of a rollout process: %s", self._restarts.used, error.message)
+        error.__traceback__ = None  # its call refers to it: a cycle, with all that the frames of this iteration hold
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -556,6 +557,7 @@ class RemoteCollector:
             raise CheckpointError(
                 f"the checkpoint was made with {count} rollout process(es), not with {size}",
                 f"resume with {count} of them in cluster.component_placement",
+                code="checkpoint-other-settings",
             )
         states = [saved] if size == 1 else [self._part(saved, rank) for rank in range(size)]
         found = self.rollouts.call_all(

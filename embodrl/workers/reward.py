@@ -22,7 +22,7 @@ from embodrl.algorithms.episodes import Episodes, split_episodes
 from embodrl.algorithms.srpo import SrpoRewards, make_encoder, sample_frames
 from embodrl.config.schema import Config, RewardConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import CheckpointError, EmbodrlError, user_location
+from embodrl.errors import CheckpointError, RewardError, user_location
 from embodrl.names import import_function
 
 T = TypeVar("T")
@@ -48,10 +48,6 @@ class Episode:
     finished: bool
     task: str
     frames: Tensor
-
-
-class RewardError(EmbodrlError):
-    """A reward function failed, took too long, or returned what is no reward."""
 
 
 def needs_frames(config: Config) -> bool:
@@ -104,7 +100,11 @@ class RewardWorker:
             CheckpointError: it is not that of these rewards.
         """
         if self.srpo is None or not all(name.isdigit() and tensor.ndim == 2 for name, tensor in saved.items()):
-            raise CheckpointError("the checkpoint's rewards are not those of this run", "resume with its settings")
+            raise CheckpointError(
+                "the checkpoint's rewards are not those of this run",
+                "resume with its settings",
+                code="checkpoint-other-settings",
+            )
         self.srpo.memory = {int(task): kept for task, kept in saved.items()}
 
     # -- SRPO ---------------------------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ def choose_weight_sync(deployment: Deployment, kind: str = "auto") -> Kind:
             f"weight sync by memory needs trainer and rollout on one machine: machine {machines} has a rollout and no"
             " trainer",
             "set rollout.weight_sync to auto, collective or disk",
+            code="weight-sync-settings",
         )
     return next(known for known in KINDS if known == kind)
 

@@ -47,7 +47,7 @@ class Chunk:
 
     Attributes:
         forward_inputs: tensors ``[1,...]``.
-        logprobs: ``float32[C,A]``.
+        logprobs: ``float32[C,A]``, or ``float32[M,1]`` of tokens that stand for the whole chunk.
         values: ``float32[K]``, zeros without a value head.
         rewards: ``float32[C]``.
         valid, terminated, truncated: ``bool[C]``.
@@ -87,12 +87,12 @@ class Trajectory:
 
     def add(self, output: PolicyOutput, result: ToolResult) -> None:
         """Append what the policy answered (a batch of one) and what ``act`` made of its first actions."""
-        logprobs = output.logprobs[0]
-        executed, chunk = len(result.valid), len(logprobs)
+        executed, chunk = len(result.valid), output.actions.shape[1]
         if not 0 < executed <= chunk:
             raise EmbodrlError(
                 f"a result of {executed} actions for a chunk of {chunk}",
                 "add the result of `act`, as it is, to its output",
+                code="workflow-trajectory",
             )
 
         def padded(column: object) -> Tensor:
@@ -102,7 +102,7 @@ class Trajectory:
         self.chunks.append(
             Chunk(
                 forward_inputs=output.forward_inputs,
-                logprobs=logprobs,
+                logprobs=output.logprobs[0],
                 values=torch.zeros(1) if output.values is None else output.values[0],
                 rewards=padded(result.reward),
                 valid=padded(result.valid),
@@ -215,7 +215,7 @@ def stack_trajectories(
     """
     template = next((t for t in trajectories if t is not None and t.chunks), None)
     if template is None:
-        raise EmbodrlError("there is no trajectory to stack", "return at least one")
+        raise EmbodrlError("there is no trajectory to stack", "return at least one", code="workflow-trajectory")
     executed = [t if t is not None and t.chunks else None for t in trajectories]
     columns = [_column(trajectory, template, num_steps, bootstrap, keep_frames) for trajectory in executed]
     inputs = {
@@ -238,6 +238,7 @@ def _column(
         raise EmbodrlError(
             f"a workflow returned a trajectory of {len(chunks)} chunks, and there is room for {num_steps}",
             "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
+            code="workflow-trajectory",
         )
     zeros = {name: _filled([getattr(chunk, name) for chunk in chunks], num_steps, zero=True) for name in _ZERO_AFTER}
     values = torch.cat([zeros["values"], torch.zeros_like(zeros["values"][:1])])
@@ -282,6 +283,7 @@ def _frames(trajectory: Trajectory) -> list[Tensor]:
         raise EmbodrlError(
             "a workflow returned a trajectory without frames, by which episodes are judged here",
             "make it as Trajectory(task), with the task that run_episode got",
+            code="workflow-trajectory",
         )
     return frames
 

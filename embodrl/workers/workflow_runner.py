@@ -19,7 +19,15 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.environment import Environment
 from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EmbodrlError, EnvQuarantined, EnvRaised, EnvTimeout, EnvWorkerDied, RolloutEngineError
+from embodrl.errors import (
+    EnvQuarantined,
+    EnvRaised,
+    EnvTimeout,
+    EnvWorkerDied,
+    EpisodeTimeout,
+    RolloutEngineError,
+    WorkflowError,
+)
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine, EpisodeEngine
 from embodrl.names import import_workflow
@@ -36,14 +44,6 @@ _POLL_S = 0.1
 # How often a shard is run at most until an episode of it is left; a shard may be few episodes, of one group.
 MAX_ATTEMPTS = 4
 _BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
-
-
-class WorkflowError(EmbodrlError):
-    """A workflow leaves nothing to train on."""
-
-
-class EpisodeTimeout(EmbodrlError):
-    """An episode of a workflow took longer than ``rollout.episode_timeout_s``."""
 
 
 @dataclass
@@ -173,11 +173,13 @@ class WorkflowRunner:
             raise WorkflowError(
                 f"{type(self.workflow).__name__}.run_episode returned {trajectory!r:.100}",
                 "return a Trajectory with at least one chunk, or None to reject the episode",
+                code="workflow-trajectory",
             )
         if trajectory is not None and len(trajectory.chunks) > task.max_chunks:
             raise WorkflowError(
                 f"an episode has {len(trajectory.chunks)} chunks, and there is room for {task.max_chunks}",
                 "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
+                code="workflow-trajectory",
             )
         return trajectory
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 
 from embodrl.errors import OutputError
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
@@ -273,7 +274,7 @@ def test_a_disk_that_returns_other_bytes_is_noticed_at_once(tmp_path: Path, monk
     manager.save(1, **content(1))
     original = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: original(descriptor, bytes(len(data))))
-    with pytest.raises(OutputError, match="reads back differently"):
+    with raises_code("output", OutputError):
         manager.save(2, **content(2))
     monkeypatch.undo()
     assert tag_of(manager.latest_good()[0]) == 1
@@ -305,19 +306,19 @@ def test_a_disk_that_is_really_full(mount_tmpfs: Callable[[str], Path]) -> None:
     manager.save(1, **content(1))
     big = content(2)
     big["tensors"]["policy"]["big"] = torch.zeros(1 << 18)
-    with pytest.raises(OutputError, match="No space left"):
+    with raises_code("output", OutputError):
         manager.save(2, **big)
     assert tag_of(manager.latest_good()[0]) == 1
     manager.save(2, **content(2))
     assert tag_of(manager.latest_good()[0]) == 2
-    with pytest.raises(OutputError, match="need about"):
+    with raises_code("disk-space", OutputError):
         preflight(directory, 1 << 20)
 
 
 def test_a_disk_that_is_really_read_only(mount_tmpfs: Callable[[str], Path]) -> None:
     directory = mount_tmpfs("size=512k,ro")
-    with pytest.raises(OutputError, match="Read-only") as caught:
+    with raises_code("output", OutputError) as caught:
         preflight(directory, 0)
     assert "runner.output_dir" in caught.value.hint
-    with pytest.raises(OutputError, match="Read-only"):
+    with raises_code("output", OutputError):
         CheckpointManager(directory, 1).save(1, **content(1))

@@ -56,27 +56,27 @@ def wait_until_gone(pids, deadline_s=20.0):
 def test_an_exception_in_a_step_leaves_the_process_usable():
     with faulty("raise") as manager:
         manager.reset(SEEDS, TASKS)
-        with pytest.raises(EnvRaised, match="contact solver diverged") as raised:
+        with raises_code("env-raised", EnvRaised, "contact solver diverged") as raised:
             manager.step(ACTIONS)
         assert "faulty_envs.py" in str(raised.value) and "seeds 20, 21" in str(raised.value)
         assert manager.step(ACTIONS).valid.any()
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "end"),
     [
-        ("kill", "was killed by SIGKILL"),
-        ("exit", "exited with code 7"),
-        ("segfault", "was killed by SIGSEGV"),
-        ("fork_and_exit", "exited with code 3"),
-        ("memory", "could not allocate memory"),
+        ("kill", "SIGKILL"),
+        ("exit", "code 7"),
+        ("segfault", "SIGSEGV"),
+        ("fork_and_exit", "code 3"),
+        ("memory", "memory"),
     ],
 )
-def test_a_dead_process_is_named_with_its_end(fault, words):
+def test_a_dead_process_is_named_with_its_end(fault, end):
     with faulty(fault) as manager:
         manager.reset(SEEDS, TASKS)
         pid = manager.pid
-        with pytest.raises(EnvWorkerDied, match=words) as died:
+        with raises_code("env-worker-died", EnvWorkerDied, end) as died:
             manager.step(ACTIONS)
         message = str(died.value)
         assert f"train/{fault}" in message and "envs 0-1" in message and "during STEP" in message
@@ -106,7 +106,7 @@ def test_a_process_that_outlives_its_kill_is_a_timeout_that_leaves_nothing_open(
             raise subprocess.TimeoutExpired("simulator", timeout)
 
         monkeypatch.setattr(popen, "wait", wait)
-        with pytest.raises(EnvTimeout, match=f"process {popen.pid} was killed and still exists 10 s later"):
+        with raises_code("env-timeout", EnvTimeout, popen.pid, "10 s"):
             manager._drop()
         assert len(set(Path("/proc/self/fd").iterdir())) <= len(before) - 4  # socket, log, memory file, pidfd
         monkeypatch.undo()
@@ -148,7 +148,7 @@ def test_a_hang_times_out_and_shows_where(fault):
     with faulty(fault) as manager:
         manager.reset(SEEDS, TASKS)
         pid = manager.pid
-        with pytest.raises(EnvTimeout, match=r"no answer within 1\.5 s during STEP") as hung:
+        with raises_code("env-timeout", EnvTimeout, "1.5", "STEP") as hung:
             manager.step(ACTIONS)
         assert is_gone(pid)
         assert "faulty_envs.py" in str(hung.value) and "chunk_step" in str(hung.value)
@@ -157,7 +157,7 @@ def test_a_hang_times_out_and_shows_where(fault):
 
 
 def test_a_build_that_fails_says_why():
-    with pytest.raises(EnvRaised, match="no licence for the simulator"):
+    with raises_code("env-raised", EnvRaised, "no licence for the simulator"):
         faulty("build").start()
 
 
@@ -165,15 +165,15 @@ def test_an_interpreter_that_ends_at_once_is_reported_with_its_words(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho libpython is missing >&2\nexit 127\n")
     python.chmod(0o755)
-    with pytest.raises(EnvWorkerDied, match=r"exited with code 127 during START(.|\n)*libpython is missing"):
+    with raises_code("env-worker-died", EnvWorkerDied, 127, "START", "libpython is missing"):
         EnvManager("toy", python=str(python)).start()
 
 
-@pytest.mark.parametrize(("fault", "words"), [("long_instruction", "1000 bytes"), ("wrong_shape", "its spec promises")])
-def test_results_that_do_not_fit_are_refused(fault, words):
+@pytest.mark.parametrize(("fault", "name"), [("long_instruction", "1000 bytes"), ("wrong_shape", "images")])
+def test_results_that_do_not_fit_are_refused(fault, name):
     with faulty(fault) as manager:
         manager.reset(SEEDS, TASKS)
-        with pytest.raises(EnvRaised, match=words):
+        with raises_code("env-step-result", EnvRaised, name):
             manager.step(ACTIONS)
         assert manager.step(ACTIONS).valid.any()
 
@@ -340,7 +340,7 @@ def test_faults_that_go_on_stop_with_the_cause():
         pool.reset(SEEDS, TASKS)
         for _ in range(2):
             assert not pool.step(ACTIONS).valid.any()
-        with pytest.raises(EnvWorkerDied, match=r"given up after 2 restarts(.|\n)*lost the device"):
+        with raises_code("env-worker-died", EnvWorkerDied, 2, "lost the device"):
             pool.step(ACTIONS)
         assert pool.faults.restarts == 2
 
@@ -477,5 +477,5 @@ def test_ctrl_c_is_left_to_the_parent():
         pid = manager.pid
         os.kill(pid, signal.SIGTERM)
         wait_until_gone([pid])
-        with pytest.raises(EnvWorkerDied, match="SIGTERM"):
+        with raises_code("env-worker-died", EnvWorkerDied, "SIGTERM"):
             manager.step(ACTIONS)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from env_cases import CASES, Case, interpreter, started
+from expect import raises_code
 
 from embodrl.envs.pool.manager import EnvTimeouts
 from embodrl.envs.pool.pool import EnvPool
@@ -251,7 +252,7 @@ def test_the_limit_of_restarts_stops_with_all_that_is_known(case: Case, shared: 
     assert strict.spec == shared.spec
     strict.reset(SEEDS, TASKS)
     strict.call_one(1, "break_next", {"fault": "crash"})
-    with pytest.raises(EnvWorkerDied, match="given up after 0 restarts") as stopped:
+    with raises_code("env-worker-died", EnvWorkerDied, "0") as stopped:
         strict.step(actions(strict))
     message = str(stopped.value)
     for words in ("rank 1 of 2", "'train/1'", "envs 2-3", case.kwargs["tasks"][0], "seeds 33, 34", "during STEP"):
@@ -370,7 +371,7 @@ def test_the_memory_of_a_process_that_cannot_be_had_is_told(tmp_path: Path) -> N
     )
     options = {"extensions": ["little_memory"], "environ": {"PYTHONPATH": str(tmp_path)}}
     pool = EnvPool.create("toy", {"image_size": 64}, total_num_envs=2, num_processes=1, **options)
-    with pytest.raises(EnvRaised, match="MiB of shared memory") as refused, pool:
+    with raises_code("shared-memory", EnvRaised) as refused, pool:
         pass
     assert "fewer or smaller environments" in refused.value.hint
 
@@ -380,7 +381,7 @@ def test_a_first_start_that_takes_too_long_stops_with_the_remedy(tmp_path: Path)
     pool = make_pool(CASES["toy"], tmp_path)
     pool.managers[1].timeouts = Impatient("start_s")  # type: ignore[assignment]
     with (
-        pytest.raises(EnvTimeout, match=r"train/1(.|\n)*no answer within 1\.5 s during START") as slow,
+        raises_code("env-timeout", EnvTimeout, "train/1", "1.5", "START") as slow,
         pool,
     ):
         pass

@@ -58,20 +58,20 @@ def test_a_stopped_worker_fails_the_calls_of_all_ranks_and_is_named(group: Worke
     watched = os.pidfd_open(pids[1])
     handle = group.wait_for_ever()  # as in a collective: rank 0 lives, and waits for rank 1
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(WorkerDied, match=r"trouble\[1\] is stopped by a signal \(state T\)") as caught:
+    with raises_code("worker-hung", WorkerDied, "trouble[1]") as caught:
         handle.result(SOON_S)
     assert caught.value.code == "worker-hung" and caught.value.rank == 1
     assert gone(watched)
 
 
 def test_a_worker_that_holds_the_interpreter_lock_is_named_with_its_stack(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerDied, match=r"trouble\[0\] hangs .*no heartbeat") as caught:
+    with raises_code("worker-hung", WorkerDied, "trouble[0]") as caught:
         group.hold_the_lock(0).result(SOON_S)
     assert caught.value.code == "worker-hung" and "hold_the_lock" in caught.value.log_tail
 
 
 def test_a_worker_that_lives_and_makes_no_progress_is_named_with_its_stack(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerDied, match=r"makes no progress") as caught:
+    with raises_code("worker-hung", WorkerDied) as caught:
         group.wait_for_ever().result(SOON_S)
     assert caught.value.code == "worker-hung" and "wait_for_ever" in caught.value.log_tail
 
@@ -232,6 +232,6 @@ def test_a_signal_saves_what_was_trained_while_a_rollout_process_hangs(
 
 
 def test_a_worker_that_can_not_allocate_memory_ends_so_that_another_takes_its_place(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerDied, match=r"trouble\[1\] could not allocate memory") as caught:
+    with raises_code("worker-died", WorkerDied, "trouble[1]") as caught:
         group.take_memory(1, 1 << 60).result(SOON_S)
     assert "MemoryError" in caught.value.log_tail

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from expect import raises_code
 from test_env_faults import faulty_pool
 
 from embodrl.envs.pool.faults import Bounds
@@ -45,7 +46,7 @@ def test_an_environment_that_is_refused_again_and_again_stops_with_the_cause(poo
         for _ in range(3):
             np.testing.assert_array_equal(part.step(actions).valid.any(axis=1), [True, True, True, False])
             part = begin(pool) if pools_come_and_go else part
-        with pytest.raises(EnvQuarantined, match="quarantined: 3 consecutive invalid episodes") as stopped:
+        with raises_code("env-quarantined", EnvQuarantined, "3") as stopped:
             part.step(actions)
         for words in ("env.max_restarts", "rank 1 of 2", "'train/1'", "environment 3", "reach-red", "seed 33"):
             assert words in stopped.value.message
@@ -74,5 +75,5 @@ def test_no_episode_that_ever_comes_to_its_end_stops_although_each_begins_well()
             assert pool.step(STILL).valid.all()
             assert not pool.step(MOVING).valid.any()
         assert pool.step(STILL).valid.all()
-        with pytest.raises(EnvQuarantined, match="quarantined: 3 consecutive"):
+        with raises_code("env-quarantined", EnvQuarantined, "3"):
             pool.step(MOVING)

@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 import numpy as np
-import pytest
+from expect import raises_code
 from test_env_faults import wait_until_gone
 
 from embodrl.envs.pool.async_pool import AsyncPool
@@ -40,7 +40,7 @@ def test_a_killed_process_ends_its_episodes_cleanly_and_no_others() -> None:
         assert [result.lost for result in rest] == [True] * 5 + [False] * 6
         assert all(result.valid.all() for result in rest[5:])
         assert pool.faults.restarts == 1 and pool.faults.lost_episodes == 6
-        with pytest.raises(EnvError, match="no episode is in progress"):
+        with raises_code("episode-not-started", EnvError):
             await envs[1].execute("act", FORWARD)
         # New episodes begin on the process that was restarted.
         await asyncio.gather(*(env.initialize("reach-red", 7) for env in envs[:6]))
@@ -63,7 +63,7 @@ def test_a_reset_that_finds_its_process_dead_costs_the_episodes_beside_it() -> N
         os.kill(victim, signal.SIGKILL)
         wait_until_gone([victim])
         await envs[0].initialize("reach-red", 5)
-        with pytest.raises(EnvError, match="was lost"):
+        with raises_code("episode-lost", EnvError):
             await envs[1].get_state()
         results = await asyncio.gather(*(env.execute("act", FORWARD) for env in envs))
         assert [result.lost for result in results] == [False, True, True]
@@ -83,7 +83,7 @@ def test_a_simulator_beyond_repair_reaches_the_episode_as_an_error() -> None:
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
         wait_until_gone([victim])
-        with pytest.raises(EnvWorkerDied, match="given up after 0 restarts"):
+        with raises_code("env-worker-died", EnvWorkerDied, "0"):
             await env.execute("act", FORWARD)
         assert (await other.execute("act", FORWARD)).valid.all()
         environments.close()

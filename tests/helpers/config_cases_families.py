@@ -40,6 +40,19 @@ FAMILIES = [
         ("env.cameras=[{name: base_camera}, {name: b, eye: [1,1,1], target: [0,0,0]}]",),
     ),
     Wrong(
+        "heads of pi0-FAST",
+        "model.pi0_fast.num_kv_heads",
+        "pi0-fast-dimensions-fit",
+        ("model.pi0_fast.num_kv_heads=3", "model=pi0_fast"),
+    ),
+    Wrong(
+        "an advantage for each action of pi0-FAST",
+        "algorithm.reward_type",
+        "tokens-are-of-the-chunk",
+        ("algorithm.reward_type=action_level", "model.value_head.output=action", "model=pi0_fast"),
+        more=("model.value_head.output",),
+    ),
+    Wrong(
         "patches of GR00T",
         "model.gr00t.patch_size",
         "gr00t-dimensions-fit",

@@ -25,7 +25,10 @@ SIZES = {
     " expert_width: 48, expert_mlp_dim: 96}",
     "smolvla": f"{{{PICTURE}, siglip: {{{VIT}, depth: 2}}, depth: 2, num_heads: 2, num_kv_heads: 1, vlm_width: 64,"
     " vlm_mlp_dim: 128, expert_width: 48, expert_mlp_dim: 96}",
+    "pi0_fast": f"{{{PICTURE}, siglip: {{{VIT}, depth: 2}}, depth: 2, num_heads: 2, vlm_width: 64, vlm_mlp_dim: 128}}",
     "gr00t": f"{{{PICTURE}, siglip: {{{VIT}, depth: 2}}, {LANGUAGE}, num_key_value_heads: 1, dit_num_heads: 2,"
+    " dit_output_dim: 48, vl_num_heads: 2}",
+    "gr00t_n1_7": f"{{{PICTURE}, vision: {{{VIT}, depth: 2}}, {LANGUAGE}, num_key_value_heads: 1, dit_num_heads: 2,"
     " dit_output_dim: 48, vl_num_heads: 2}",
 }
 # Steps after which each family tells four colours apart, and has halved its loss on PushCube; learning rate.
@@ -34,7 +37,9 @@ LEARNING = {
     "openvla_oft": (200, 120, 1e-3),
     "pi0": (300, 300, 2e-3),
     "pi05": (200, 120, 2e-3),
+    "pi0_fast": (300, 200, 2e-3),
     "gr00t": (120, 120, 1e-3),
+    "gr00t_n1_7": (120, 120, 1e-3),
     "smolvla": (300, 200, 2e-3),
 }
 COMMON = [

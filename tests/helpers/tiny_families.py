@@ -36,6 +36,17 @@ TINY = {
         "expert_mlp_dim": 32,
         "action_horizon": 4,
     },
+    "pi0_fast": {
+        "image_size": 16,
+        "patch_size": 8,
+        "siglip": SIGLIP,
+        "depth": 2,
+        "num_heads": 2,
+        "head_dim": 8,
+        "vlm_width": 32,
+        "vlm_mlp_dim": 48,
+        "action_horizon": 4,
+    },
     "smolvla": {
         "image_size": 16,
         "patch_size": 4,
@@ -69,6 +80,25 @@ TINY = {
         "action_horizon": 4,
         "num_future_tokens": 2,
     },
+    "gr00t_n1_7": {
+        "image_size": 16,
+        "patch_size": 4,
+        "vision": SIGLIP,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "dit_num_layers": 4,
+        "dit_num_heads": 2,
+        "dit_head_dim": 8,
+        "dit_output_dim": 16,
+        "vl_num_layers": 1,
+        "vl_num_heads": 2,
+        "vl_head_dim": 16,
+        "action_horizon": 4,
+    },
 }
 """One size for all: a family reads its own part."""
 
@@ -76,7 +106,7 @@ FAMILIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, 
 TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "tokens"]
 FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "flow"]
 # A family and, of flow families, each way to make it a distribution.
-VARIANTS = [(name, None) for name in TOKEN_FAMILIES] + [
+VARIANTS = [(name, None) for name in FAMILIES if name not in FLOW_FAMILIES] + [
     (name, method) for name in FLOW_FAMILIES for method in ("flow_sde", "flow_noise")
 ]
 TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it over the box", "pull")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expect import raises_code
 from fsdp_worker import Comparer
 from tiny_training import deployment_of, largest_difference, tiny_rollout, train, training_config
 
@@ -180,7 +181,7 @@ def test_a_group_trains_its_driver_and_saves_and_loads() -> None:
         assert largest_difference(dict(engine.weights()), mine.tensors["policy"]) == 0
         other = copied(mine)
         del other.tensors["policy"]["model.projector.fc1.weight"]
-        with pytest.raises(CheckpointError, match=r"'model\.projector\.fc1\.weight' is missing"):
+        with raises_code("checkpoint-mismatch", CheckpointError, "'model.projector.fc1.weight'"):
             engine.load_state_dict(other)
         engine.load_state_dict(copied(saved))
         loaded = engine.state_dict()
@@ -215,7 +216,7 @@ def test_a_native_engine_in_its_own_process_is_the_same_to_the_bit() -> None:
             results.append((metrics, copied(engine.state_dict()).tensors))
             if ranks:
                 batch = tiny_rollout("openvla", policy, config, 0)
-                with pytest.raises(WorkerRaised, match="keeps no reference policy"):
+                with raises_code("reference-missing", WorkerRaised):
                     engine.reference_logprobs(batch, config.algorithm)
     assert results[0][0] == results[1][0]
     for section, tensors in results[0][1].items():
@@ -224,5 +225,5 @@ def test_a_native_engine_in_its_own_process_is_the_same_to_the_bit() -> None:
 
 def test_heads_that_can_not_be_shared_out_are_refused() -> None:
     config = fsdp_config(actor={"tensor_parallel_size": 3})
-    with pytest.raises(WorkerRaised, match="4 heads for 3 processes: 4 / 3 leaves 1"), engine_of(config, 3):
+    with raises_code("tensor-parallel-size", WorkerRaised, "4 heads", "3 processes"), engine_of(config, 3):
         pass

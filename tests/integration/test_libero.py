@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.bench import envs
 from embodrl.config import load_config
@@ -214,7 +215,7 @@ def test_pictures_are_those_of_the_pinned_mujoco(suite: str):
 
 
 def test_missing_assets_are_named(tmp_path: Path):
-    with pytest.raises(EnvRaised, match="assets are not in"):
+    with raises_code("libero-assets", EnvRaised):
         start(libero_assets=str(tmp_path))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 # As in a simulator process; read when SAPIEN is loaded.
 os.environ.setdefault("LP_NUM_THREADS", "1")
@@ -348,7 +349,7 @@ def test_an_unknown_expert_is_refused_by_name() -> None:
     from embodrl.envs.experts import make_expert
     from embodrl.errors import EnvError
 
-    with pytest.raises(EnvError, match="no scripted expert for 'Juggle-v1'") as error:
+    with raises_code("expert-missing", EnvError, "'Juggle-v1'") as error:
         make_expert("Juggle-v1")
     assert "PickCube-v1" in error.value.hint
 
@@ -396,7 +397,7 @@ def test_an_action_that_is_not_a_number_is_refused(env: Any) -> None:
     from embodrl.errors import EnvError
 
     start(env, seeds_of(1, 2))
-    with pytest.raises(EnvError, match="NaN"):
+    with raises_code("actions-not-finite", EnvError, "NaN"):
         env.chunk_step(np.full((2, 1, 7), np.nan, np.float32), np.ones(2, np.bool_))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from expect import raises_code
 
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerDied
@@ -103,11 +104,10 @@ def test_simulators_go_without_where_another_job_holds_the_cpus(
 
 
 @pytest.mark.parametrize(
-    ("machines", "lacking"), [([1] * 9, r"machine 1 \([\d.]+\) 9 CPU\."), ([0, 2], r"\) 1 CPU, machine 2 1 CPU\.")]
+    ("machines", "lacking"), [([1] * 9, ["machine 1", "9 CPU"]), ([0, 2], ["1 CPU", "machine 2 1 CPU"])]
 )
-def test_what_the_machines_do_not_have_is_refused(cluster: Any, machines: list[int], lacking: str) -> None:
-    there = r" It has machine 0 \([\d.]+\) 2 CPU, machine 1 \([\d.]+\) 8 CPU, of which 10 CPU is free"
-    with pytest.raises(EmbodrlError, match="Ray has not got what .*" + lacking + there):
+def test_what_the_machines_do_not_have_is_refused(cluster: Any, machines: list[int], lacking: list[str]) -> None:
+    with raises_code("ray-resources", EmbodrlError, *lacking, "2 CPU", "8 CPU", "10 CPU"):
         RayLauncher(places(*machines), cluster.address, timeout_s=0.5)
     assert not ray.is_initialized()
 
@@ -121,7 +121,7 @@ def test_a_worker_whose_machine_has_gone_is_not_waited_for(monkeypatch: pytest.M
         first = WorkerGroup(Located, "first").launch(firsts, launcher, timeout_s=START_S)
         cluster.remove_node(*cluster.worker_nodes)
         cluster.wait_for_nodes()
-        with pytest.raises(WorkerDied, match=r"located\[1\] has gone"):
+        with raises_code("worker-died", WorkerDied, "located[1]"):
             group.call_on(1, "node_id").result(CALL_S)
         asked = ray_machines.Reservation.is_lost
         for known in (True, False):  # to Ray, when the worker is started; otherwise a moment later
@@ -132,7 +132,7 @@ def test_a_worker_whose_machine_has_gone_is_not_waited_for(monkeypatch: pytest.M
                     "is_lost",
                     lambda self, machine, answers=answers: answers.pop() if answers else asked(self, machine),
                 )
-                with pytest.raises(WorkerDied, match=r"machine 1 \([\d.]+\) has gone") as caught:
+                with raises_code("worker-died", WorkerDied, "machine 1") as caught:
                     which.restart(rank, START_S)
                 assert caught.value.rank == rank
         assert group.call_on(0, "node_id").result(CALL_S) == cluster.head_node.node_id

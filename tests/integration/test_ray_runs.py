@@ -58,6 +58,22 @@ def test_on_one_machine(config: Path, plain: list[dict[str, object]], tmp_path: 
     assert metrics(run_dir) == plain
 
 
+def test_a_stopped_rollout_process_is_replaced(config: Path, plain: list[dict[str, object]], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = embodrl(
+        *("train", "--config", config, f"runner.output_dir={run_dir}", "cluster.launcher=ray"),
+        *("cluster.num_threads=2", "cluster.heartbeat_timeout_s=2"),
+        stop_at="act:6:SIGSTOP:rank_0_once",
+        children=tmp_path / "children",
+    )
+    assert done.code == 0, done.stderr
+    rows = metrics(run_dir)
+    assert [row.get("rollout/restarts") for row in rows] == [None, 0, 1, 1, 1]
+    assert [without(row) for row in rows] == [without(row) for row in plain]
+    log = (run_dir / "logs" / "embodrl.log").read_text()
+    assert "restart 1 of 3 of a rollout process: rollout[0] is stopped by a signal (state T)" in log
+
+
 def test_on_two_machines_with_deaths(
     config: Path, plain: list[dict[str, object]], tmp_path: Path, two_machines: Any
 ) -> None:

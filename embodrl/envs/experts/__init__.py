@@ -14,7 +14,9 @@ def make_expert(task: str) -> Expert:
         EnvError: there is no expert for that task.
     """
     if task not in EXPERTS:
-        raise EnvError(f"there is no scripted expert for '{task}'", f"choose one of {', '.join(EXPERTS)}")
+        raise EnvError(
+            f"there is no scripted expert for '{task}'", f"choose one of {', '.join(EXPERTS)}", code="expert-missing"
+        )
     return EXPERTS[task]()
 
 

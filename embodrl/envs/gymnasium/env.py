@@ -153,6 +153,7 @@ class GymnasiumSimulator(Simulator):
             raise EnvError(
                 f"the info of {self._id} has no '{self._success_key}' (env.success_key)",
                 f"name one of {', '.join([*map(str, info), RETURN])}",
+                code="gymnasium-success-key",
             )
         return float(info[self._success_key]) >= self._threshold
 
@@ -184,7 +185,11 @@ class GymnasiumSimulator(Simulator):
         frame = self.env.render()
         if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.dtype != np.uint8:
             found = f"{frame.dtype}{list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
-            raise EnvError(f"{self._id} draws {found}, not uint8[H,W,3]", "wrap it so that render() gives RGB pictures")
+            raise EnvError(
+                f"{self._id} draws {found}, not uint8[H,W,3]",
+                "wrap it so that render() gives RGB pictures",
+                code="gymnasium-pictures",
+            )
         return frame[..., :3]
 
     def proprioception(self) -> NDArray[np.float32]:
@@ -240,14 +245,19 @@ def _make(env_id: str, max_episode_steps: int) -> _Env:
         raise MissingDependencyError(f"{env_id} needs what is not installed: {error}", HINT) from error
     except gymnasium.error.UnregisteredEnv as error:
         hint = "`python -c 'import gymnasium; gymnasium.pprint_registry()'` lists them; another package's are"
-        raise EnvError(str(error), f"{hint} written module:Name-v0") from error
+        raise EnvError(str(error), f"{hint} written module:Name-v0", code="gymnasium-id") from error
     if env.render_mode != "rgb_array":
-        raise EnvError(f"{env_id} can't draw RGB pictures", "choose an environment with render_mode rgb_array")
+        raise EnvError(
+            f"{env_id} can't draw RGB pictures",
+            "choose an environment with render_mode rgb_array",
+            code="gymnasium-pictures",
+        )
     box = gymnasium.spaces.Box
     if not isinstance(env.action_space, box) or env.action_space.dtype.kind != "f":
         raise EnvError(
             f"{env_id} takes actions in {env.action_space}, not in a Box of numbers",
             "choose a variant with continuous actions, or register one that has such a wrapper",
+            code="gymnasium-actions",
         )
     return env
 
@@ -316,9 +326,14 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
             raise EnvError(
                 f"{id} takes {self.spec.action_dim} numbers an action, the policy gives {action_dim}",
                 f"set model.action_dim={self.spec.action_dim}",
+                code="gymnasium-actions",
             )
         if include_state and not self.spec.state_dim:
-            raise EnvError(f"the observation of {id} is no vector to give as state", "set env.include_state=false")
+            raise EnvError(
+                f"the observation of {id} is no vector to give as state",
+                "set env.include_state=false",
+                code="gymnasium-state",
+            )
 
     def make_simulator(self, task: str) -> Simulator:
         return Replayed(GymnasiumSimulator(**self._options))

@@ -47,9 +47,11 @@ def read_init_states(path: Path, sha256: str) -> NDArray[np.float64]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise EnvError(f"no initial states: {error}", hint) from error
+        raise EnvError(f"no initial states: {error}", hint, code="libero-init-states") from error
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise EnvError(f"{path} is not the official file of initial states: its checksum differs", hint)
+        raise EnvError(
+            f"{path} is not the official file of initial states: its checksum differs", hint, code="libero-init-states"
+        )
     return parse_init_states(data, str(path))
 
 
@@ -60,7 +62,9 @@ def parse_init_states(data: bytes, name: str) -> NDArray[np.float64]:
             (member,) = [entry for entry in archive.namelist() if entry.endswith("/data.pkl")]
             states = _ArrayUnpickler(io.BytesIO(archive.read(member))).load()
     except (zipfile.BadZipFile, pickle.UnpicklingError, ValueError, KeyError, EOFError) as error:
-        raise EnvError(f"{name} is not a file of initial states: {error}", "use the official file") from error
+        raise EnvError(
+            f"{name} is not a file of initial states: {error}", "use the official file", code="libero-init-states"
+        ) from error
     if not isinstance(states, np.ndarray) or states.ndim != 2 or states.dtype != np.float64:
-        raise EnvError(f"{name} holds no array of initial states", "use the official file")
+        raise EnvError(f"{name} holds no array of initial states", "use the official file", code="libero-init-states")
     return np.ascontiguousarray(states)

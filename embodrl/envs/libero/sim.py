@@ -99,6 +99,7 @@ def import_libero(assets: str | None) -> Path:
                 raise MissingDependencyError(
                     f"LIBERO's assets are not in {folder_of_assets}",
                     "give the folder with scenes/ and textures/ as env.libero_assets or in EMBODRL_LIBERO_ASSETS",
+                    code="libero-assets",
                 )
             vars(libero)["_assets_path_cache"] = str(folder_of_assets)
             importlib.import_module("libero.libero.envs")
@@ -160,7 +161,11 @@ class LiberoScene:
             package / "init_files" / options.suite / f"{task}.pruned_init", options.facts(task).sha256
         )
         if self.init_states.shape[1] != 1 + self.model.nq + self.model.nv:
-            raise EnvError(f"the initial states of {task} do not fit its scene", "use the pinned versions of LIBERO")
+            raise EnvError(
+                f"the initial states of {task} do not fit its scene",
+                "use the pinned versions of LIBERO",
+                code="libero-init-states",
+            )
         self.substeps = round(1 / (CONTROL_HZ * self.model.opt.timestep))
         self.place(0)
         self.arm = ArmModel(self.env)
@@ -251,6 +256,7 @@ class LiberoSim(Simulator):
             raise EnvError(
                 f"{scene.task}: the simulation breaks down while it settles in initial state {init_state}, seed {seed}",
                 "use the pinned versions of LIBERO, or lower env.settle_steps",
+                code="libero-unstable",
             )
 
     def step(self, action: NDArray[np.float32]) -> SimStep:

@@ -101,7 +101,11 @@ class EndEffectorController:
         """Set the drive targets; see ``step``."""
         values = [float(value) for value in action]
         if any(math.isnan(value) for value in values):
-            raise EnvError(f"an action has NaN in it: {values}", "look for NaN in the policy's outputs or its weights")
+            raise EnvError(
+                f"an action has NaN in it: {values}",
+                "look for NaN in the policy's outputs or its weights",
+                code="actions-not-finite",
+            )
         targets = self._arm_targets(values)
         for joint, target in zip(self._arm_joints, targets, strict=True):
             joint.set_drive_target(target)
@@ -152,6 +156,7 @@ def _check(arm: Controller, gripper: GripperController) -> None:
         raise EnvError(
             "the robot's controllers are not the Panda's pd_ee_delta_pose as of mani_skill 3.0.1",
             "install mani_skill==3.0.1",
+            code="maniskill-version",
         )
 
 

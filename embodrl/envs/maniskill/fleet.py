@@ -113,7 +113,9 @@ class Fleet:
         if sim_kwargs["sim_backend"] == "physx_cuda":
             if len(tasks) != 1:
                 raise EnvError(
-                    "physx_cuda simulates one task at a time", "give one task or set env.sim_backend=physx_cpu"
+                    "physx_cuda simulates one task at a time",
+                    "give one task or set env.sim_backend=physx_cpu",
+                    code="physx-cuda",
                 )
             (task,) = tasks
             self._batched = ManiSkillSim(task, num_envs, **sim_kwargs)
@@ -194,7 +196,7 @@ class Fleet:
     def expert_reset(self, rows: NDArray[np.int64]) -> None:
         """Start scripted experts in ``rows``, whose episodes have just begun (CPU only)."""
         if self._batched is not None:
-            raise EnvError("experts run on physx_cpu only", "set env.sim_backend=physx_cpu")
+            raise EnvError("experts run on physx_cpu only", "set env.sim_backend=physx_cpu", code="physx-cuda")
         for row in rows.tolist():
             self._experts[row] = make_expert(self.tasks[self.task_id[row]])
 
@@ -256,13 +258,17 @@ class Fleet:
     def get_scene(self, row: int) -> JournalArrays:
         """Return the journal of the scene of an environment and its present task (CPU only)."""
         if self._batched is not None:
-            raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
+            raise EnvError(
+                "physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu", code="physx-cuda"
+            )
         return self._journal(row).to_arrays()
 
     def set_scene(self, row: int, journal: JournalArrays) -> None:
         """Rebuild the scene of an environment and its present task, and replay it bit-exactly (CPU only)."""
         if self._batched is not None:
-            raise EnvError("physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu")
+            raise EnvError(
+                "physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu", code="physx-cuda"
+            )
         key = (row, int(self.task_id[row]))
         if key in self._sims:
             self._sims.pop(key).close()

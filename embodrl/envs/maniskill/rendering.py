@@ -49,6 +49,7 @@ def render_device_name(render_backend: str) -> str:
                 raise MissingDependencyError(
                     "env.render_backend is gpu, and SAPIEN finds no CUDA device that can render",
                     "install the NVIDIA driver with its Vulkan part, or set env.render_backend=cpu",
+                    code="rendering-unavailable",
                 ) from None
     for index in range(8):
         try:
@@ -60,6 +61,7 @@ def render_device_name(render_backend: str) -> str:
     raise MissingDependencyError(
         "no Vulkan device can render",
         "install a Vulkan CPU driver (Debian/Ubuntu: mesa-vulkan-drivers 23 or newer); `embodrl doctor` says more",
+        code="rendering-unavailable",
     )
 
 

@@ -64,7 +64,9 @@ class ManiSkillSim:
         device = render_device_name(render_backend)
         if sim_backend == "physx_cuda" and device != "cuda":
             raise EnvError(
-                "physx_cuda draws on the GPU only", "set env.render_backend=gpu, or env.sim_backend=physx_cpu"
+                "physx_cuda draws on the GPU only",
+                "set env.render_backend=gpu, or env.sim_backend=physx_cpu",
+                code="physx-cuda",
             )
         self.task = TASKS[task]
         self.num_envs = num_envs

@@ -39,7 +39,9 @@ def choose_gl(required: bool = True) -> str:
     if not chosen and not required:
         return ""
     if not chosen:
-        raise MissingDependencyError("MuJoCo can't draw: neither libEGL nor libOSMesa can be loaded", GL_HINT)
+        raise MissingDependencyError(
+            "MuJoCo can't draw: neither libEGL nor libOSMesa can be loaded", GL_HINT, code="rendering-unavailable"
+        )
     os.environ["MUJOCO_GL"] = chosen
     os.environ.setdefault("PYOPENGL_PLATFORM", chosen)
     return chosen
@@ -189,6 +191,7 @@ def named_camera(model: MjModel, name: str, fov_deg: float | None = None) -> Sce
         raise EnvError(
             f"the scene has no camera '{name}'",
             f"name one of {', '.join(known)}, or give env.cameras eye and target",
+            code="camera-unknown",
         )
     camera = mujoco.MjvCamera()
     camera.type = mujoco.mjtCamera.mjCAMERA_FIXED

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.environment import Environment, Tool, ToolResult
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EnvError
+from embodrl.errors import EnvError, EnvOrderError
 from embodrl.processes.batching import BatchPump, Request
 from embodrl.processes.codec import decode, encode
 from embodrl.types import Observation
@@ -60,7 +60,7 @@ class _Process(BatchPump[_Content, object]):
         """
         latest = self._latest.get(content.row)
         if latest is not None and not latest.answer.done():
-            raise EnvError(
+            raise EnvOrderError(
                 "this environment is asked again before it has answered", "await every call, or cancel it, first"
             )
         request = self._latest[content.row] = Request(content)
@@ -167,7 +167,9 @@ class PoolEnvironment(Environment):
 
     async def initialize(self, task: str, seed: int) -> Observation:
         if task not in self.spec.tasks:
-            raise EnvError(f"there is no task '{task}'", f"choose one of {', '.join(self.spec.tasks)}")
+            raise EnvError(
+                f"there is no task '{task}'", f"choose one of {', '.join(self.spec.tasks)}", code="task-unknown"
+            )
         observation = await self._ask(_Content(self._row, episode=(seed, self.spec.tasks.index(task))))
         assert isinstance(observation, Observation)
         self._observation, self._done = observation, False
@@ -190,9 +192,11 @@ class PoolEnvironment(Environment):
 
     async def execute(self, tool: str, arguments: Mapping[str, object]) -> ToolResult:
         if tool != "act":
-            raise EnvError(f"there is no tool '{tool}'", "choose act")
+            raise EnvError(f"there is no tool '{tool}'", "choose act", code="tool-unknown")
         if self._done or self._observation is None:
-            raise EnvError("no episode is in progress in this environment", "call initialize() first")
+            raise EnvError(
+                "no episode is in progress in this environment", "call initialize() first", code="episode-not-started"
+            )
         actions = self._checked(arguments)
         result = await self._ask(_Content(self._row, actions=actions))
         if not isinstance(result, ToolResult):
@@ -209,23 +213,34 @@ class PoolEnvironment(Environment):
 
     def _checked(self, arguments: Mapping[str, object]) -> NDArray[np.float32]:
         if set(arguments) != {"actions"}:
-            raise EnvError(f"act got {', '.join(sorted(arguments)) or 'nothing'}", "give it actions and nothing else")
+            raise EnvError(
+                f"act got {', '.join(sorted(arguments)) or 'nothing'}",
+                "give it actions and nothing else",
+                code="actions-shape",
+            )
         actions = np.asarray(arguments["actions"], np.float32)
         if actions.ndim != 2 or actions.shape[1] != self.spec.action_dim or not 0 < len(actions) <= self.spec.max_chunk:
             raise EnvError(
                 f"actions of shape {list(actions.shape)}",
                 f"give [1 to {self.spec.max_chunk}, {self.spec.action_dim}]",
+                code="actions-shape",
             )
         if not np.isfinite(actions).all():
-            raise EnvError("an action is not finite", "look at what makes the actions")
+            raise EnvError("an action is not finite", "look at what makes the actions", code="actions-not-finite")
         return actions
 
     async def get_state(self) -> bytes:
         if self._observation is None:
-            raise EnvError("no episode has begun in this environment", "call initialize() first")
+            raise EnvError(
+                "no episode has begun in this environment", "call initialize() first", code="episode-not-started"
+            )
         row = await self._process.ask(_Content(self._row, call=("get_row_state", {"row": self._row})))
         if self._row in self._process.lost:
-            raise EnvError("the episode of this environment was lost with its simulator process", "begin a new one")
+            raise EnvError(
+                "the episode of this environment was lost with its simulator process",
+                "begin a new one",
+                code="episode-lost",
+            )
         seen = vars(self._observation)
         return encode({"row": row, "observation": seen, "done": self._done})
 

@@ -9,17 +9,26 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypedDict, cast
+from typing import NamedTuple, TypedDict, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.pool.transport import NUM_SLOTS, Ring, copy_observation, copy_step, spec_from_dict
+from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, Ring, copy_observation, copy_step, spec_from_dict
 from embodrl.envs.stepping import next_seed
-from embodrl.errors import EmbodrlError, EnvError, EnvProtocolError, EnvRaised, EnvTimeout, EnvWorkerDied, MessageError
+from embodrl.errors import (
+    EmbodrlError,
+    EnvError,
+    EnvOrderError,
+    EnvProtocolError,
+    EnvRaised,
+    EnvTimeout,
+    EnvWorkerDied,
+    MessageError,
+)
 from embodrl.fields import Fields
 from embodrl.processes import bootstrap
 from embodrl.processes.child import ChildHungError, ChildProcess
@@ -45,6 +54,8 @@ SINGLE_THREADED = {
     "SAPIEN_DISABLE_RAY_TRACING": "1",
 }
 _WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
+_Ended = TypeVar("_Ended", bound=EnvError)
+_Result = TypeVar("_Result")
 
 
 class _Pending(NamedTuple):
@@ -132,9 +143,8 @@ class EnvManager:
         self.seeds: NDArray[np.int64] = np.zeros(0, np.int64)
         self.task_ids: NDArray[np.int32] = np.zeros(0, np.int32)
         self.refused: NDArray[np.int64] = np.zeros(0, np.int64)  # episodes in a row, by environment; see EnvPool
-        self.lasting: dict[
-            str, Mapping[str, object] | None
-        ] = {}  # requests that EnvPool repeats to a restarted process
+        # Requests that EnvPool repeats to a restarted process.
+        self.lasting: dict[str, Mapping[str, object] | None] = {}
         self.has_stepped = False  # a chunk has worked, in any process of this manager
         self._starts_with_auto_reset = self._auto_reset = bool((kwargs or {}).get("auto_reset", True))
         self._config: dict[str, object] = {
@@ -163,7 +173,7 @@ class EnvManager:
     def spec(self) -> EnvSpec:
         """What the environment offers; known from the first start on."""
         if self._spec is None:
-            raise EnvError(f"{self} has not been started", "call start() first")
+            raise EnvOrderError(f"{self} has not been started", "call start() first")
         return self._spec
 
     @property
@@ -183,12 +193,13 @@ class EnvManager:
     def start_async(self) -> None:
         """Start the process; several start at the same time this way."""
         if self._process is not None:
-            raise EnvError(f"{self} runs already", "close() it or restart() it")
+            raise EnvOrderError(f"{self} runs already", "close() it or restart() it")
         # No name: nothing is left behind when processes are killed. The child sizes it, see worker_main.make_ring.
         self._memory_fd = os.memfd_create("embodrl-env", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        interpreter = self.python or sys.executable
         try:
             self._process = ChildProcess(
-                [self.python or sys.executable, bootstrap.__file__, "embodrl.envs.pool.worker_main"],
+                [interpreter, bootstrap.__file__, "embodrl.envs.pool.worker_main"],
                 self._config | {"memory_fd": self._memory_fd},
                 environ={**SINGLE_THREADED, **self._environ},
                 log_path=self._log_path,
@@ -200,7 +211,8 @@ class EnvManager:
             )
         except OSError as error:
             self._drop()
-            raise EnvError(f"{self}: cannot start '{self.python or 'python'}': {error}", "check env.python") from error
+            message = f"{self}: cannot start '{interpreter}': {error}"
+            raise EnvError(message, "check env.python", code="python-not-runnable") from error
         except BaseException:  # a signal too must not leave the process and its memory
             self._drop()
             raise
@@ -266,7 +278,7 @@ class EnvManager:
     def onload_async(self) -> None:
         """Let the simulators come back; ``wait_onloaded`` waits for them."""
         if self._offloaded is None:
-            raise EnvError(f"{self} is not offloaded", "call offload() first")
+            raise EnvOrderError(f"{self} is not offloaded", "call offload() first")
         if self._process is None:
             self.start_async()
         else:
@@ -353,34 +365,24 @@ class EnvManager:
         batch = self.spec.num_envs
         rows = np.arange(batch, dtype=np.int64) if indices is None else np.asarray(indices, np.int64)
         count = len(rows)
+        problem = None
         if not count or count > batch or rows.min() < 0 or rows.max() >= batch or len(set(rows.tolist())) < count:
-            raise EnvError(
-                f"{self}: cannot reset environments {rows.tolist()} of {batch}", "give each index once, in range"
-            )
-        if np.shape(seeds) != (count,) or np.shape(task_ids) != (count,):
-            raise EnvError(
-                f"{self}: {count} seeds and task ids expected, got {np.shape(seeds)} and {np.shape(task_ids)}"
-            )
-        if np.min(task_ids) < 0 or np.max(task_ids) >= len(self.spec.tasks):
-            raise EnvError(f"{self}: task ids {np.unique(task_ids).tolist()} for {len(self.spec.tasks)} tasks")
+            problem = f"cannot reset environments {rows.tolist()} of {batch}"
+        elif np.shape(seeds) != (count,) or np.shape(task_ids) != (count,):
+            problem = f"{count} seeds and task ids expected, got {np.shape(seeds)} and {np.shape(task_ids)}"
+        elif np.min(task_ids) < 0 or np.max(task_ids) >= len(self.spec.tasks):
+            problem = f"task ids {np.unique(task_ids).tolist()} for {len(self.spec.tasks)} tasks"
+        if problem is not None:
+            raise EnvError(f"{self}: {problem}", "give each index once, with its seed and task id", code="env-reset")
         request = self._running_ring().request
         request["seeds"][:count], request["task_ids"][:count], request["indices"][:count] = seeds, task_ids, rows
         self.seeds[rows], self.task_ids[rows] = seeds, task_ids
         self._request(Kind.RESET, count, slot=self._next_slot())
 
     def wait_reset(self, timeout: float | None = None, *, copy: bool = False) -> Observation:
-        """Return the observation of all B environments after ``reset_async``.
-
-        Raises:
-            EnvRaised, EnvWorkerDied, EnvTimeout: see the class.
-        """
-        frame = self._receive(Kind.RESET, self.timeouts.reset_s if timeout is None else timeout)
-        slot = self._running_ring().slots[frame.number]
-        try:
-            slot.check(None, len(self.spec.tasks))
-            observation = slot.observation()
-        except EnvProtocolError as error:
-            raise self._invalid(error, "during RESET") from None
+        """Return the observation of all B environments after ``reset_async``."""
+        timeout = self.timeouts.reset_s if timeout is None else timeout
+        observation = self._result(Kind.RESET, timeout, lambda slot, _: slot.observation())
         return copy_observation(observation) if copy else observation
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
@@ -392,6 +394,7 @@ class EnvManager:
                 f"{self}: actions of shape {list(actions.shape)}, expected "
                 f"[{spec.num_envs}, 1 to {spec.max_chunk}, {spec.action_dim}]",
                 "check model.num_action_chunks and model.action_dim",
+                code="actions-shape",
             )
         acted = actions if active is None else actions[active]
         if not np.isfinite(acted).all():
@@ -416,17 +419,9 @@ class EnvManager:
             copy: return private memory.
 
         Raises:
-            EnvRaised: the environment raised; the process continues.
-            EnvWorkerDied: the process has gone.
-            EnvTimeout: it took too long and was killed.
+            EnvRaised, EnvWorkerDied, EnvTimeout: see the class.
         """
-        frame = self._receive(Kind.STEP, self.timeouts.step_s if timeout is None else timeout)
-        slot = self._running_ring().slots[frame.number]
-        try:
-            slot.check(frame.argument, len(self.spec.tasks))
-            step = slot.step(frame.argument)
-        except EnvProtocolError as error:
-            raise self._invalid(error, "during STEP") from None
+        step = self._result(Kind.STEP, self.timeouts.step_s if timeout is None else timeout, ResultSlot.step)
         seeded = (step.episode_seed >= 0) & step.valid[:, 0]
         self.seeds[seeded] = step.episode_seed[seeded]
         ended = np.flatnonzero(seeded & step.done & self._auto_reset)
@@ -473,13 +468,13 @@ class EnvManager:
     def _running(self) -> ChildProcess:
         if self._process is None:
             state, hint = ("offloaded", "onload()") if self.is_offloaded else ("not running", "start() or restart()")
-            raise EnvError(f"{self} is {state}", f"call {hint}")
+            raise EnvOrderError(f"{self} is {state}", f"call {hint}")
         return self._process
 
     def _running_ring(self) -> Ring:
         self._running()
         if self._ring is None:
-            raise EnvError(f"{self} is still starting", "call wait_started()")
+            raise EnvOrderError(f"{self} is still starting", "call wait_started()")
         return self._ring
 
     def _next_slot(self) -> int:
@@ -491,9 +486,9 @@ class EnvManager:
     def _request(self, kind: Kind, count: int | None = None, value: object = None, slot: int = 0) -> None:
         process = self._running()
         if self._offloaded is not None and kind not in _WHILE_OFFLOADED:
-            raise EnvError(f"{self} is offloaded", "call onload()")
+            raise EnvOrderError(f"{self} is offloaded", "call onload()")
         if self._pending is not None:
-            raise EnvError(
+            raise EnvOrderError(
                 f"{self}: {kind.name} requested while {self._pending.kind.name} is in progress", "wait for it first"
             )
         self._serial += 1
@@ -503,8 +498,7 @@ class EnvManager:
         except PeerGoneError:
             raise self._died(f"before {kind.name}") from None
         except TimeoutError:
-            seconds = self.timeouts.reset_s
-            raise self._timed_out(f"no answer within {seconds:g} s taking a {kind.name} request") from None
+            raise self._timed_out(f"a {kind.name} request was not taken in {self.timeouts.reset_s:g} s") from None
         self._pending = pending
         if kind in (Kind.RESET, Kind.STEP):
             self._slot = slot
@@ -513,7 +507,7 @@ class EnvManager:
         process = self._running()
         pending = self._pending
         if pending is None or pending.kind != kind:
-            raise EnvError(f"{self}: no {kind.name} is in progress", "send the request first")
+            raise EnvOrderError(f"{self}: no {kind.name} is in progress", "send the request first")
         doing = f"{kind.name} {detail}".strip()
         try:
             frame = process.receive(time.monotonic() + timeout_s)
@@ -528,18 +522,26 @@ class EnvManager:
         self._pending = None
         if frame.kind not in (Kind.OK, Kind.RAISED) or (frame.number, frame.argument) != pending[1:]:
             found = f"{frame.kind.name} {frame.number} {frame.argument}"
-            problem = MessageError(f"the answer {found} instead of OK {pending.number} {pending.argument}")
+            problem = f"the answer {found} instead of OK {pending.number} {pending.argument}"
             raise self._invalid(problem, f"during {doing}")
         if frame.kind == Kind.RAISED:
             raise self._raised(frame.value, doing)
         return frame
 
+    def _result(self, kind: Kind, timeout_s: float, read: Callable[[ResultSlot, int], _Result]) -> _Result:
+        """Return what ``read`` makes of the slot of an answer, and of how many actions of the chunk were executed."""
+        frame = self._receive(kind, timeout_s)
+        slot = self._running_ring().slots[frame.number]
+        try:
+            slot.check(frame.argument if kind == Kind.STEP else None, len(self.spec.tasks))
+            return read(slot, frame.argument)
+        except EnvProtocolError as error:
+            raise self._invalid(error, f"during {kind.name}") from None
+
     def _receive_state(self, kind: Kind) -> bytes:
         state = self._receive(kind, self.timeouts.reset_s).value
         if not isinstance(state, bytes):
-            raise self._invalid(
-                MessageError(f"a state of type {type(state).__name__}, not bytes"), f"during {kind.name}"
-            )
+            raise self._invalid(f"a state of type {type(state).__name__}, not bytes", f"during {kind.name}")
         return state
 
     def _raised(self, content: object, doing: str) -> EnvError:
@@ -561,35 +563,31 @@ class EnvManager:
         frames = traceback.rstrip()[-_SHOWN_TEXT:]
         return EnvRaised(f"{self}: {kind} during {doing}: {message[:_SHOWN_TEXT]}\n{frames}", hint)
 
-    def _invalid(self, error: Exception, when: str) -> EnvProtocolError:
+    def _invalid(self, error: Exception | str, when: str) -> EnvProtocolError:
         """Kill a process that has sent what is no valid answer, and return the error that names it."""
-        process = self._running()
         problem = error.message if isinstance(error, EmbodrlError) else str(error)
-        message = (
-            f"{self}: process {process.pid} sent invalid data {when}: {problem}; killed{self._log_excerpt(process)}"
-        )
-        self._drop()
-        return EnvProtocolError(
-            message, "look for code of the simulator that writes to file descriptors or memory that are not its own"
-        )
+        what = f"process {self._running().pid} sent invalid data {when}: {problem}; killed"
+        hint = "look for code of the simulator that writes to file descriptors or memory that are not its own"
+        return self._ended(EnvProtocolError, what, hint)
 
     def _died(self, when: str) -> EnvWorkerDied:
         process = self._running()
-        message = f"{self}: process {process.pid} {process.exit_reason()} {when}{self._log_excerpt(process)}"
-        self._drop()
-        return EnvWorkerDied(message, "look at the log for the cause")
+        what = f"process {process.pid} {process.exit_reason()} {when}"
+        return self._ended(EnvWorkerDied, what, "look at the log for the cause")
 
     def _timed_out(self, what: str) -> EnvTimeout:
-        process = self._running()
-        process.dump_stack()  # before the kill: a dead process has no stack
-        message = f"{self}: {what}; killed{self._log_excerpt(process)}"
-        self._drop()
-        return EnvTimeout(message, "raise env.{start,reset,step}_timeout_s if the simulator is only slow")
+        self._running().dump_stack()  # before the kill: a dead process has no stack
+        hint = "raise env.{start,reset,step}_timeout_s if the simulator is only slow"
+        return self._ended(EnvTimeout, f"{what}; killed", hint)
 
-    def _log_excerpt(self, process: ChildProcess) -> str:
+    def _ended(self, error_type: type[_Ended], what: str, hint: str) -> _Ended:
+        """Kill what is left of the process, and return the error with the end of its log."""
+        process = self._running()
         tail = process.log_tail()
         where = f" of {process.log_path}" if process.log_path else ""
-        return f"\n--- end of the log{where} ---\n{tail}\n---" if tail else ""
+        message = f"{self}: {what}" + (f"\n--- end of the log{where} ---\n{tail}\n---" if tail else "")
+        self._drop()
+        return error_type(message, hint)
 
     def _drop(self) -> None:
         process, self._process, self._ring, self._pending = self._process, None, None, None

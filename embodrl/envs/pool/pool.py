@@ -21,7 +21,7 @@ from embodrl.envs.pool.manager import EnvManager, ManagerOptions
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
-from embodrl.errors import EnvError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.errors import EnvError, EnvOrderError, EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
@@ -71,7 +71,7 @@ class EnvPool:
         budget: RestartBudget | None = None,
     ) -> None:
         if not managers:
-            raise EnvError("a pool needs at least one manager")
+            raise EnvError("a pool needs at least one manager", code="pool-layout")
         self.managers = tuple(managers)
         self.max_restarts = max_restarts
         self.faults = faults or FaultCounts()
@@ -123,6 +123,7 @@ class EnvPool:
             raise EnvError(
                 f"{total_num_envs} environments cannot be spread evenly over {num_processes} processes",
                 "make total_num_envs a multiple of env.num_processes",
+                code="pool-layout",
             )
         size = total_num_envs // num_processes
         managers = [
@@ -150,7 +151,11 @@ class EnvPool:
             specs = [manager.spec for manager in self.managers]
             counts = [spec.num_envs for spec in specs]
             if any(replace(spec, num_envs=counts[0]) != specs[0] for spec in specs):
-                raise EnvError("the environments of a pool differ in cameras, state, actions or tasks", "use two pools")
+                raise EnvError(
+                    "the environments of a pool differ in cameras, state, actions or tasks",
+                    "use two pools",
+                    code="pool-layout",
+                )
             self._spec = replace(specs[0], num_envs=sum(counts))
             self._offsets = np.cumsum([0, *counts]).tolist()
             if len(self.managers) > 1:
@@ -189,6 +194,7 @@ class EnvPool:
             raise EnvError(
                 f"{len(self.managers)} env processes cannot form {num_parts} stages",
                 "make env.num_processes a multiple of rollout.pipeline_stages",
+                code="pool-layout",
             )
         size = len(self.managers) // num_parts
         parts = (self.managers[start : start + size] for start in range(0, len(self.managers), size))
@@ -367,7 +373,7 @@ class EnvPool:
                 except _FAULTS as error:
                     last = self._recover(rank, error)
             elif last is None:
-                raise EnvError(f"{manager} has never been reset", "reset all environments first")
+                raise EnvOrderError(f"{manager} has never been reset", "reset all environments first")
             parts.append(last)
         self._last = list(parts)
         if not self._batch:
@@ -395,7 +401,7 @@ class EnvPool:
         self.onload()
         batch = self.spec.num_envs
         if len(actions) != batch:
-            raise EnvError(f"actions for {len(actions)} of {batch} environments")
+            raise EnvError(f"actions for {len(actions)} of {batch} environments", code="actions-shape")
         self._active = np.ones(batch, np.bool_) if active is None else np.array(active, np.bool_)
         self._chunk = actions.shape[1] if actions.ndim == 3 else 0
         for rank, manager in enumerate(self.managers):

@@ -45,10 +45,12 @@ def unpack_states(specs: Sequence[EnvSpec], packed: Sequence[bytes]) -> list[byt
             state = fields.content["state"]
         except (MessageError, EnvError, KeyError) as error:
             raise CheckpointError(
-                f"a simulator's state is damaged: {error}", "resume from another checkpoint"
+                f"a simulator's state is damaged: {error}", "resume from another checkpoint", code="checkpoint-damaged"
             ) from error
         if not isinstance(state, bytes):
-            raise CheckpointError("a simulator's state is not bytes", "resume from another checkpoint")
+            raise CheckpointError(
+                "a simulator's state is not bytes", "resume from another checkpoint", code="checkpoint-damaged"
+            )
         states.append(state)
     _check(_total(saved), _total(specs))
     return states

@@ -143,7 +143,9 @@ def result_shapes(spec: EnvSpec) -> Shapes:
     if len(sizes) > 1:
         found = ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
         raise EmbodrlError(
-            f"the cameras differ in size: {found}", "give all cameras of env.cameras one height and width"
+            f"the cameras differ in size: {found}",
+            "give all cameras of env.cameras one height and width",
+            code="camera-sizes",
         )
     height, width = sizes.pop() if sizes else (0, 0)
     observation: Shapes = {
@@ -241,7 +243,9 @@ class ResultSlot:
             return
         if step.final_observation is None:
             raise EmbodrlError(
-                "final_mask is set but there is no final_observation", "this is a bug of the environment"
+                "final_mask is set but there is no final_observation",
+                "this is a bug of the environment",
+                code="env-step-result",
             )
         rows = np.flatnonzero(step.final_mask)
         for name in ("images", "state", "task_id"):
@@ -310,6 +314,7 @@ class ResultSlot:
             raise EmbodrlError(
                 f"the environment returned {name} as {found}, its spec promises {target.dtype}{list(target.shape)}",
                 "make the environment's results agree with its EnvSpec",
+                code="env-step-result",
             )
 
     def _copy(self, name: str, source: NDArray[np.generic], target: NDArray[np.generic]) -> None:
@@ -332,13 +337,17 @@ class ResultSlot:
     def _write_instructions(self, prefix: str, texts: list[str], rows: Iterable[int]) -> None:
         target, lengths = self.arrays[f"{prefix}instruction"], self.arrays[f"{prefix}instruction_length"]
         if len(texts) != len(lengths):
-            raise EmbodrlError(f"the environment returned {len(texts)} instructions for {len(lengths)} environments")
+            raise EmbodrlError(
+                f"the environment returned {len(texts)} instructions for {len(lengths)} environments",
+                code="env-step-result",
+            )
         for row in rows:
             data = texts[row].encode()
             if len(data) > INSTRUCTION_BYTES:
                 raise EmbodrlError(
                     f"an instruction has {len(data)} bytes, at most {INSTRUCTION_BYTES} fit: '{texts[row][:60]}...'",
                     "shorten the instruction",
+                    code="env-step-result",
                 )
             target[row, : len(data)] = np.frombuffer(data, np.uint8)
             lengths[row] = len(data)

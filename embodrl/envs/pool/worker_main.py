@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from embodrl.envs.base import VectorEnv
 from embodrl.envs.pool.transport import Ring, compute_layout, spec_to_dict
-from embodrl.errors import EmbodrlError, EnvError
+from embodrl.errors import EmbodrlError, EnvError, EnvOrderError
 from embodrl.fields import Fields
 from embodrl.names import import_object
 from embodrl.processes.ending import OUT_OF_MEMORY, leave, ran_out_of_memory
@@ -82,7 +82,7 @@ class EnvServer:
         if frame.kind == Kind.CLOSE and self._env is None:
             return None
         if self._env is None or self._ring is None:
-            raise EmbodrlError(f"{frame.kind.name} was requested without a simulator")
+            raise EnvOrderError(f"{frame.kind.name} was requested without a simulator")
         if frame.kind == Kind.OFFLOAD:
             state = get_state(self._env)
             self._env.close()
@@ -114,7 +114,7 @@ def simulate(env: VectorEnv, ring: Ring, frame: Frame) -> object:
     elif frame.kind == Kind.CLOSE:
         env.close()
     else:
-        raise EmbodrlError(f"unexpected frame {frame.kind.name}")
+        raise EnvOrderError(f"unexpected frame {frame.kind.name}")
     return None
 
 
@@ -156,7 +156,9 @@ def make_ring(env: VectorEnv, memory_fd: int) -> Ring:
         os.posix_fallocate(memory_fd, 0, num_bytes)
     except OSError as error:
         raise EmbodrlError(
-            f"no {num_bytes / 2**20:.0f} MiB of shared memory: {error}", "use fewer or smaller environments"
+            f"no {num_bytes / 2**20:.0f} MiB of shared memory: {error}",
+            "use fewer or smaller environments",
+            code="shared-memory",
         ) from error
     return Ring(memory_fd, env.spec)
 

@@ -112,7 +112,9 @@ class VllmDecoder:
         self.dtype, self.num_threads = dtype, num_threads
         vllm = import_vllm(self.device)
         if can_sleep and self.device.type != "cuda":
-            raise EmbodrlError("vLLM has a sleep mode on CUDA GPUs only", "set rollout.enable_offload=false")
+            raise EmbodrlError(
+                "vLLM has a sleep mode on CUDA GPUs only", "set rollout.enable_offload=false", code="vllm-start"
+            )
         self._num_bins, self._hidden_size = model.config.n_action_bins, model.config.llama.hidden_size
         self._step = _Step(model.config.first_action_id)
         self._fault: BaseException | None = None
@@ -123,7 +125,9 @@ class VllmDecoder:
                 self.llm: Any = self._start(vllm, directory, model, max_length, max_num_seqs, can_sleep)
         except (RuntimeError, ValueError) as error:
             raise EmbodrlError(
-                f"vLLM did not start: {error}", "lower rollout.vllm.max_num_seqs, or set rollout.backend=native"
+                f"vLLM did not start: {error}",
+                "lower rollout.vllm.max_num_seqs, or set rollout.backend=native",
+                code="vllm-start",
             ) from error
         self._runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         network: nn.Module = self._runner.get_model()

@@ -18,8 +18,8 @@ from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.sampling import exponential_noise
 from embodrl.models.openvla.policy import OpenVLAPolicy
-from embodrl.models.openvla.token_policy import exponential_noise
 from embodrl.types import Observation, PolicyOutput
 
 
@@ -70,6 +70,7 @@ class VllmRolloutEngine(RolloutEngine):
             raise EmbodrlError(
                 f"vLLM decodes one token after the other, and {type(policy).__name__} does not",
                 "set rollout.backend=native, or model=openvla",
+                code="vllm-policy",
             )
         self._served = policy
         self._asleep = self._stale = False

@@ -78,9 +78,15 @@ def check_fit(saved: Mapping[str, Mapping[str, Tensor]], shapes: StateShapes) ->
         if copy is not None:
             found.append(copy)
         if len(found) < len(ADAM_STATE) or any(tuple(tensor.shape) != shape for tensor in found[1:]):
-            raise CheckpointError(f"the checkpoint's optimizer state does not fit '{name}'", HINT)
+            raise CheckpointError(
+                f"the checkpoint's optimizer state does not fit '{name}'", HINT, code="checkpoint-mismatch"
+            )
     if moments:
-        raise CheckpointError(f"the checkpoint's optimizer state has unknown names, e.g. '{min(moments)}'", HINT)
+        raise CheckpointError(
+            f"the checkpoint's optimizer state has unknown names, e.g. '{min(moments)}'",
+            HINT,
+            code="checkpoint-mismatch",
+        )
 
 
 def _check_weights(saved: Mapping[str, Tensor], shapes: Shapes) -> None:
@@ -93,12 +99,18 @@ def _check_weights(saved: Mapping[str, Tensor], shapes: Shapes) -> None:
     ]
     if problems:
         more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"the checkpoint's weights do not fit the policy: {', '.join(problems[:5])}{more}", HINT)
+        raise CheckpointError(
+            f"the checkpoint's weights do not fit the policy: {', '.join(problems[:5])}{more}",
+            HINT,
+            code="checkpoint-mismatch",
+        )
 
 
 def _check_reference(saved: Mapping[str, Tensor] | None, shapes: Shapes) -> None:
     if saved is None or saved.keys() != shapes.keys():
-        raise CheckpointError("the checkpoint has no reference policy that fits", HINT)
+        raise CheckpointError("the checkpoint has no reference policy that fits", HINT, code="checkpoint-mismatch")
     for name, tensor in saved.items():
         if tuple(tensor.shape) != shapes[name]:
-            raise CheckpointError(f"the checkpoint's reference policy does not fit '{name}'", HINT)
+            raise CheckpointError(
+                f"the checkpoint's reference policy does not fit '{name}'", HINT, code="checkpoint-mismatch"
+            )

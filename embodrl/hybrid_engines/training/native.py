@@ -51,7 +51,9 @@ class NativeTrainEngine(PolicyTrainEngine):
 
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         if self.reference is None:
-            raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
+            raise EmbodrlError(
+                "the engine keeps no reference policy", "make it with keep_reference=True", code="reference-missing"
+            )
         return self._logprobs(self.reference.evaluate_actions, batch, algorithm)
 
     def reference_weights(self) -> dict[str, Tensor]:

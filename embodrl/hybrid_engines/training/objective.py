@@ -59,6 +59,7 @@ def checked_loss(output: object, name: str) -> LossOutput:
     raise EmbodrlError(
         f"loss_type '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
         "return embodrl.algorithms.losses.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
+        code="loss-result",
     )
 
 
@@ -73,9 +74,9 @@ def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmC
     if algorithm.loss_agg == "token_mean":
         return None
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-    valid = batch.valid & trained.unsqueeze(-1)
-    num_elements = element_counts(valid, batch.logprobs.shape[-1], algorithm.logprob_type)
-    whole = element_counts(torch.ones_like(batch.valid), batch.logprobs.shape[-1], algorithm.logprob_type)
+    drawn = batch.drawn
+    num_elements = element_counts(drawn & trained.unsqueeze(-1), batch.logprobs.shape[-1], algorithm.logprob_type)
+    whole = element_counts(torch.ones_like(drawn), batch.logprobs.shape[-1], algorithm.logprob_type)
     length = int(whole[:, 0].sum()) if whole.numel() else 0
     return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
 
@@ -128,6 +129,7 @@ def make_loss(
                 raise EmbodrlError(
                     f"loss {algorithm.loss_type} needs values, which the policy does not give",
                     "set model.add_value_head to true",
+                    code="value-head-missing",
                 )
             critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
         logprobs = output.logprobs.float()
@@ -139,13 +141,13 @@ def make_loss(
             "prox_logprobs": proximal.logprobs if proximal else None,
             "behavior_weights": proximal.weights if proximal else None,
             "advantages": micro["advantages"],
-            "valid": micro.valid,
+            "valid": micro.drawn,
             "entropy": None if output.entropy is None else output.entropy.float(),
             "weights": micro.get("weights"),
             "counts": counts,
         }
         loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
-        apart = mismatch_terms(logprobs.detach(), micro.logprobs, micro.valid, micro[STALENESS])
+        apart = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
         return LossOutput(loss.loss, loss.metrics | apart | (proximal.metrics if proximal else {}))
 
     return compute

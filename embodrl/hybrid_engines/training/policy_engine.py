@@ -31,7 +31,8 @@ from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, NonFiniteError, StepResult, TrainEngine
+from embodrl.errors import NonFiniteError
+from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, StepResult, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, MASTER, StateShapes, check_fit
 from embodrl.hybrid_engines.training.objective import (
@@ -292,7 +293,7 @@ class PolicyTrainEngine(TrainEngine):
 
     def _counts(self, minibatch: TrajectoryBatch, algorithm: AlgorithmConfig) -> LossCounts:
         return count_elements(
-            minibatch.valid.to(self.device),
+            minibatch.drawn.to(self.device),
             action_dim=minibatch.logprobs.shape[-1],
             logprob_type=algorithm.logprob_type,
             entropy_type=algorithm.entropy_type,

@@ -159,7 +159,7 @@ def _read(targets: Mapping[str, Tensor], reader: _Reader, alone: bool) -> None:
         _collective(load, dict(targets), storage_reader=reader, no_dist=alone)
     except OSError as error:
         raise CheckpointError(
-            f"{reader.path} can't be read: {error}", "all processes must see the directory"
+            f"{reader.path} can't be read: {error}", "all processes must see the directory", code="checkpoint-damaged"
         ) from error
 
 
@@ -181,7 +181,7 @@ def _collective(function: Callable[..., object], *args: object, **kwargs: object
         if cause is not None:
             raise OSError(cause.errno, cause.strerror or str(cause)) from error
         rank, first = next(iter(error.failures.items()))
-        raise CheckpointError(f"process {rank}: {first[0]!r}", "see its log") from error
+        raise CheckpointError(f"process {rank}: {first[0]!r}", "see its log", code="checkpoint-damaged") from error
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -195,7 +195,9 @@ class _Reader(HuggingFaceStorageReader):
                 # The library bounds the headers; what it finds in them is only used if it fits the policy.
                 self._metadata = super().read_metadata()
             except (SafetensorError, ValueError, LookupError, TypeError, RecursionError, OSError) as error:
-                raise CheckpointError(f"{self.path} can't be read: {error}", _RESTORE) from error
+                raise CheckpointError(
+                    f"{self.path} can't be read: {error}", _RESTORE, code="checkpoint-damaged"
+                ) from error
         return self._metadata
 
 

@@ -136,7 +136,9 @@ class SharedTrainEngine(PolicyTrainEngine):
     def _weights_of_reference(self) -> Iterator[None]:
         """Put the weights of the reference in the place of the policy's."""
         if self.reference is None:
-            raise EmbodrlError("the engine keeps no reference policy", "make it with keep_reference=True")
+            raise EmbodrlError(
+                "the engine keeps no reference policy", "make it with keep_reference=True", code="reference-missing"
+            )
         self.onload()
         self._swap(self.reference)
         try:

@@ -67,6 +67,7 @@ def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
         raise EmbodrlError(
             f"{type(policy).__name__} has no plain decoder layers that tensor parallelism can cut",
             "set actor.tensor_parallel_size=1; low-rank adapters do not go with it",
+            code="tensor-parallel-policy",
         )
     partial: list[str] = []
     for name, layer in layers.items():
@@ -101,6 +102,7 @@ def _check_heads(name: str, layer: nn.Module, size: int) -> bool:
         raise EmbodrlError(
             f"{name} has {count} {what} for {size} processes: {count} / {size} leaves {count % size}",
             f"set actor.tensor_parallel_size to a divisor of {count}",
+            code="tensor-parallel-size",
         )
     return groups == 1
 

@@ -125,7 +125,11 @@ class WeightSender(ABC):
 
     def __init__(self, trained: Collection[str] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         if bucket_bytes < 1:
-            raise EmbodrlError(f"weight sync: bucket_bytes is {bucket_bytes}", "use at least 1, e.g. 268435456")
+            raise EmbodrlError(
+                f"weight sync: bucket_bytes is {bucket_bytes}",
+                "use at least 1, e.g. 268435456",
+                code="weight-sync-settings",
+            )
         self.trained = None if trained is None else frozenset(trained)
         self.bucket_bytes = bucket_bytes
         self.version: int | None = None

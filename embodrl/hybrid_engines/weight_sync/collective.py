@@ -104,7 +104,11 @@ class SyncGroup:
         find_s: float | None = None,
     ) -> None:
         if world_size < 2:
-            raise EmbodrlError("a collective weight sync needs at least one receiver", "use a world_size of 2 or more")
+            raise EmbodrlError(
+                "a collective weight sync needs at least one receiver",
+                "use a world_size of 2 or more",
+                code="weight-sync-settings",
+            )
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
         self._connection: _Connection | None = None
         connect_s = max(timeout_s, connect_s)

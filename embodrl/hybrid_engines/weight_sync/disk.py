@@ -91,7 +91,9 @@ class DiskSender(WeightSender):
     ) -> None:
         super().__init__(trained, bucket_bytes)
         if keep < 1:
-            raise WeightSyncError(f"weight sync by disk keeps {keep} versions", "keep at least 1")
+            raise WeightSyncError(
+                f"weight sync by disk keeps {keep} versions", "keep at least 1", code="weight-sync-settings"
+            )
         self.directory, self.keep = Path(directory), keep
         self.version = next(iter(versions_in(self.directory)), None)
 

@@ -236,13 +236,14 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
             raise CheckpointError(
                 f"{path.parent} has only pickled adapters (adapter_model.bin), which can run code and are not read",
                 "save them with peft's safe_serialization=True",
+                code="weights-pickled",
             )
-        raise CheckpointError(f"{path} does not exist", "give the directory of adapters that peft wrote")
+        raise PolicyFileError(f"{path} does not exist", "give the directory of adapters that peft wrote")
     try:
         with safe_open(path, framework="pt") as reader:
             return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch or make the adapters again") from error
+        raise PolicyFileError(f"{path} can't be read: {error}", "fetch or make the adapters again") from error
 
 
 def _adapter(config: Fields, module: str, down: tuple[int, ...], up: tuple[int, ...] | None) -> Adapter:

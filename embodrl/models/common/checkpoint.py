@@ -36,7 +36,7 @@ MAX_HASHING_THREADS = 4
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "fetch or make the checkpoint again"
 # Besides the top level, families read files in these.
-_SUBDIRECTORIES = ("assets", "experiment_cfg")
+_SUBDIRECTORIES = ("assets", "experiment_cfg", "action_tokenizer")
 
 
 def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | None, LoadReport]:
@@ -61,6 +61,7 @@ def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | Non
         raise CheckpointError(
             f"no weights ship for {config.model_type}",
             "start from random weights with model.warm_start=null, or give a directory that `embodrl sft` wrote",
+            code="warm-start-missing",
         )
     else:
         is_builtin = builtin is not None and config.warm_start == "builtin"
@@ -71,6 +72,7 @@ def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | Non
                 if is_builtin
                 else f"model.warm_start: {directory} holds no policy",
                 "give a directory that `embodrl sft` wrote, or start from random weights with model.warm_start=null",
+                code="policy-not-found",
             )
     check_links(directory)
     _refuse_adapters(directory)
@@ -126,7 +128,7 @@ def resolve(model_path: str, setting: str = "model.model_path") -> Path:
         return local
     name = parse(model_path)
     if name is None:
-        raise CheckpointError(f"directory {model_path} does not exist", f"check {setting}")
+        raise CheckpointError(f"directory {model_path} does not exist", f"check {setting}", code="policy-not-found")
     try:
         return fetch(name, MODEL_FILES)
     except HubError as error:
@@ -181,7 +183,9 @@ def weight_files(directory: Path) -> list[Path]:
                 weight_map.refuse(f"{name!r} is no safetensors file inside the directory")
         missing = [name for name in names if not (directory / name).is_file()]
         if missing or not names:
-            raise CheckpointError(f"{directory} lacks shards: {', '.join(missing) or 'all'}", _AGAIN)
+            raise CheckpointError(
+                f"{directory} lacks shards: {', '.join(missing) or 'all'}", _AGAIN, code="weights-missing"
+            )
         return [directory / name for name in names]
     if (directory / SINGLE_FILE).is_file():
         return [directory / SINGLE_FILE]
@@ -189,8 +193,13 @@ def weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(
             f"{directory} has only pickled weights, which can run code and are not read",
             "convert them to safetensors, or use a checkpoint that has them",
+            code="weights-pickled",
         )
-    raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}", "give the directory of a checkpoint")
+    raise CheckpointError(
+        f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}",
+        "give the directory of a checkpoint",
+        code="weights-missing",
+    )
 
 
 def stored_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
@@ -213,7 +222,7 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         check_checksums(path.parent, [path.name])  # damage explains it
-        raise CheckpointError(f"{path} can't be read: {error}", _AGAIN) from error
+        raise PolicyFileError(f"{path} can't be read: {error}", _AGAIN) from error
 
 
 def check_layers(names: Collection[str], wanted: Mapping[str, int], directory: Path) -> None:
@@ -358,6 +367,7 @@ def load_strict(
             f"{report.source} does not fit the model\n{report.describe(NAMES_IN_MESSAGE)}",
             "use the checkpoint with the architecture that it was made with",
             report,
+            code="weights-mismatch",
         )
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     module.load_state_dict(state, strict=True, assign=True)
@@ -414,7 +424,7 @@ def _is_loadable(
         report.unexpected.append(stored)
         return False
     if name in state:
-        raise CheckpointError(f"{report.source} has {name} twice, once as {stored}", _AGAIN)
+        raise PolicyFileError(f"{report.source} has {name} twice, once as {stored}", _AGAIN)
     if shape != (wanted := tuple(expected[name].shape)):
         report.mismatched.append((name, shape, wanted))
         return False
@@ -427,6 +437,7 @@ def _checked(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, pa
         raise CheckpointError(
             f"{path} stores {stored} as {tensor.dtype}; quantised weights can't be trained",
             "use the checkpoint in bfloat16 or float32",
+            code="weights-quantised",
         )
     # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
     weight = tensor.to(dtype if floating else tensor.dtype, copy=True)
@@ -518,6 +529,7 @@ def check_size(
         raise CheckpointError(
             f"the warm start {directory} has another size than {section}: {'; '.join(differences)}",
             f"set {section} to the size of the warm start, or model.warm_start=null for random weights",
+            code="warm-start-size",
         )
 
 

@@ -83,12 +83,14 @@ class FlowPolicy(VLAPolicy):
             raise EmbodrlError(
                 f"the model predicts {horizon} actions, {config.num_action_chunks} are to be run",
                 f"set model.num_action_chunks to {horizon} or less",
+                code="action-horizon",
             )
         if config.action_dim > padded_action_dim:
             raise EmbodrlError(
                 f"the model's actions have room for {padded_action_dim} dimensions, the environment's have "
                 f"{config.action_dim}",
                 "choose a model with more action dimensions",
+                code="action-size",
             )
         self.stats = stats
         self.num_action_chunks = config.num_action_chunks
@@ -234,7 +236,11 @@ class FlowPolicy(VLAPolicy):
         raw = to_model(np.asarray(actions, np.float64), self.gripper)[:, None]
         nothing = np.zeros((len(raw), 0, 1, 1, 3), np.uint8)
         observation = Observation(nothing, state.astype(np.float32), [""] * len(raw), np.zeros(len(raw), np.int32))
-        return np.abs(self.stats.normalize(self.relative_to(raw, observation))[:, 0]) >= LEARNABLE
+        return np.abs(self.scaled(self.relative_to(raw, observation))[:, 0]) >= LEARNABLE
+
+    def scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return actions ``[...,A]`` in the model's units, without any clipping."""
+        return self.stats.normalize(actions)
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).
@@ -249,8 +255,9 @@ class FlowPolicy(VLAPolicy):
         v = v.float()
         dims = self.loss_action_dims()
         weight = torch.ones_like(target[..., :1])
+        weight[:, self.action_horizon :] = 0.0
         if "action_mask" in batch:
-            weight = batch["action_mask"][..., None].to(target.dtype)
+            weight[:, : self.action_horizon] = batch["action_mask"][..., None].to(target.dtype)
         total = weight.sum().clamp(min=1.0)
         loss = ((v - (noise - target))[..., :dims].square() * weight).sum() / (total * dims)
         with torch.no_grad():
@@ -277,7 +284,9 @@ class FlowPolicy(VLAPolicy):
 
     def _values(self, context: Any, features: Tensor | None) -> Tensor:
         if self.value_head is None:
-            raise EmbodrlError("the policy has no value head", "set model.add_value_head=true")
+            raise EmbodrlError(
+                "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"
+            )
         if self.value_input == "prefix":
             hidden = self.prefix_features(context)
         else:

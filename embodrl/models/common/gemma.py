@@ -264,7 +264,7 @@ class GemmaModel(LayerStack):
         self,
         x: Tensor,
         rope: Rotary,
-        cache: Sequence[KeysValues],
+        cache: Sequence[KeysValues | None],
         mask: Tensor | None = None,
         condition: Tensor | None = None,
     ) -> Tensor:
@@ -273,7 +273,7 @@ class GemmaModel(LayerStack):
         Args:
             x: ``[B,S,W]``.
             rope: of their positions.
-            cache: keys and values of earlier tokens, one pair per layer.
+            cache: keys and values of earlier tokens, one pair per layer; None where there are none.
             mask: see GemmaLayer.
             condition: ``[B,T]`` of adaptive norms.
         """

@@ -21,5 +21,5 @@ def fetch_tokenizer(repository: str, files: Sequence[str], directory: Path, hint
     except HubError as error:
         raise CheckpointError(f"{missing}: {error.message}", f"{hint}; or {error.hint}", code=error.code) from error
     if not any((place / name).is_file() for name in files):
-        raise CheckpointError(f"{missing}: it has no {' and no '.join(files)}", hint)
+        raise CheckpointError(f"{missing}: it has no {' and no '.join(files)}", hint, code="hub-missing")
     return place

@@ -121,6 +121,7 @@ def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision
                 f"model.lora.target_modules: no linear layer that trains is called '{target}'; there are "
                 + ", ".join(known),
                 f"did you mean {' or '.join(near)}?" if near else "choose from these, or leave it empty for all",
+                code="lora-target",
             )
     return [name for name in names if not targets or _last(name) in targets]
 

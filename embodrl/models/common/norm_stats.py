@@ -169,10 +169,13 @@ def choose_key(keys: Collection[str], key: str | None, source: str, kind: str = 
     """
     listed = ", ".join(sorted(keys)) or "none"
     if key is None:
-        if len(keys) != 1:
-            raise (CheckpointError if keys else StatisticsMissingError)(
+        if not keys:
+            raise StatisticsMissingError(f"{source} has no {kind}", COMPUTE)
+        if len(keys) > 1:
+            raise CheckpointError(
                 f"{source} has {len(keys)} sets of {kind} ({listed})",
-                f"choose one with model.unnorm_key, or {COMPUTE}" if keys else COMPUTE,
+                f"choose one with model.unnorm_key, or {COMPUTE}",
+                code="statistics-choice",
             )
         return next(iter(keys))
     if key not in keys and f"{key}_no_noops" in keys:
@@ -200,6 +203,7 @@ def choose_stats(sets: StatsSets, key: str | None, action_dim: int, source: str)
         raise CheckpointError(
             f"{source}: action statistics '{key}' have {len(q01)} dimensions, not {action_dim}",
             f"set model.action_dim={len(q01)}, choose other statistics, or {COMPUTE}",
+            code="statistics-size",
         )
     return ActionStats(key, q01, q99, read_mask(action, action_dim))
 

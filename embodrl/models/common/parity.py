@@ -95,7 +95,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as reader:
             return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "give the folder of a parity fixture") from error
+        raise CheckpointError(
+            f"{path} can't be read: {error}", "give the folder of a parity fixture", code="parity-recording"
+        ) from error
 
 
 def read_settings(directory: Path, defaults: Mapping[str, Setting], others: Collection[str] = ()) -> dict[str, Setting]:
@@ -146,5 +148,6 @@ def head_dimension(width: int, num_heads: int, setting: str) -> int:
         raise CheckpointError(
             f"{num_heads} attention heads do not divide the width {width}",
             f"set {OWN_SECTION}.{setting} in the fixture's {CONFIG_FILE}",
+            code="parity-recording",
         )
     return width // num_heads

@@ -7,10 +7,12 @@ Shapes: K bins.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from embodrl.data.rng import RandomSource, draw_rows
 from embodrl.types import SamplingParams
 
 
@@ -52,6 +54,16 @@ def draw(logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tens
     if noise is None:
         return logits.argmax(dim=-1)
     return (log_distribution(logits, sampling) - noise.log()).argmax(dim=-1)
+
+
+def exponential_noise(shape: Sequence[int], generator: RandomSource | None, device: torch.device) -> Tensor:
+    """Return draws ``float32`` from Exp(1), made on the generator's device, for sampling by ``argmax(p / noise)``."""
+    source = device if generator is None else generator.device
+
+    def draw(size: list[int], one: torch.Generator | None) -> Tensor:
+        return torch.empty(size, device=source).exponential_(generator=one)
+
+    return draw_rows(draw, shape, generator).to(device)
 
 
 @functools.lru_cache(maxsize=8)

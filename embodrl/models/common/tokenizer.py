@@ -68,7 +68,9 @@ class PromptTokenizer(FileTokenizer):
         for role, token_id in (("BOS", bos_id), ("the end of a prompt", prompt_end_id)):
             if self._tokenizer.id_to_token(token_id) is None:
                 raise CheckpointError(
-                    f"{path} has no token of id {token_id}, which is {role}", "use the model's own tokenizer"
+                    f"{path} has no token of id {token_id}, which is {role}",
+                    "use the model's own tokenizer",
+                    code="tokenizer-mismatch",
                 )
 
     def encode(self, text: str) -> list[int]:

@@ -48,5 +48,6 @@ def _part(parts: dict[str, nn.Module], name: str, setting: str, config: ModelCon
         raise EmbodrlError(
             f"{setting}: {config.model_type} has no part '{name}'; it has {', '.join(parts)}",
             "leave the setting at its default, or choose another model",
+            code="model-part",
         )
     return parts[name]

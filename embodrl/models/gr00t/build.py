@@ -123,6 +123,7 @@ def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
         raise CheckpointError(
             f"the tokenizer of {place} has {tokenizer.vocab_size} tokens, the model {config.qwen.vocab_size}",
             "use the model's own tokenizer",
+            code="tokenizer-mismatch",
         )
     return tokenizer
 

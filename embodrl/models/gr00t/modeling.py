@@ -1,4 +1,4 @@
-"""The GR00T N1.5 network with the parameter names of its public checkpoints (NVIDIA, "GR00T N1.5", 2025).
+"""GR00T's networks with the parameter names of their public checkpoints (NVIDIA, "GR00T N1.5", 2025, and N1.7).
 
 Shapes: B batch, V cameras, N image patches, S tokens of images and prompt, E hidden size of the language model.
 """
@@ -18,6 +18,8 @@ from embodrl.models.common.recompute import recompute_layers
 from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.qwen3_vl import QwenBackbone
 from embodrl.models.openvla.modeling import causal_mask, token_positions
 
 
@@ -71,13 +73,28 @@ class Backbone(nn.Module):
 
 
 class Gr00tModel(nn.Module):
-    """Vision-language model and action head."""
+    """Vision-language model and action head of N1.5."""
 
     def __init__(self, config: Gr00tConfig) -> None:
         super().__init__()
         self.config = config
         self.backbone = Backbone(config)
         self.action_head = ActionHead(config.head)
+
+    def features(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
+        """Return what the vision-language model makes of images and prompt; see ``EagleModel``."""
+        return self.backbone.eagle_model(pixels, input_ids, image_token_id, mask)
+
+    @property
+    def vision(self) -> nn.Module:
+        """The vision transformer with the connector."""
+        eagle = self.backbone.eagle_model
+        return nn.ModuleList([eagle.vision_model, eagle.mlp1])
+
+    @property
+    def language(self) -> nn.Module:
+        """The language model."""
+        return self.backbone.eagle_model.language_model
 
     def reset_buffers(self, device: torch.device) -> None:
         """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
@@ -98,8 +115,7 @@ class Gr00tModel(nn.Module):
         eagle = self.backbone.eagle_model
         eagle.vision_model.enable_gradient_checkpointing()
         recompute_layers(eagle.language_model.model, eagle.language_model.model.layers)
-        self.action_head.model.gradient_checkpointing = True
-        self.action_head.vl_self_attention.gradient_checkpointing = True
+        self.action_head.enable_gradient_checkpointing()
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights for training from scratch, by the rules of ``common/init.py``.
@@ -115,6 +131,48 @@ class Gr00tModel(nn.Module):
         for module in qwen.modules():
             if isinstance(module, Qwen3RMSNorm):
                 nn.init.ones_(module.weight)
+        self.action_head.init_weights(generator)
+
+
+class Gr00tN17Model(nn.Module):
+    """Vision-language model and action head of N1.7."""
+
+    def __init__(self, config: Gr00tN17Config) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone = QwenBackbone(config.vision, config.qwen, config.lm_head)
+        self.action_head = ActionHead(config.head)
+
+    def features(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
+        """Return what the vision-language model makes of images and prompt; see ``QwenBackbone``."""
+        return self.backbone(pixels, input_ids, image_token_id, mask)
+
+    @property
+    def vision(self) -> nn.Module:
+        """The vision transformer with its connectors."""
+        return self.backbone.visual
+
+    @property
+    def language(self) -> nn.Module:
+        """The language model."""
+        return self.backbone.language_model
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
+        self.backbone.reset_buffers(device)
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that no output depends on."""
+        return self.backbone.unused_parameters()
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the activations of every block in the backward pass."""
+        self.backbone.enable_gradient_checkpointing()
+        self.action_head.enable_gradient_checkpointing()
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw weights for training from scratch, by the rules of ``common/init.py``."""
+        self.backbone.init_weights(generator)
         self.action_head.init_weights(generator)
 
 

@@ -1,4 +1,4 @@
-"""GR00T N1.5: settings, facts and rules. Imports no torch."""
+"""GR00T N1.5 and N1.7: settings, facts and rules. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from embodrl.models.common.flow_spec import (
 )
 
 
-class Gr00tArchitectureConfig(Section):
-    """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
+class Gr00tSizes(Section):
+    """Dimensions that all versions have, of a GR00T built without a checkpoint."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
-    siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
-    hidden_size: PositiveInt = Field(default=128, description="Qwen3 hidden size")
-    intermediate_size: PositiveInt = Field(default=352, description="Qwen3 MLP size")
-    num_hidden_layers: PositiveInt = Field(default=3, description="Qwen3 layers that are kept")
-    num_attention_heads: PositiveInt = Field(default=4, description="Qwen3 query heads")
+    hidden_size: PositiveInt = Field(default=128, description="language model hidden size")
+    intermediate_size: PositiveInt = Field(default=352, description="language model MLP size")
+    num_hidden_layers: PositiveInt = Field(default=3, description="language model layers that are kept")
+    num_attention_heads: PositiveInt = Field(default=4, description="language model query heads")
     num_key_value_heads: PositiveInt = Field(
-        default=2, description="Qwen3 key and value heads; divides the query heads"
+        default=2, description="language model key and value heads; divides the query heads"
     )
-    head_dim: PositiveInt = Field(default=32, description="Qwen3 head dimension; even")
+    head_dim: PositiveInt = Field(default=32, description="language model head dimension; even")
     dit_num_layers: PositiveInt = Field(
         default=4, description="DiT blocks; even ones cross-attend, odd ones self-attend"
     )
@@ -46,8 +45,14 @@ class Gr00tArchitectureConfig(Section):
     max_action_dim: PositiveInt = Field(default=8, description="actions are padded to this with zeros")
     max_state_dim: PositiveInt = Field(default=32, description="states are padded to this with zeros")
     action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
-    num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
     max_prompt_tokens: PositiveInt = Field(default=64, description="prompts are padded to this length")
+
+
+class Gr00tArchitectureConfig(Gr00tSizes):
+    """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
+
+    siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
+    num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
     crop_side: Fraction = Field(
         default=0.95,
         gt=0,
@@ -56,11 +61,19 @@ class Gr00tArchitectureConfig(Section):
     action_keys: tuple[str, ...] | None = Field(
         default=None,
         description="of a checkpoint: parts of the robot's action in metadata.json, in order, each NAME or NAME:MODE"
-        " (min_max, mean_std, q99, binary, identity); null: as the robot's data configuration, else all by min_max",
+        " (min_max, mean_std, q99, binary, identity, bounded); null: as the robot's data configuration, else all by"
+        " min_max",
     )
     state_keys: tuple[str, ...] | None = Field(
         default=None, description="of its state, likewise; also with MODE sin_cos"
     )
+
+
+class Gr00tN17ArchitectureConfig(Gr00tSizes):
+    """Dimensions of a GR00T N1.7 built without a checkpoint."""
+
+    merge_size: PositiveInt = Field(default=2, description="this many patches along each side become one token")
+    vision: SiglipConfig = Field(default=SiglipConfig(), description="vision; head dimensions divisible by 4")
 
 
 class Gr00tModelConfig(FlowModelConfig):
@@ -69,7 +82,15 @@ class Gr00tModelConfig(FlowModelConfig):
     gr00t: Gr00tArchitectureConfig = Field(default=Gr00tArchitectureConfig(), description="dimensions of the tiny size")
 
 
-RULES = RuleSet()
+class Gr00tN17ModelConfig(FlowModelConfig):
+    """A GR00T N1.7."""
+
+    gr00t_n1_7: Gr00tN17ArchitectureConfig = Field(
+        default=Gr00tN17ArchitectureConfig(), description="dimensions of the tiny size"
+    )
+
+
+RULES, RULES_N1_7 = RuleSet(), RuleSet()
 
 
 @RULES.rule("model.model_type", "model.model_path", "model.gr00t", "model.num_action_chunks", "model.action_dim")
@@ -81,6 +102,25 @@ def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
     shape = context.model(Gr00tModelConfig).gr00t
     yield from divides(f"{base}.patch_size", f"{base}.image_size", shape.patch_size, shape.image_size)
     yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
+    yield from _sizes_fit(context, base, shape)
+
+
+@RULES_N1_7.rule(
+    "model.model_type", "model.model_path", "model.gr00t_n1_7", "model.num_action_chunks", "model.action_dim"
+)
+def gr00t_n1_7_dimensions_fit(context: Context) -> Iterator[Finding]:
+    """Patches tile the image and merge without remainder, heads divide widths, and actions have room."""
+    base = "model.gr00t_n1_7"
+    if context.config.model.model_path is not None:
+        return
+    shape = context.model(Gr00tN17ModelConfig).gr00t_n1_7
+    tile, vision = shape.patch_size * shape.merge_size, shape.vision
+    yield from divides(f"{base}.patch_size", f"{base}.image_size", tile, shape.image_size)
+    yield from divides(f"{base}.vision.num_heads", f"{base}.vision.width", 4 * vision.num_heads, vision.width)
+    yield from _sizes_fit(context, base, shape)
+
+
+def _sizes_fit(context: Context, base: str, shape: Gr00tSizes) -> Iterator[Finding]:
     yield from divides(
         f"{base}.num_key_value_heads",
         f"{base}.num_attention_heads",
@@ -108,6 +148,14 @@ def gr00t_crops_by_its_own_setting(context: Context) -> Iterator[Finding]:
         yield Finding("model.center_crop", message, "leave it out", others=("model.gr00t.crop_side",))
 
 
+@RULES_N1_7.note("model.model_type", "model.center_crop")
+def gr00t_n1_7_crops_as_its_files_say(context: Context) -> Iterator[Finding]:
+    """GR00T N1.7 crops by its processor_config.json."""
+    if context.config.model.center_crop:
+        message = "has no effect: gr00t_n1_7 cuts the middle as processor_config.json says, by 0.95 at tiny size"
+        yield Finding("model.center_crop", message, "leave it out")
+
+
 SPEC = flow_family(
     "gr00t",
     "gr00t",
@@ -117,4 +165,15 @@ SPEC = flow_family(
     sizes="2.1 M (tiny), about 2.7 B",
     actions=f"{ACTIONS}, encoders a robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
+)
+N1_7 = flow_family(
+    "gr00t_n1_7",
+    "gr00t",
+    "GR00T N1.7: Qwen3-VL and a flow-matching diffusion transformer",
+    Gr00tN17ModelConfig,
+    (RULES_N1_7,),
+    sizes="2.7 M (tiny), about 3.1 B",
+    actions=f"{ACTIONS}, encoders a robot",
+    checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
+    suffix="_n1_7",
 )

@@ -52,7 +52,9 @@ class LeRobotProcess:
         try:
             self._child = ChildProcess([python, bootstrap.__file__, _SERVER], start, name="lerobot")
         except OSError as error:
-            raise EmbodrlError(f"'{python}' can't be started: {error}", "check model.python") from error
+            raise EmbodrlError(
+                f"'{python}' can't be started: {error}", "check model.python", code="python-not-runnable"
+            ) from error
         weakref.finalize(self, self._child.kill)
         self.facts: Fields = fields_of(self._receive(), "lerobot's answer")
 

@@ -71,6 +71,7 @@ def build_openvla(
         raise CheckpointError(
             f"{parts.directory} holds an OpenVLA-OFT policy, whose attention is bidirectional",
             "set model.model_type=openvla_oft (model=openvla_oft)",
+            code="checkpoint-family",
         )
     processor = OpenVLAProcessor(
         parts.tokenizer,

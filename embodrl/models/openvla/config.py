@@ -237,6 +237,7 @@ def _vision(fields: Fields) -> tuple[VitSpec, VitSpec]:
             raise CheckpointError(
                 f"{fields.source}: unknown vision backbone '{backbone}'; known: {', '.join(KNOWN_VISION)}",
                 "use a checkpoint of the fused DINOv2 + SigLIP model at 224 pixels",
+                code="checkpoint-unsupported",
             )
         return KNOWN_VISION[backbone]
     dino, siglip = (read_vit(VitSpec(1, 1, 1, 1, 1, 1), own.fields(name)) for name in ("dino", "siglip"))
@@ -249,22 +250,30 @@ def _reject_other_models(fields: Fields) -> None:
     check_family(fields, OPENVLA_FAMILIES)
     source, family = fields.source, fields.content.get("model_type")
     if family != "openvla":
-        raise CheckpointError(f"{source}: model_type is '{family}', not 'openvla'", UNKNOWN_FAMILY)
+        raise CheckpointError(
+            f"{source}: model_type is '{family}', not 'openvla'", UNKNOWN_FAMILY, code="checkpoint-family"
+        )
     backbone = fields.text("vision_backbone_id", "dinosiglip")
     if not fields.flag("use_fused_vision_backbone", True) or "dinosiglip" not in backbone:
         raise CheckpointError(
             f"{source}: older OpenVLA with the one vision tower '{backbone}' is not supported",
             "use a checkpoint with the fused DINOv2 + SigLIP backbone (openvla-7b or a fine-tune of it)",
+            code="checkpoint-unsupported",
         )
     strategy = fields.text("image_resize_strategy", "resize-naive")
     if strategy != "resize-naive":
         raise CheckpointError(
             f"{source}: image_resize_strategy '{strategy}' is not supported (older OpenVLA checkpoints letterbox)",
             "use a checkpoint trained with resize-naive",
+            code="checkpoint-unsupported",
         )
     projector = fields.text("arch_specifier", "no-align+fused-gelu-mlp")
     if projector != "no-align+fused-gelu-mlp":
-        raise CheckpointError(f"{source}: arch_specifier '{projector}' is not supported", "use no-align+fused-gelu-mlp")
+        raise CheckpointError(
+            f"{source}: arch_specifier '{projector}' is not supported",
+            "use no-align+fused-gelu-mlp",
+            code="checkpoint-unsupported",
+        )
 
 
 PUBLIC = OpenVLAConfig(*KNOWN_VISION["dinosiglip-vit-so-224px"], LLAMA_2_7B)

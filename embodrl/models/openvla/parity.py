@@ -124,7 +124,9 @@ def recorded_logits(io: dict[str, Tensor], directory: Path) -> tuple[Tensor, sli
             ids = slice(int(match[1]), int(match[2]))
             if logits.shape[-1] == ids.stop - ids.start:
                 return logits, ids
-    raise CheckpointError(f"{directory / INPUTS_FILE} has no logits_M_N of N - M columns", "record them")
+    raise CheckpointError(
+        f"{directory / INPUTS_FILE} has no logits_M_N of N - M columns", "record them", code="parity-recording"
+    )
 
 
 def tower_spec(weights: dict[str, Tensor], prefix: str, num_heads: int, setting: str) -> VitSpec:
@@ -141,7 +143,11 @@ def tower_spec(weights: dict[str, Tensor], prefix: str, num_heads: int, setting:
     """
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not {"pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"} <= own.keys():
-        raise CheckpointError(f"there are no weights {prefix}*", "use a recording of the fused DINOv2 + SigLIP model")
+        raise CheckpointError(
+            f"there are no weights {prefix}*",
+            "use a recording of the fused DINOv2 + SigLIP model",
+            code="parity-recording",
+        )
     _, num_patches, width = own["pos_embed"].shape
     head_dimension(width, num_heads, setting)
     patch_size = own["patch_embed.proj.weight"].shape[-1]

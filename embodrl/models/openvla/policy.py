@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.data.rng import RandomSource
-from embodrl.models.common.sampling import draw
+from embodrl.models.common.sampling import draw, exponential_noise
 from embodrl.models.openvla.decode import ActionDecoder
-from embodrl.models.openvla.token_policy import TokenPolicy, exponential_noise
+from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 
 

@@ -64,6 +64,7 @@ class OpenVLAProcessor:
                 raise EmbodrlError(
                     f"the prompt for '{instruction}' has {len(ids)} tokens; at most {self.max_prompt_tokens} fit",
                     f"set model.architecture.max_prompt_tokens={len(ids)} or more",
+                    code="prompt-too-long",
                 )
             row = [ids[0], *([self.pad_token_id] * space), *ids[1:]]
             self._rows[instruction] = (row, [1, *([0] * space), *([1] * (len(ids) - 1))])
@@ -96,6 +97,7 @@ class OpenVLAProcessor:
             raise EmbodrlError(
                 f"OpenVLA sees one camera, the observation has {observation.images.shape[1]}",
                 "configure one camera in env.cameras",
+                code="num-cameras",
             )
         images = self.resize(observation.images[:, 0], device)
         return {"images": images, **self.prompts(observation.instruction, device)}

@@ -18,39 +18,30 @@ from embodrl.fields import Fields, read_fields
 from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
 
 PUBLISHED = RuleSet()
-_KEYS = ("env.env_type", "model.model_type", "model.model_path", "model.warm_start", "model.unnorm_key")
 
 
-@PUBLISHED.rule(*_KEYS, "model.gripper")
-def libero_checkpoint_opens_the_gripper(context: Context) -> Iterator[Finding]:
-    """Published LIBERO fine-tunes count the gripper from 0 (closed) to 1 (open), LIBERO from -1 (open) to 1."""
-    model = context.config.model
-    source = None if context.resuming else libero_source(context)
-    if source is None or model.gripper == "libero":
-        return
-    lowest = _lowest_gripper(model)
-    if context.by_user("model.gripper") if lowest is None else lowest < 0:
-        return  # of another convention, as its statistics or the user say
-    known = "" if lowest is None else f", {lowest:g} at the least in its statistics"
-    yield Finding(
-        "model.gripper",
-        f"is {model.gripper}, and {source} is of LIBERO: such checkpoints count the gripper from 0 (closed) to 1 (open)"
-        f"{known}; LIBERO opens it with a negative number, so it would never open",
-        "set model.gripper=libero",
-        "libero",
-        others=("model.model_path" if model.model_path is not None else "model.warm_start",),
-    )
-
-
-@PUBLISHED.note(*_KEYS, "model.center_crop")
+@PUBLISHED.note(
+    "env.env_type",
+    "model.model_type",
+    "model.model_path",
+    "model.warm_start",
+    "model.unnorm_key",
+    "model.center_crop",
+)
 def libero_checkpoint_was_cropped(context: Context) -> Iterator[Finding]:
     """Published LIBERO fine-tunes were trained with random crops, and are evaluated with the crop in the middle."""
     model = context.config.model
-    source = None if context.resuming else libero_source(context)
-    if source is not None and not model.center_crop and not context.by_user("model.center_crop"):
+    directory = policy_directory(model)
+    ours = directory is not None and (directory / CARD_FILE).exists()
+    is_random = directory is None and model.model_path is None
+    if context.resuming or ours or is_random or context.config.env.env_type != "libero":
+        return
+    of_libero = next(filter(_is_libero, checkpoint_names(model)), None)
+    if of_libero is not None and not model.center_crop and not context.by_user("model.center_crop"):
         yield Finding(
             "model.center_crop",
-            f"is false, and {source} is of LIBERO: such checkpoints were trained with random crops of 90 % of the area",
+            f"is false, and '{of_libero}' is of LIBERO: such checkpoints were trained with random crops of 90 % of the"
+            " area",
             "set model.center_crop=true, as in the published evaluations",
         )
 
@@ -58,31 +49,18 @@ def libero_checkpoint_was_cropped(context: Context) -> Iterator[Finding]:
 def interface(context: Context) -> Interface | None:
     """Return the conventions of the data sets of OpenVLA's published checkpoints, by the name of the statistics.
 
-    The gripper of a LIBERO checkpoint in LIBERO has a rule above, which looks into the statistics.
+    LIBERO's gripper is not stated where the statistics show another convention (positions below 0), or the user sets
+    ``model.gripper`` for a checkpoint whose statistics are not here.
     """
-    names = checkpoint_names(context.config.model)
+    model = context.config.model
+    names = checkpoint_names(model)
     if any(map(_is_libero, names)):
-        gripper = None if context.config.env.env_type == "libero" else ZERO_CLOSES
-        return replace(LIBERO, gripper=gripper, state=None, cameras=None)
+        lowest = _lowest_gripper(model)
+        is_other = context.by_user("model.gripper") if lowest is None else lowest < 0
+        return replace(LIBERO, gripper=None if is_other else ZERO_CLOSES, state=None, cameras=None)
     if any(name.startswith("bridge") for name in names):
         return Interface(action="delta_pose", rotation="euler_xyz", frame="base", gripper=ZERO_CLOSES)
     return None
-
-
-def libero_source(context: Context) -> str | None:
-    """Return by what setting a checkpoint not written by embodrl is of LIBERO and acts there; None if it is not."""
-    model = context.config.model
-    directory = policy_directory(model)
-    if context.config.env.env_type != "libero" or (directory is not None and (directory / CARD_FILE).exists()):
-        return None
-    if model.model_path is None and directory is None:
-        return None  # random weights
-    if model.unnorm_key is not None:
-        return f"model.unnorm_key={model.unnorm_key}" if _is_libero(model.unnorm_key) else None
-    if directory is not None and (sets := _statistics(directory)):
-        return next((f"the only statistics '{key}'" for key in sets if len(sets) == 1 and _is_libero(key)), None)
-    name = checkpoint_name(model)
-    return f"'{name}'" if _is_libero(name) else None
 
 
 def _is_libero(name: str) -> bool:

@@ -7,7 +7,6 @@ P image and prompt tokens.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.config.schema import ModelConfig
-from embodrl.data.rng import RandomSource, draw_rows
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
@@ -261,7 +259,9 @@ class TokenPolicy(VLAPolicy):
             EmbodrlError: there is no value head.
         """
         if self.value_head is None:
-            raise EmbodrlError("the policy has no value head", "set model.add_value_head=true")
+            raise EmbodrlError(
+                "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"
+            )
         return self.value_head(features.detach() if self.detach_value else features)
 
     def make_output(
@@ -277,16 +277,6 @@ class TokenPolicy(VLAPolicy):
             values,
             {**inputs, "action_tokens": tokens},
         )
-
-
-def exponential_noise(shape: Sequence[int], generator: RandomSource | None, device: torch.device) -> Tensor:
-    """Return draws ``float32`` from Exp(1), made on the generator's device, for sampling by ``argmax(p / noise)``."""
-    source = device if generator is None else generator.device
-
-    def draw(size: list[int], one: torch.Generator | None) -> Tensor:
-        return torch.empty(size, device=source).exponential_(generator=one)
-
-    return draw_rows(draw, shape, generator).to(device)
 
 
 def preprocessor_config(image_size: int) -> dict[str, object]:

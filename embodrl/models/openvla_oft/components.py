@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embodrl.errors import CheckpointError
+from embodrl.errors import PolicyFileError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 
@@ -25,7 +25,7 @@ def component_file(directory: Path, name: str) -> Path | None:
     """Return embodrl's own file of a component, or else the one public file; None if there is none.
 
     Raises:
-        CheckpointError: there are public files of several training steps.
+        PolicyFileError: there are public files of several training steps.
     """
     own = directory / f"{name}.safetensors"
     if own.is_file():
@@ -33,7 +33,7 @@ def component_file(directory: Path, name: str) -> Path | None:
     public = sorted(directory.glob(f"{name}--*.pt"))
     if len(public) > 1:
         names = ", ".join(path.name for path in public)
-        raise CheckpointError(f"{directory} has files of several training steps: {names}", "keep one of them")
+        raise PolicyFileError(f"{directory} has files of several training steps: {names}", "keep one of them")
     return public[0] if public else None
 
 
@@ -43,7 +43,7 @@ def load_component(
     """Fill a module on the meta device from a component's file.
 
     Raises:
-        CheckpointError: corrupt, or it does not fit.
+        PolicyFileError: corrupt, or it does not fit.
     """
     own = path.suffix == ".safetensors"
     files, tensors = ([path], {}) if own else ([], read_pickled(path, device))
@@ -54,19 +54,19 @@ def read_pickled(path: Path, device: torch.device) -> dict[str, Tensor]:
     """Return the tensors of a public file, mapped from the disk; of the meta device if ``device`` is.
 
     Raises:
-        CheckpointError: corrupt, not a mapping of tensors, or tensors larger than the file.
+        PolicyFileError: corrupt, not a mapping of tensors, or tensors larger than the file.
     """
     again = "fetch the checkpoint again"
     try:
         stored: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", again) from error
+        raise PolicyFileError(f"{path} can't be read: {error}", again) from error
     if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
-        raise CheckpointError(f"{path} can't be read: it is no mapping of tensors", again)
+        raise PolicyFileError(f"{path} can't be read: it is no mapping of tensors", again)
     tensors: dict[str, Tensor] = {str(name).removeprefix("module."): value for name, value in stored.items()}
     # A view of stride 0 has any size without any memory, until it is copied.
     if sum(value.numel() * value.element_size() for value in tensors.values()) > path.stat().st_size:
-        raise CheckpointError(f"{path} can't be read: its tensors are larger than the file", again)
+        raise PolicyFileError(f"{path} can't be read: its tensors are larger than the file", again)
     return {name: value.to("meta") if device.type == "meta" else value for name, value in tensors.items()}
 
 
@@ -77,7 +77,7 @@ def film_tensors(path: Path, report: LoadReport, device: torch.device) -> dict[s
     ``vision_backbone.featurizer.blocks.0.block.attn.qkv.base_layer.weight`` and ``lora_A.default.weight`` beside it.
 
     Raises:
-        CheckpointError: corrupt, or factors that do not fit their layer.
+        PolicyFileError: corrupt, or factors that do not fit their layer.
     """
     stored = read_pickled(path, device)
     tensors: dict[str, Tensor] = {}
@@ -96,10 +96,10 @@ def _merged(weight: Tensor, stored: dict[str, Tensor], layer: str, path: Path, r
     """Return ``float32[out,...]``: ``weight + alpha / rank * up @ down``; a convolution is a product of patches."""
     down, up = (stored.get(f"{layer}.lora_{factor}.default.weight") for factor in "AB")
     if down is None or up is None:
-        raise CheckpointError(f"{path} lacks factors of the adapter of {layer}", "fetch the checkpoint again")
+        raise PolicyFileError(f"{path} lacks factors of the adapter of {layer}", "fetch the checkpoint again")
     rank, (down, up) = len(down), (down.flatten(1).float(), up.flatten(1).float())
     if up.shape[1] != rank or (len(up), down.shape[1]) != weight.flatten(1).shape:
-        raise CheckpointError(f"{path}: the adapter of {layer} does not fit its layer", "fetch the checkpoint again")
+        raise PolicyFileError(f"{path}: the adapter of {layer} does not fit its layer", "fetch the checkpoint again")
     alpha = min(rank, MAX_DEFAULT_ALPHA)
     report.conventions["adapters of the vision backbone"] = f"alpha {alpha} for rank {rank}, as finetune.py sets it"
     return weight.float() + (up @ down * (alpha / rank)).view(weight.shape)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, StatisticsMissingError
 from embodrl.fields import Fields
 from embodrl.models.common.norm_stats import ActionStats, StatsSets, read_mask, read_range
 from embodrl.models.openvla_oft.components import ACTION_HEAD, PROPRIO, VISION, component_file
@@ -57,6 +57,7 @@ def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, st
         raise CheckpointError(
             f"action statistics '{stats.key}': '{ends[0]}' has {len(low)} entries, not {stats.action_dim}",
             "set model.normalization=quantiles, or mend the file",
+            code="statistics-size",
         )
     return ActionStats(stats.key, low, high, stats.mask)
 
@@ -71,7 +72,7 @@ def choose_proprio_stats(
     """
     state = sets[key].fields("proprio", {})
     if ends[0] not in state:
-        raise CheckpointError(
+        raise StatisticsMissingError(
             f"{source}: the statistics '{key}' have no '{ends[0]}' of the robot's state",
             f"set model.use_proprio=false, or add 'proprio' with {ends[0]} and {ends[1]} to dataset_statistics.json",
         )
@@ -89,6 +90,7 @@ def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
         raise CheckpointError(
             f"{directory} has a diffusion action head, which is not supported",
             "use a checkpoint with discrete actions or an L1 head",
+            code="checkpoint-unsupported",
         )
     wanted = {
         ACTION_HEAD: (config.action_head == "l1", "model.action_head=l1"),
@@ -122,8 +124,8 @@ def check_choices(own: Fields, config: OpenVlaOftConfig, source: str) -> None:
         trained = own.flag(name, setting)
         if trained != setting:
             text = f"model.{name}={str(trained).lower()}"
-            raise CheckpointError(f"{source} was trained with {text}", f"set {text}")
+            raise CheckpointError(f"{source} was trained with {text}", f"set {text}", code="oft-settings")
     trained = own.text("normalization", ends := normalization_of(config)[0])
     if trained != ends:
         text = f"model.normalization={'min_max' if trained == 'min' else 'quantiles'}"
-        raise CheckpointError(f"{source} was trained with {text}", f"set {text}")
+        raise CheckpointError(f"{source} was trained with {text}", f"set {text}", code="oft-settings")

@@ -79,7 +79,9 @@ def _run_regression(directory: Path) -> list[Comparison]:
     paths = {name: component_file(directory, name) for name in (ACTION_HEAD, PROPRIO, VISION)}
     missing = [name for name, path in paths.items() if path is None]
     if missing:
-        raise CheckpointError(f"{directory} lacks {', '.join(missing)}", "record all three components")
+        raise CheckpointError(
+            f"{directory} lacks {', '.join(missing)}", "record all three components", code="parity-recording"
+        )
     head_path, proprio_path, vision_path = (path for path in paths.values() if path is not None)
     model, io = load_fixture(directory, False, film_tensors(vision_path, report, cpu))
     sets, width = model.config.norm_stats, model.config.llama.hidden_size

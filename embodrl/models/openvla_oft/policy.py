@@ -18,10 +18,10 @@ from embodrl.errors import EmbodrlError
 from embodrl.models.common.gripper import to_environment, to_model
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
-from embodrl.models.common.sampling import draw
+from embodrl.models.common.sampling import draw, exponential_noise
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.modeling import OpenVLAModel
-from embodrl.models.openvla.token_policy import TokenPolicy, exponential_noise
+from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.models.openvla_oft.components import ACTION_HEAD, PROPRIO
 from embodrl.models.openvla_oft.config import normalization_of
 from embodrl.models.openvla_oft.modeling import (

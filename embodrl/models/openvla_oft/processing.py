@@ -42,11 +42,13 @@ class ProprioInput:
             raise EmbodrlError(
                 "model.use_proprio is true, but the observation has no robot state",
                 "set env.include_state=true or model.use_proprio=false",
+                code="state-missing",
             )
         if size > self.dim or (self.stats is not None and size != self.dim):
             raise EmbodrlError(
                 f"the robot's state has {size} dimensions, the policy takes {self.dim}",
                 "set model.use_proprio=false, or use a checkpoint of this robot",
+                code="state-size",
             )
         if self.stats is not None:
             return self.stats.normalize(state).astype(np.float32)
@@ -87,7 +89,9 @@ class OpenVLAOFTProcessor(OpenVLAProcessor):
         batch, cameras = observation.images.shape[:2]
         if not 1 <= cameras <= MAX_IMAGES:
             raise EmbodrlError(
-                f"OpenVLA-OFT sees 1 to {MAX_IMAGES} cameras, the observation has {cameras}", "configure env.cameras"
+                f"OpenVLA-OFT sees 1 to {MAX_IMAGES} cameras, the observation has {cameras}",
+                "configure env.cameras",
+                code="num-cameras",
             )
         images = self.resize(observation.images.reshape(-1, *observation.images.shape[2:]), device)
         inputs = {"images": images.unflatten(0, (batch, cameras)), **self.prompts(observation.instruction, device)}

@@ -146,6 +146,7 @@ def _names(config: PiConfig, files: list[Path], directory: Path) -> tuple[dict[s
         raise CheckpointError(
             f"the weights in {directory} are those of a '{found}' model, not '{config.variant}'",
             f"set model.model_type={found}",
+            code="checkpoint-family",
         )
     aliases, ignore = aliases_and_ignored(names)
     here = [aliases.get(name, name) for name in names]

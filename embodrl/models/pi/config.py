@@ -125,8 +125,8 @@ class PiConfig:
         return {
             "action_dim": self.max_action_dim,
             "action_horizon": self.action_horizon,
-            "paligemma_variant": _variant_name(self.vlm),
-            "action_expert_variant": _variant_name(self.expert),
+            "paligemma_variant": variant_name(self.vlm),
+            "action_expert_variant": variant_name(self.expert),
             "precision": precision,
             OWN_SECTION: asdict(self),
         }
@@ -152,15 +152,16 @@ class PiConfig:
         fields = fields_of(raw, source)
         check_family(fields, (variant,))
         if OWN_SECTION in fields:
-            return _from_embodrl(fields.fields(OWN_SECTION), variant)
+            return from_embodrl(fields.fields(OWN_SECTION), variant)
         if "type" in fields:
             _check_variant(fields.text("type"), variant, source)
-            return _from_lerobot(fields, variant)
+            return from_lerobot(fields, variant)
         missing = [name for name in ("action_dim", "action_horizon") if name not in fields]
         if missing:
             raise CheckpointError(
                 f"{source} is neither openpi's nor lerobot's: it has no type and no {' and no '.join(missing)}",
                 "give the directory of a pi0 or pi0.5 checkpoint",
+                code="checkpoint-family",
             )
         return replace(
             PUBLIC[variant],
@@ -200,7 +201,8 @@ PUBLIC: dict[Variant, PiConfig] = {
 """The public models, and what their files leave open."""
 
 
-def _from_embodrl(own: Fields, variant: Variant) -> PiConfig:
+def from_embodrl(own: Fields, variant: Variant) -> PiConfig:
+    """Read the part of config.json that embodrl writes; raises as ``PiConfig.from_dict``."""
     _check_variant(own.text("variant"), variant, own.source)
     config = read_sizes(PiConfig(variant), own, complete=True)
     stated = own.fields("normalization")
@@ -227,17 +229,20 @@ def method(fields: Fields, name: str) -> Method:
     fields.refuse(f"normalisation '{found.upper()}' of '{name}' is not supported; known: {', '.join(METHODS)}")
 
 
-def _from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
+def from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
+    """Read config.json of lerobot's layout, without what its data set decides; raises as ``PiConfig.from_dict``."""
     if fields.flag("use_relative_actions", False):
         raise CheckpointError(
             f"{fields.source}: lerobot's use_relative_actions is not supported",
             "use a checkpoint trained on absolute actions",
+            code="checkpoint-unsupported",
         )
     for memory in ("use_visual_memory", "use_proprioceptive_memory"):
         if fields.flag(memory, False):
             raise CheckpointError(
                 f"{fields.source}: lerobot's {memory} (MEM: several past observations) is not supported",
                 "use a checkpoint trained on single observations",
+                code="checkpoint-unsupported",
             )
     pixels = SO400M_224.image_size
     resolution = fields.numbers("image_resolution", 2) if "image_resolution" in fields else [pixels, pixels]
@@ -246,6 +251,7 @@ def _from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
         raise CheckpointError(
             f"{fields.source}: image_resolution {width} x {height} is not supported",
             f"use a checkpoint at {pixels} pixels",
+            code="checkpoint-unsupported",
         )
     features = fields.fields("input_features", {})
     cameras = [name for name in features if features.fields(name).content.get("type") == "VISUAL"]
@@ -269,11 +275,13 @@ def _known_gemma(fields: Fields, key: str, default: str) -> GemmaSpec:
         raise CheckpointError(
             f"{fields.source}: Gemma variant '{name}' is not supported; known: {', '.join(KNOWN_GEMMA)}",
             "merge LoRA weights before converting" if "lora" in name else "use a checkpoint of a known size",
+            code="checkpoint-unsupported",
         )
     return KNOWN_GEMMA[name]
 
 
-def _variant_name(spec: GemmaSpec) -> str:
+def variant_name(spec: GemmaSpec) -> str:
+    """Return openpi's name of the dimensions, or ``embodrl`` for others."""
     return next((name for name, known in KNOWN_GEMMA.items() if known == spec), OWN_SECTION)
 
 
@@ -282,4 +290,5 @@ def _check_variant(found: str, wanted: Variant, source: str) -> None:
         raise CheckpointError(
             f"{source} is of a '{found}' model, not '{wanted}'",
             f"set model.model_type={found}" if found in get_args(Variant) else UNKNOWN_FAMILY,
+            code="checkpoint-family",
         )

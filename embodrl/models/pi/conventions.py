@@ -58,7 +58,7 @@ def with_conventions(
     origins["state in prompt"] = f"{_word(discrete)} ({origin})"
     padded = config.padded_state_in_prompt
     if discrete:
-        padded, origin = _state_is_padded(config, settings.padded_state_in_prompt, fields, directory)
+        padded, origin = state_is_padded(padded, settings.padded_state_in_prompt, fields, directory)
         origins["padding of the state in prompt"] = f"{_word(padded)} ({origin})"
     return replace(config, discrete_state=discrete, padded_state_in_prompt=padded), origins
 
@@ -75,15 +75,25 @@ def _state_in_prompt(config: PiConfig, setting: bool | None, fields: Fields, key
     return config.discrete_state, "default of pi0.5"
 
 
-def _state_is_padded(config: PiConfig, setting: bool | None, fields: Fields, directory: Path) -> tuple[bool, str]:
-    """lerobot padded it until 0.4.4 and no longer does since 0.5.0; openpi never did.
+def state_is_padded(
+    own: bool, setting: bool | None, fields: Fields, directory: Path, section: str = "model.pi"
+) -> tuple[bool, str]:
+    """Tell whether the state in the prompt is padded, and what says so.
 
-    0.5.0 is distinguished from 0.4 by train_config.json alone; 0.5.1 and later by fields and steps of relative actions.
+    lerobot padded it until 0.4.4 and no longer does since 0.5.0; openpi never did. 0.5.0 is distinguished from 0.4 by
+    train_config.json alone; 0.5.1 and later by fields and steps of relative actions.
+
+    Args:
+        own: what embodrl's part of config.json says.
+        setting: overrides the files.
+        fields: of config.json.
+        directory: of the checkpoint.
+        section: of the setting.
     """
     if setting is not None:
-        return setting, f"{_SETTING}padded_state_in_prompt"
+        return setting, f"setting {section}.padded_state_in_prompt"
     if OWN_SECTION in fields:
-        return config.padded_state_in_prompt, CONFIG_FILE
+        return own, CONFIG_FILE
     if "type" not in fields:
         return False, "openpi"
     steps = [step.text("registry_name", "") for step in lerobot_steps(directory)]
@@ -100,11 +110,12 @@ def _state_is_padded(config: PiConfig, setting: bool | None, fields: Fields, dir
         return True, f"no rtc_config in {CONFIG_FILE}: lerobot before 0.4.2"
     logger.warning(
         "%s: lerobot 0.4.2 to 0.4.4 pads the state in the prompt, 0.5.0 does not, and without %s the files do not say"
-        " which it was: 0.4 is assumed; set model.pi.padded_state_in_prompt=false for 0.5.0",
+        " which it was: 0.4 is assumed; set %s.padded_state_in_prompt=false for 0.5.0",
         directory,
         TRAIN_FILE,
+        section,
     )
-    return True, "assumed: lerobot 0.4.2 to 0.5.0; set model.pi.padded_state_in_prompt=false for 0.5.0"
+    return True, f"assumed: lerobot 0.4.2 to 0.5.0; set {section}.padded_state_in_prompt=false for 0.5.0"
 
 
 def _word(value: bool) -> str:

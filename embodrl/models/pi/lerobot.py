@@ -1,4 +1,4 @@
-"""pi0 and pi0.5 in lerobot's layout, and the processor files that SmolVLA has in common with them.
+"""pi0 and pi0.5 in lerobot's layout.
 
 Facts from github.com/huggingface/lerobot 0.6: src/lerobot/policies/pi05/{configuration,modeling,processor}_pi05.py and
 those of pi0, src/lerobot/processor/{pipeline,normalize_processor}.py.
@@ -6,26 +6,21 @@ those of pi0, src/lerobot/processor/{pipeline,normalize_processor}.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of
 from embodrl.models.pi.config import PUBLIC
 from embodrl.models.pi.policy import PiPolicy
-from embodrl.models.pi.stats import LEROBOT_FILE, PiStats
+from embodrl.models.pi.stats import LEROBOT_FILE, PiStats, write_pipeline
 from embodrl.models.pi.tokenizer import PALIGEMMA
 from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
-from embodrl.storage.files import write_safetensors
 
 POSTPROCESSOR_FILE = "policy_postprocessor.json"
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
-_NAMES = {"state": STATE, "actions": ACTION}
 _CODE = "lerobot-can-not-express"
 Step = tuple[str, dict[str, object]]
 
@@ -142,43 +137,18 @@ def _write_processors(policy: PiPolicy, directory: Path) -> None:
         steps = [*begin, normalize, ("pi05_prepare_state_tokenizer_processor_step", {}), tokenize, move]
     else:
         steps = [*begin, ("pi0_new_line_processor", {}), tokenize, move, normalize]
-    tensors = stored_statistics(policy.robot_stats, config.normalization.eps)
-    write_pipeline(directory, LEROBOT_FILE, steps, tensors)
+    stats = _with_range_eps(policy.robot_stats, config.normalization.eps)
+    write_pipeline(directory, LEROBOT_FILE, steps, stats)
     unnormalize: Step = ("unnormalizer_processor", normalizer | {"features": action})
-    write_pipeline(directory, POSTPROCESSOR_FILE, [unnormalize, move], tensors)
+    write_pipeline(directory, POSTPROCESSOR_FILE, [unnormalize, move], stats)
 
 
-def write_pipeline(directory: Path, name: str, steps: Sequence[Step], tensors: Mapping[str, Tensor]) -> None:
-    """Write a processor file, and a file of statistics beside it for each step that normalises.
-
-    Args:
-        directory: to write to.
-        name: of the file.
-        steps: lerobot's names of them, with their settings.
-        tensors: statistics, as ``action.mean``.
-    """
-    stem = name.removesuffix(".json")
-    written: list[dict[str, object]] = []
-    for index, (registry_name, settings) in enumerate(steps):
-        step: dict[str, object] = {"registry_name": registry_name, "config": settings}
-        if "norm_map" in settings:
-            step["state_file"] = f"{stem}_step_{index}_{registry_name}.safetensors"
-            write_safetensors(directory / str(step["state_file"]), tensors)
-        written.append(step)
-    checkpoint.write_json(directory / name, {"name": stem, "steps": written})
-
-
-def stored_statistics(stats: PiStats, range_eps: float = 0.0) -> dict[str, Tensor]:
-    """Return statistics as lerobot's tensors ``float32``, by feature and field.
-
-    Args:
-        stats: of a robot.
-        range_eps: added to q99: openpi adds it to every range, and lerobot to empty ones alone.
-    """
-    raw = fields_of(stats.raw, stats.key)
-    tensors: dict[str, Tensor] = {}
-    for part, name in _NAMES.items():
-        for field, values in (raw.fields(part).content if part in raw else {}).items():
-            numbers = np.asarray(values, np.float64) + (range_eps if field == "q99" else 0.0)
-            tensors[f"{name}.{field}"] = torch.from_numpy(numbers.astype(np.float32))
-    return tensors
+def _with_range_eps(stats: PiStats, eps: float) -> PiStats:
+    """Add openpi's eps to the ranges themselves: lerobot puts it in the place of empty ones alone."""
+    raw: dict[str, object] = {}
+    for part in stats.raw:
+        fields = fields_of(stats.raw, stats.key).fields(part)
+        raw[part] = dict(fields.content)
+        if "q99" in fields:
+            raw[part] = {**fields.content, "q99": [value + eps for value in fields.numbers("q99")]}
+    return replace(stats, raw=raw)

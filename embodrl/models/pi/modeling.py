@@ -21,8 +21,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.expert_policy import ExpertNetwork, Towers
-from embodrl.models.common.gemma import GemmaLayer, GemmaModel, KeysValues, Rotary, full_precision, rotary
-from embodrl.models.common.siglip import SiglipTower
+from embodrl.models.common.gemma import (
+    GemmaLayer,
+    GemmaModel,
+    GemmaSpec,
+    KeysValues,
+    Rotary,
+    full_precision,
+    rotary,
+)
+from embodrl.models.common.siglip import SiglipSpec, SiglipTower
 from embodrl.models.pi.config import PiConfig
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
@@ -43,11 +51,37 @@ class MultiModalProjector(nn.Module):
 class PaliGemmaModel(nn.Module):
     """Beyer et al., "PaliGemma", 2024, without its output layer."""
 
-    def __init__(self, config: PiConfig) -> None:
+    def __init__(self, siglip: SiglipSpec, vlm: GemmaSpec, vocab_size: int) -> None:
         super().__init__()
-        self.vision_tower = SiglipTower(config.siglip)
-        self.multi_modal_projector = MultiModalProjector(config.siglip.width, config.vlm.width)
-        self.language_model = GemmaModel(config.vlm, config.vocab_size)
+        self.vision_tower = SiglipTower(siglip)
+        self.multi_modal_projector = MultiModalProjector(siglip.width, vlm.width)
+        self.language_model = GemmaModel(vlm, vocab_size)
+
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
+        features = self.vision_tower(pixels.flatten(0, 1))
+        return self.multi_modal_projector(features).unflatten(0, (len(pixels), -1)).flatten(1, 2)
+
+    def embed_prefix(
+        self, pixels: Tensor, ids: Tensor, prompt_mask: Tensor, image_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings ``[B,P',W]`` of images and prompt, and ``bool[B,P']``, False at padding; None without any.
+
+        Cameras and columns that every row lacks are left out. Arguments as of ``PiModel.encode``.
+        """
+        if image_mask is not None:
+            needed = image_mask.any(dim=0)
+            pixels, image_mask = pixels[:, needed], image_mask[:, needed]
+        longest = int(prompt_mask.sum(dim=1).max())
+        ids, prompt_mask = ids[:, :longest], prompt_mask[:, :longest]
+        x = torch.cat([self.embed_images(pixels), self.language_model.embed(ids)], dim=1)
+        # Without a mask attention is faster in every layer.
+        if bool(prompt_mask.all()) and (image_mask is None or bool(image_mask.all())):
+            return x, None
+        if image_mask is None:
+            image_mask = prompt_mask.new_ones(pixels.shape[:2])
+        patches = image_mask.repeat_interleave(self.vision_tower.spec.num_patches, dim=1)
+        return x, torch.cat([patches, prompt_mask], dim=1)
 
 
 class PaliGemma(nn.Module):
@@ -55,7 +89,7 @@ class PaliGemma(nn.Module):
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
-        self.model = PaliGemmaModel(config)
+        self.model = PaliGemmaModel(config.siglip, config.vlm, config.vocab_size)
 
 
 class GemmaExpert(nn.Module):
@@ -145,11 +179,6 @@ class PiModel(ExpertNetwork):
         vlm = self.paligemma
         return Towers(vlm.vision_tower, vlm.multi_modal_projector, vlm.language_model, self.expert)
 
-    def embed_images(self, pixels: Tensor) -> Tensor:
-        """``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
-        features = self.paligemma.vision_tower(pixels.flatten(0, 1))
-        return self.paligemma.multi_modal_projector(features).unflatten(0, (len(pixels), -1)).flatten(1, 2)
-
     def encode(
         self,
         pixels: Tensor,
@@ -167,15 +196,9 @@ class PiModel(ExpertNetwork):
             state: ``[B,D]``, normalised and padded; read by pi0 only.
             image_mask: ``bool[B,V]``, False where a row has no such camera; None: all have all.
         """
-        if image_mask is not None:
-            needed = image_mask.any(dim=0)
-            pixels, image_mask = pixels[:, needed], image_mask[:, needed]
-        longest = int(prompt_mask.sum(dim=1).max())
-        ids, prompt_mask = ids[:, :longest], prompt_mask[:, :longest]
         language = self.paligemma.language_model
-        x = torch.cat([self.embed_images(pixels), language.embed(ids)], dim=1)
-        valid = self._valid(prompt_mask, image_mask, pixels.shape[1])
-        positions = _positions(valid, x.shape[1], x.device)
+        x, valid = self.paligemma.embed_prefix(pixels, ids, prompt_mask, image_mask)
+        positions = token_places(valid, x.shape[1], x.device)
         rope = rotary(positions, self.config.vlm.head_dim, x.dtype)
         cache, last_input = language.encode(x, rope, None if valid is None else valid[:, None, None])
         after = positions[:, -1:] + 1
@@ -219,17 +242,8 @@ class PiModel(ExpertNetwork):
         extended, _ = self.expert.encode(token, rope, None if seen is None else seen[:, None, None], cache)
         return extended, seen
 
-    def _valid(self, prompt_mask: Tensor, image_mask: Tensor | None, cameras: int) -> Tensor | None:
-        """Return ``bool[B,P']``, or None where nothing is padded, which saves masks in every layer."""
-        if bool(prompt_mask.all()) and (image_mask is None or bool(image_mask.all())):
-            return None
-        if image_mask is None:
-            image_mask = prompt_mask.new_ones(len(prompt_mask), cameras)
-        patches = image_mask.repeat_interleave(self.config.siglip.num_patches, dim=1)
-        return torch.cat([patches, prompt_mask], dim=1)
 
-
-def _positions(valid: Tensor | None, length: int, device: torch.device) -> Tensor:
+def token_places(valid: Tensor | None, length: int, device: torch.device) -> Tensor:
     """Return ``int64[B,S]``, or ``[1,S]`` where rows agree: each token's place among those that are not padding."""
     if valid is None:
         return torch.arange(length, device=device)[None]

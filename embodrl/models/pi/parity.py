@@ -68,7 +68,9 @@ def load(directory: Path) -> PiModel:
         config = _config(named, inputs, settings)
     except (KeyError, IndexError) as error:
         raise CheckpointError(
-            f"{directory} is no recording of pi0 or pi0.5: it lacks {error}", "see docs/models.md, Parity"
+            f"{directory} is no recording of pi0 or pi0.5: it lacks {error}",
+            "see docs/models.md, Parity",
+            code="parity-recording",
         ) from error
     with torch.device("meta"):
         model = PiModel(config)

@@ -127,6 +127,7 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
                 f"actions are relative to the first {dims} dimensions of the state, which has "
                 f"{observation.state.shape[1]}",
                 "set env.include_state=true, with a state as the checkpoint was trained on",
+                code="state-size",
             )
         offset[:, 0, :dims] = observation.state[:, :dims]
         return offset

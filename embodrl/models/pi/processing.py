@@ -5,6 +5,8 @@ Shapes: B batch, V cameras, S state dimensions, D padded state dimensions, L pro
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,6 +32,11 @@ class PiProcessor:
         state: statistics of the state; None leaves it as it is.
     """
 
+    section: ClassVar[str] = "model.pi"
+    """Of the settings, for hints."""
+    prompt_end: ClassVar[str] = "\nAction: "
+    """What follows the state in a prompt."""
+
     def __init__(self, tokenizer: TextTokenizer, config: PiConfig, state: Scaling | None) -> None:
         self.tokenizer = tokenizer
         self.config = config
@@ -51,6 +58,7 @@ class PiProcessor:
             raise EmbodrlError(
                 f"the model has room for {self.config.num_images} cameras, the observation has {cameras}",
                 f"configure 1 to {self.config.num_images} cameras in env.cameras",
+                code="num-cameras",
             )
         size = self.config.siglip.image_size
         copied = np.array(observation.images, order="C")  # the source may be a buffer that is used again
@@ -82,7 +90,8 @@ class PiProcessor:
             raise EmbodrlError(
                 f"the model's states have room for {self.config.max_action_dim} dimensions, the environment's have "
                 f"{dims}",
-                f"set env.include_state=false, or model.pi.max_action_dim={dims} for a model without a checkpoint",
+                f"set env.include_state=false, or {self.section}.max_action_dim={dims} if there is no checkpoint",
+                code="state-size",
             )
         if dims == 0 and self.state is not None and self.config.discrete_state:
             raise EmbodrlError(
@@ -112,7 +121,7 @@ class PiProcessor:
         if self.config.padded_state_in_prompt:
             state = self._padded(state)
         bins = " ".join(str(place) for place in np.digitize(state, STATE_BINS) - 1)
-        return bos + self.tokenizer.encode(f"Task: {text}, State: {bins};\nAction: ")
+        return bos + self.tokenizer.encode(f"Task: {text}, State: {bins};{self.prompt_end}")
 
     def _prompt(self, instruction: str, state: NDArray[np.float64]) -> list[int]:
         if self.config.discrete_state:
@@ -125,8 +134,9 @@ class PiProcessor:
         if len(ids) > self.config.max_prompt_tokens:
             raise EmbodrlError(
                 f"the prompt for '{instruction}' has {len(ids)} tokens; at most {self.config.max_prompt_tokens} fit",
-                f"shorten the instruction, or set model.pi.max_prompt_tokens={len(ids)} for a model without a"
+                f"shorten the instruction, or set {self.section}.max_prompt_tokens={len(ids)} for a model without a"
                 " checkpoint",
+                code="prompt-too-long",
             )
         return ids
 

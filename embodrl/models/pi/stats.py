@@ -7,18 +7,20 @@ lerobot keeps statistics in a safetensors file that policy_preprocessor.json nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
+from torch import Tensor
 
-from embodrl.errors import CheckpointError, StatisticsMissingError
+from embodrl.errors import CheckpointError, PolicyFileError, StatisticsMissingError
 from embodrl.fields import Fields
-from embodrl.models.common.checkpoint import check_link
+from embodrl.models.common.checkpoint import check_link, write_json
 from embodrl.models.common.config_file import fields_of, read_file
 from embodrl.models.common.norm_stats import (
     COMPUTE,
@@ -30,6 +32,7 @@ from embodrl.models.common.norm_stats import (
     read_values,
 )
 from embodrl.models.pi.config import Method, Normalization, method
+from embodrl.storage.files import write_safetensors
 
 Scaling = MeanStd | Quantiles
 
@@ -110,7 +113,7 @@ def read_lerobot(directory: Path) -> tuple[dict[str, Fields], Normalization | No
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", "fetch it again") from error
+        raise PolicyFileError(f"{path} can't be read: {error}", "fetch it again") from error
     entry: dict[str, object] = {}
     for part, prefix in _LEROBOT_NAMES.items():
         found = {f: tensors[f"{prefix}.{f}"] for f in ("mean", "std", "q01", "q99") if f"{prefix}.{f}" in tensors}
@@ -145,7 +148,7 @@ def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim:
         actions = _scaling(entry, "actions", methods.actions, methods.eps)
     where = f"{source}: statistics '{key}'"
     if actions is None:
-        raise CheckpointError(f"{where} have no actions", "choose others with model.unnorm_key")
+        raise CheckpointError(f"{where} have no actions", "choose others with model.unnorm_key", code="statistics-size")
     state = _scaling(entry, "state", methods.state, methods.eps)
     return PiStats(key, cut(actions, action_dim, f"{where}, actions", "model.action_dim"), state, entry.content)
 
@@ -168,6 +171,7 @@ def cut(scaling: Scaling, dims: int, where: str, setting: str) -> Scaling:
         raise CheckpointError(
             f"{where} have {len(low)} dimensions, not {dims}",
             f"set {setting} to {len(low)}, choose other statistics, or {COMPUTE}",
+            code="statistics-size",
         )
     if isinstance(scaling, MeanStd):
         return MeanStd(scaling.mean[:dims], scaling.std[:dims], scaling.eps)
@@ -193,3 +197,33 @@ def _scaling(entry: Fields, part: str, method: Method, eps: float) -> Scaling | 
     if len(mean) != len(std):
         stats.refuse(f"'mean' has {len(mean)} entries, 'std' {len(std)}")
     return MeanStd(mean, std, eps)
+
+
+def write_pipeline(directory: Path, name: str, steps: Sequence[tuple[str, dict[str, object]]], stats: PiStats) -> None:
+    """Write a file of lerobot's processor steps, and the statistics that those with a ``norm_map`` use.
+
+    Args:
+        directory: of the policy.
+        name: of the file.
+        steps: registered name and settings of each.
+        stats: of the robot.
+    """
+    stem = name.removesuffix(".json")
+    written: list[dict[str, object]] = []
+    for index, (registry_name, settings) in enumerate(steps):
+        step: dict[str, object] = {"registry_name": registry_name, "config": settings}
+        if "norm_map" in settings:
+            step["state_file"] = f"{stem}_step_{index}_{registry_name}.safetensors"
+            write_safetensors(directory / str(step["state_file"]), _tensors(stats))
+        written.append(step)
+    write_json(directory / name, {"name": stem, "steps": written})
+
+
+def _tensors(stats: PiStats) -> dict[str, Tensor]:
+    raw = fields_of(stats.raw, stats.key)
+    return {
+        f"{prefix}.{field}": torch.tensor(values, dtype=torch.float32)
+        for part, prefix in _LEROBOT_NAMES.items()
+        if part in raw
+        for field, values in raw.fields(part).content.items()
+    }

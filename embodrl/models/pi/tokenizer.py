@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from embodrl.errors import CheckpointError, MissingDependencyError
+from embodrl.errors import CheckpointError, MissingDependencyError, PolicyFileError
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer
 from embodrl.models.pi.stats import lerobot_steps
@@ -16,6 +16,7 @@ JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 PALIGEMMA = "google/paligemma-3b-pt-224"
 _BOS = ("<bos>", "<s>")
+_PICTURE = "<image>"
 
 
 class TextTokenizer(ABC):
@@ -46,9 +47,13 @@ class JsonTokenizer(TextTokenizer):
         known = [self._tokenizer.token_to_id(token) for token in _BOS]
         bos = next((token_id for token_id in known if token_id is not None), None)
         if bos is None:
-            raise CheckpointError(f"{path} has no {' or '.join(_BOS)}", f"use the tokenizer of {PALIGEMMA}")
+            raise CheckpointError(
+                f"{path} has no {' or '.join(_BOS)}", f"use the tokenizer of {PALIGEMMA}", code="tokenizer-mismatch"
+            )
         self.bos_id = bos
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # transformers adds it behind PaliGemma's vocabulary, for the place of a picture; no embedding has a row for it.
+        self.vocab_size = size - (self._tokenizer.token_to_id(_PICTURE) == size - 1)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -73,7 +78,7 @@ class SentencePieceTokenizer(TextTokenizer):
                 f"pip install sentencepiece, or put {JSON_FILE} of {PALIGEMMA} next to it",
             ) from error
         except RuntimeError as error:
-            raise CheckpointError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
+            raise PolicyFileError(f"{path} is not a tokenizer: {error}", "fetch the file again") from error
         self.bos_id = self._processor.bos_id()
         self.vocab_size = self._processor.get_piece_size()
 
@@ -113,6 +118,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
         raise CheckpointError(
             f"the tokenizer of {directory} has {tokenizer.vocab_size} ids, the model {vocab_size}",
             f"use the tokenizer of {PALIGEMMA}",
+            code="tokenizer-mismatch",
         )
     return tokenizer
 

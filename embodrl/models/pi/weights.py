@@ -36,11 +36,15 @@ def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[s
             ignore[name] = "tied to embed_tokens"
         elif target == TIED_TO_EMBEDDING:
             aliases[name] = EMBEDDING
-        elif target.startswith(TOWER) and not target.startswith(TOWER + _TOWER_LEVEL):
-            aliases[name] = TOWER + _TOWER_LEVEL + target.removeprefix(TOWER)
-        elif target != name:
-            aliases[name] = target
+        elif with_tower_level(target) != name:
+            aliases[name] = with_tower_level(target)
     return aliases, ignore
+
+
+def with_tower_level(name: str) -> str:
+    """Return a name with SigLIP's level ``vision_model``."""
+    lacking = name.startswith(TOWER) and not name.startswith(TOWER + _TOWER_LEVEL)
+    return TOWER + _TOWER_LEVEL + name.removeprefix(TOWER) if lacking else name
 
 
 def in_float32(name: str) -> bool:

@@ -19,8 +19,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.pi.config import Normalization
-from embodrl.models.pi.lerobot import POSTPROCESSOR_FILE, Step, stored_statistics, write_pipeline
-from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot
+from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
 from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
 from embodrl.models.smolvla.config import SmolVlaConfig
 
@@ -110,6 +109,7 @@ def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
         raise CheckpointError(
             f"{path} has {tokenizer.vocab_size} ids, the model {config.vocab_size}",
             f"use the tokenizer of {config.vlm_name}",
+            code="tokenizer-mismatch",
         )
     return tokenizer
 
@@ -171,7 +171,10 @@ def write_processors(directory: Path, config: SmolVlaConfig, stats: PiStats, act
         ("device_processor", to_cpu),
         ("normalizer_processor", normalizer),
     ]
-    tensors = stored_statistics(stats)
-    write_pipeline(directory, LEROBOT_FILE, steps, tensors)
-    unnormalize: Step = ("unnormalizer_processor", normalizer)
-    write_pipeline(directory, POSTPROCESSOR_FILE, [unnormalize, ("device_processor", to_cpu)], tensors)
+    write_pipeline(directory, LEROBOT_FILE, steps, stats)
+    write_pipeline(
+        directory,
+        "policy_postprocessor.json",
+        [("unnormalizer_processor", normalizer), ("device_processor", to_cpu)],
+        stats,
+    )

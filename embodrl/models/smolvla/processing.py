@@ -50,6 +50,7 @@ class SmolProcessor:
             raise EmbodrlError(
                 f"the model was trained with {most} cameras, the observation has {cameras}",
                 f"configure 1 to {most} cameras in env.cameras",
+                code="num-cameras",
             )
         prompts = [self._prompt(text) for text in observation.instruction]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -87,6 +88,7 @@ class SmolProcessor:
             raise EmbodrlError(
                 f"the model's states have room for {room} dimensions, the environment's have {dims}",
                 f"set env.include_state=false, or model.smolvla.max_action_dim={dims} without a checkpoint",
+                code="state-size",
             )
         values = state.astype(np.float64)
         if self.state is not None and dims:
@@ -100,6 +102,6 @@ class SmolProcessor:
             if len(ids) > self.config.max_prompt_tokens:
                 most = self.config.max_prompt_tokens
                 message = f"the prompt for '{instruction}' has {len(ids)} tokens; at most {most} fit"
-                raise EmbodrlError(message, "shorten the instruction")
+                raise EmbodrlError(message, "shorten the instruction", code="prompt-too-long")
             self._prompts[instruction] = ids
         return self._prompts[instruction]

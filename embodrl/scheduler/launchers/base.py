@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from embodrl.deployment import ProcessPlace
-from embodrl.errors import EmbodrlError, WorkerError, WorkerRaised
+from embodrl.errors import EmbodrlError, WorkerError, WorkerHung, WorkerRaised
 from embodrl.processes.serve import ErrorReport
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import Worker
@@ -78,6 +78,7 @@ class Job:
             raise EmbodrlError(
                 f"the class {name} of {module} can't be imported by another process",
                 "define it at the top of a module, not in the program that is run, or use the launcher 'inline'",
+                code="worker-class",
             )
         return f"{module}:{name}"
 
@@ -163,6 +164,15 @@ def settle(future: Future[Outcome], outcome: Outcome | BaseException) -> None:
             future.set_exception(outcome)
         else:
             future.set_result(outcome)
+
+
+def hung_error(name: str, reason: str, rank: int, log_tail: str) -> WorkerHung:
+    """Return the error of a worker that lived and did not work."""
+    hint = (
+        "its last output has its stack, unless it was stopped; if it was only slow, raise"
+        " cluster.heartbeat_timeout_s or cluster.stall_timeout_s"
+    )
+    return WorkerHung(f"{name} {reason}", hint, rank, log_tail=log_tail)
 
 
 def raised(name: str, rank: int, report: ErrorReport, log_tail: str = "") -> WorkerRaised:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerHung, WorkerTimeout
+from embodrl.errors import ChannelError, EmbodrlError, WorkerDied, WorkerError, WorkerTimeout
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
 from embodrl.scheduler.channel import Channel, SharedChannel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised, settle
+from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, hung_error, raised, settle
 from embodrl.scheduler.launchers.host import context_message, environment
 from embodrl.scheduler.messages import CODEC
 
@@ -119,19 +119,15 @@ class _ProcessWorker(Running):
             reason = hung or self._child.exit_reason()
         except WorkerTimeout as error:
             reason = error.message
-        kind, hint = WorkerDied, "see its last output; `embodrl doctor` checks memory and drivers"
-        if hung:
-            kind = WorkerHung
-            hint = (
-                "its last output has its stack, unless it was stopped; if it was only slow, raise"
-                " cluster.heartbeat_timeout_s or cluster.stall_timeout_s"
-            )
+        name, rank, tail = self._job.name, self._job.rank, self._child.log_tail()
         with self._lock:
-            error = (
-                WorkerDied(f"{self._job.name} was closed", "", self._job.rank)
-                if self._closing
-                else kind(f"{self._job.name} {reason}", hint, self._job.rank, log_tail=self._child.log_tail())
-            )
+            if self._closing:
+                error = WorkerDied(f"{name} was closed", "", rank)
+            elif hung:
+                error = hung_error(name, reason, rank, tail)
+            else:
+                hint = "see its last output; `embodrl doctor` checks memory and drivers"
+                error = WorkerDied(f"{name} {reason}", hint, rank, log_tail=tail)
             self._dead = error
             pending, self._pending = list(self._pending.values()), {}
         failed_to_start = self._started.done() and self._started.exception() is not None
@@ -174,7 +170,7 @@ def _shared_channels(job: Job) -> dict[str, SharedChannel]:
     shared: dict[str, SharedChannel] = {}
     for name, channel in job.channels.items():
         if not isinstance(channel, SharedChannel):
-            raise EmbodrlError(
+            raise ChannelError(
                 f"channel '{name}' is a {type(channel).__name__}, which processes of this machine can't share",
                 "make it with the launcher of the group: launcher.channel(name, capacity)",
             )
@@ -199,6 +195,7 @@ class ProcessLauncher(Launcher):
             raise EmbodrlError(
                 f"{job.name} is placed on machine {job.place.node}, and the launcher 'process' knows only this one",
                 "use the launcher 'ray', or place everything on machine 0",
+                code="ray-needed",
             )
         return _ProcessWorker(job, on_death, self._limits)
 

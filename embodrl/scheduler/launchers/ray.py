@@ -5,9 +5,11 @@ Ray pickles between its own processes; what it gets from here is descriptions an
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,15 +23,19 @@ from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
 from embodrl.processes.child import LOG_TAIL_BYTES
 from embodrl.processes.codec import Blobs
+from embodrl.processes.liveness import Limits, hurry, start_beating
 from embodrl.processes.serve import describe_error
+from embodrl.processes.watcher import Watcher
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, raised, settle
+from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, hung_error, raised, settle
 from embodrl.scheduler.launchers.host import Host, context_message, environment
 from embodrl.scheduler.launchers.ray_machines import Machine, Reservation
 from embodrl.scheduler.messages import CODEC
 
 RESERVE_TIMEOUT_S = 60.0
-_LOOK_S = 1.0  # between two looks at the machine of an actor that is not up yet
+_LOOK_S = 1.0  # between two looks at an actor, or at the machine of one that is not up yet
+_ANSWER_S = 5.0  # of a watcher
+_STACK_DUMP_S = 0.3
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 Packed = tuple[bytes, Blobs]
 
@@ -56,12 +62,15 @@ class RayHost:
     def __init__(self, variables: dict[str, str]) -> None:
         os.environ.update(variables)
         self._host: Host | None = None
+        self._heartbeat = os.memfd_create("embodrl-heartbeat")
+        start_beating(self._heartbeat)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
 
-    def about(self) -> tuple[int, str, str]:
-        """Return process id, address of the machine and the pattern of its log files."""
+    def about(self) -> tuple[int, str, str, int]:
+        """Return process id, address of the machine, where its log files are, and the descriptor of its heartbeat."""
         ray = import_ray()
         session = getattr(ray._private.worker._global_node, "get_logs_dir_path", lambda: "")()
-        return os.getpid(), ray.util.get_node_ip_address(), str(session)
+        return os.getpid(), ray.util.get_node_ip_address(), str(session), self._heartbeat
 
     def address(self) -> str:
         """Return an ``init_method`` for ``torch.distributed`` with its store on this machine, on a free port."""
@@ -152,6 +161,7 @@ class _RayWorker(Running):
         context: of the worker.
         on_death: see ``Launcher.start``.
         lost: returns the error of a worker whose machine has gone; None while it is there.
+        watcher: actor of Watcher on its machine.
     """
 
     def __init__(
@@ -162,42 +172,83 @@ class _RayWorker(Running):
         context: Mapping[str, object],
         on_death: Callable[[WorkerError], None],
         lost: Callable[[], WorkerDied | None],
+        watcher: Any,
     ) -> None:
         self._ray, self._actor, self._job, self._on_death = ray, actor, job, on_death
         self._closing = False
         self._settled = threading.Event()  # it is up, or will not be
-        self._about: tuple[int, str, str] | None = None
+        self._over = threading.Event()
+        self._given_up = False
+        self._dead: WorkerError | None = None
+        self._pending: set[Future[Outcome]] = set()
+        self._watcher = watcher
+        self._about: tuple[int, str, str, int] | None = None
         self._started: Future[Outcome] = Future()
         actor.about.remote().future().add_done_callback(self._introduce)
         packed = CODEC.pack((context, job.kwargs))
         started = actor.start.remote(job.class_path, job.place.numa_node, packed, dict(job.channels))
         started.future().add_done_callback(lambda done: self._complete(done, self._started, starting=True))
-        self._watcher = threading.Thread(target=self._watch, args=(lost,), name=f"{job.name} comes up", daemon=True)
-        self._watcher.start()
+        self._thread = threading.Thread(target=self._watch, args=(lost,), name=f"watches {job.name}", daemon=True)
+        self._thread.start()
 
     def started(self) -> Future[Outcome]:
         return self._started
 
     def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
         future: Future[Outcome] = Future()
+        if self._dead is not None:
+            future.set_exception(self._dead)
+            return future
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
         answer = self._actor.call.remote(method, CODEC.pack((args, kwargs)))
         answer.future().add_done_callback(lambda done: self._complete(done, future, starting=False))
         return future
 
-    def _introduce(self, done: Future[tuple[int, str, str]]) -> None:
+    def _introduce(self, done: Future[tuple[int, str, str, int]]) -> None:
         if done.exception() is None:
             self._about = done.result()
         self._settled.set()
 
     def _watch(self, lost: Callable[[], WorkerDied | None]) -> None:
-        """Give up an actor whose machine goes before it is up: Ray would wait for the machine to come back."""
+        """Give up an actor whose machine goes before it is up, as Ray would wait for the machine to come back; and
+        one that hangs, which Ray does not notice."""
         while not self._settled.wait(_LOOK_S):
             if (died := lost()) is not None:
                 settle(self._started, died)
                 self._on_death(died)
                 return
+        while self._about is not None and not self._over.wait(_LOOK_S):
+            pid, _, _, heartbeat = self._about
+            busy = not self._started.done() or bool(self._pending)
+            if reason := self._ask_watcher("look", pid, heartbeat, busy, hurry.is_set()):
+                self.give_up(reason)
+                return
+
+    def _ask_watcher(self, method: str, *args: object) -> Any:
+        """Return its answer; None while there is none: Ray brings it up again."""
+        try:
+            return self._ray.get(getattr(self._watcher, method).remote(*args), timeout=_ANSWER_S)
+        except self._ray.exceptions.RayError:
+            return None
+
+    def give_up(self, reason: str) -> None:
+        if self._about is None:  # not up yet
+            self.kill()
+            return
+        self._given_up = True  # the stack dump may wake it
+        self._ask_watcher("dump_stack", self._about[0])
+        time.sleep(_STACK_DUMP_S)
+        self._dead = hung_error(self._job.name, f"{reason}; killed", self._job.rank, self.explain_delay())
+        self._over.set()
+        self._on_death(self._dead)
+        for future in (self._started, *tuple(self._pending)):
+            settle(future, self._dead)
+        self._ask_watcher("end", self._about[0])  # who is stopped does not hear of ray.kill
 
     def _complete(self, done: Future[Any], future: Future[Outcome], starting: bool) -> None:
+        if self._given_up and self._dead is None:  # ``give_up`` settles it
+            return
         error = done.exception()
         if error is not None:
             settle(future, self._on_actor_error(error))
@@ -213,6 +264,8 @@ class _RayWorker(Running):
             settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
 
     def _on_actor_error(self, error: BaseException) -> WorkerError:
+        if self._dead is not None:
+            return self._dead
         reason = "was closed" if self._closing else f"has gone: {str(error).splitlines()[0]}"
         died = WorkerDied(
             f"{self._job.name} {reason}",
@@ -228,7 +281,7 @@ class _RayWorker(Running):
         """Return the end of its output where this machine has it; else where it is."""
         if self._about is None:
             return ""
-        pid, address, logs = self._about
+        pid, address, logs, _ = self._about
         found = sorted(Path(logs).glob(f"worker-*-{pid}.*")) if logs else []
         tails = [path.read_text(errors="replace")[-LOG_TAIL_BYTES:] for path in found]
         tails = ["\n".join(line for line in tail.splitlines() if not line.startswith(":")) for tail in tails]
@@ -242,7 +295,9 @@ class _RayWorker(Running):
     def kill(self) -> None:
         self._closing = True
         self._settled.set()
-        self._watcher.join()  # it asks Ray, which may be shut down next
+        self._over.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()  # it asks Ray, which may be shut down next
         self._ray.kill(self._actor)
 
 
@@ -258,6 +313,7 @@ class RayLauncher(Launcher):
         address: of a Ray cluster; None joins a running one or starts one.
         timeout_s: seconds that the reservation may take.
         children: processes that the workers will start, by machine of the placement.
+        limits: when a worker counts as hung.
         options: of ``ray.init``, e.g. ``num_gpus``.
     """
 
@@ -267,9 +323,11 @@ class RayLauncher(Launcher):
         address: str | None = None,
         timeout_s: float = RESERVE_TIMEOUT_S,
         children: Mapping[int, int] | None = None,
+        limits: Limits | None = None,
         **options: object,
     ) -> None:
-        self._ray, self._children = import_ray(), children or {}
+        self._ray, self._children, self._limits = import_ray(), children or {}, limits or Limits()
+        self._watchers: dict[int, Any] = {}  # by machine
         self._timeout_s, self._owned = timeout_s, not self._ray.is_initialized()
         if self._owned:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else it writes a token to the home directory
@@ -301,12 +359,15 @@ class RayLauncher(Launcher):
             EmbodrlError: nothing is reserved for it.
         """
         if self._reservation is None:
-            raise EmbodrlError("no resources are reserved", "give RayLauncher the places of all groups")
+            raise EmbodrlError(
+                "no resources are reserved", "give RayLauncher the places of all groups", code="ray-resources"
+            )
         machine = self._reservation.machine(job.place.node)
         if machine is None:
             raise EmbodrlError(
                 f"{job.name} is on machine {job.place.node}, for which nothing is reserved",
                 "give RayLauncher the places of all groups",
+                code="ray-resources",
             )
         if (died := self._lost(job, machine)) is not None:
             raise died
@@ -322,7 +383,16 @@ class RayLauncher(Launcher):
                 raise
         meeting = self._meeting.get(job.rendezvous, "")
         context = context_message(job.group, job.rank, job.world_size, job.place, meeting)
-        return _RayWorker(self._ray, running, job, context, on_death, lambda: self._lost(job, machine))
+        watcher = self._watcher(machine)
+        return _RayWorker(self._ray, running, job, context, on_death, lambda: self._lost(job, machine), watcher)
+
+    def _watcher(self, machine: Machine) -> Any:
+        """Return the actor that watches the workers of a machine; the kernel there knows whether one hangs."""
+        assert self._reservation is not None
+        if machine.rank not in self._watchers:
+            options = {"num_cpus": 0, "scheduling_strategy": self._reservation.strategy(machine), "max_restarts": -1}
+            self._watchers[machine.rank] = self._ray.remote(Watcher).options(**options).remote(self._limits)
+        return self._watchers[machine.rank]
 
     def _ask_address(self, actor: Any, job: Job, machine: Machine) -> str:
         """Wait for the first of a group, and return where the others meet it."""
@@ -367,6 +437,9 @@ class RayLauncher(Launcher):
         for channel in self._channels:
             channel.close()
         self._channels = []
+        for watcher in self._watchers.values():
+            self._ray.kill(watcher)
+        self._watchers = {}
         if self._reservation is not None:
             self._reservation.release()
         self._reservation = None

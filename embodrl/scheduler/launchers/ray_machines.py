@@ -144,6 +144,7 @@ class Reservation:
             f"Ray has not got what {len(needs)} machine(s) must have{within}: {_table(needs, found)}."
             f" It has {there}, of which {free} is free in all",
             "place fewer processes, add machines to Ray, or end what holds its resources",
+            code="ray-resources",
         )
 
 

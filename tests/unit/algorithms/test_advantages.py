@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -219,7 +220,7 @@ def test_a_rollout_without_a_valid_step_gives_zeros() -> None:
 
 @pytest.mark.parametrize(("reward_type", "num_values"), [("chunk_level", 3), ("action_level", 1)])
 def test_values_that_do_not_fit_are_refused_with_a_remedy(reward_type: str, num_values: int) -> None:
-    with pytest.raises(EmbodrlError, match="value_head"):
+    with raises_code("values-shape", EmbodrlError, "value_head"):
         run(plain(2, 2, 3, num_values), 0.9, 0.9, reward_type)
 
 
@@ -268,7 +269,7 @@ def test_estimates_that_are_not_finite_are_refused_where_they_count() -> None:
     compute_advantages(batch_of(rollout), AlgorithmConfig())
     rollout.rewards[2, 0] = float("inf")
     rollout.valid[2, 0] = True
-    with pytest.raises(EmbodrlError, match="adv_type 'gae' returned advantages that are not finite"):
+    with raises_code("advantage-result", EmbodrlError, "adv_type", "'gae'"):
         compute_advantages(batch_of(rollout), AlgorithmConfig())
 
 

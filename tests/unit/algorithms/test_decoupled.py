@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -134,7 +135,7 @@ def test_staleness_by_hand() -> None:
     assert staleness.tolist() == [[2, 0], [0, 4]]
     assert staleness_metrics(staleness, valid) == {"staleness/mean": 2.0, "staleness/max": 4.0}
     assert set(staleness_metrics(staleness, valid & False).values()) == {0.0}
-    with pytest.raises(EmbodrlError, match="version 5, and the engine is at 4"):
+    with raises_code("chunk-version", EmbodrlError, "5", "4"):
         staleness_of(versions, valid, 4)
 
 
@@ -296,7 +297,7 @@ def test_weights_finer_than_the_ratio_are_refused() -> None:
     inputs = random_inputs(0)
     weights = weights_for(inputs, "token", False, None, "mask")
     for ratio in ("action_level", "chunk_level"):
-        with pytest.raises(EmbodrlError, match="do not fit"):
+        with raises_code("loss-shapes"):
             actor_loss(**inputs, behavior_weights=weights, logprob_type=ratio, **CLIP)  # pyright: ignore
 
 

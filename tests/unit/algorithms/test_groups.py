@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -256,7 +257,7 @@ def test_the_kl_of_an_action_is_taken_off_its_reward() -> None:
         per_token = {"k1": x, "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}[estimator]
         expected = torch.where(rollout.valid, rollout.rewards - 0.5 * per_token.sum(-1), 0.0)
         torch.testing.assert_close(output.advantages, expected)
-        with pytest.raises(EmbodrlError, match="reference"):
+        with raises_code("reference-missing"):
             compute_advantages(batch_of(rollout), config)
 
 
@@ -281,18 +282,18 @@ def test_weights_make_a_mean_over_ratios_one_over_episodes(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "says"),
+    ("returned", "found"),
     [
-        (lambda rewards: rewards, "returned Tensor"),
-        (lambda rewards: Advantages(rewards[0], rewards[0], rewards[0] > 0), "of shape"),
+        (lambda rewards: rewards, "Tensor"),
+        (lambda rewards: Advantages(rewards[0], rewards[0], rewards[0] > 0), [6, 2]),
     ],
 )
 def test_what_an_estimator_of_the_user_s_returns_is_checked(
-    returned: Any, says: str, monkeypatch: pytest.MonkeyPatch
+    returned: Any, found: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("embodrl.algorithms.groups.mine", returned, raising=False)
     config = AlgorithmConfig(adv_type="embodrl.algorithms.groups:mine")
-    with pytest.raises(EmbodrlError, match=says):
+    with raises_code("advantage-result", EmbodrlError, found):
         compute_advantages(batch_of(random_rollout(0)), config)
 
 

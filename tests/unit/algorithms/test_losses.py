@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -120,7 +121,7 @@ def test_actor_critic_is_the_sum_of_its_parts() -> None:
 
 
 def test_a_chunk_ratio_with_an_advantage_per_action_is_refused() -> None:
-    with pytest.raises(EmbodrlError, match="reward_type"):
+    with raises_code("loss-shapes", EmbodrlError, "reward_type"):
         actor_loss(**random_inputs(0, num_values=3), **settings_of("chunk_level"))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from batches import PATIENT, batches, numbered, rows_of, same
+from expect import raises_code
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,56 +123,56 @@ def test_slices_share_memory_and_chosen_rows_do_not() -> None:
 
 
 A, B = numbered(2), numbered(3)
-WRONG: dict[str, tuple[Any, type[BatchError], str]] = {
-    "concat nothing": (lambda: TrajectoryBatch.concat([]), BatchError, "no batches"),
+WRONG: dict[str, tuple[Any, type[BatchError], list[object]]] = {
+    "concat nothing": (lambda: TrajectoryBatch.concat([]), BatchError, []),
     "concat columns": (
         lambda: TrajectoryBatch.concat([A, A.select("row")]),
         BatchKeyError,
-        "batch 0 has the columns group, group/pair, name, row, and batch 1 row",
+        ["group, group/pair, name, row", "batch 1"],
     ),
     "concat shapes": (
         lambda: TrajectoryBatch.concat([A, A, B.replace(group={"pair": torch.zeros(3, 4)})]),
         BatchShapeError,
-        r"'group/pair' is torch.float32 \[2, 2\] in batch 0 and torch.float32 \[3, 4\] in batch 2",
+        ["'group/pair'", "[2, 2]", "batch 0", "[3, 4]", "batch 2"],
     ),
     "concat dtypes": (
         lambda: TrajectoryBatch.concat([A, B.replace(row=torch.zeros(3))]),
         BatchShapeError,
-        "'row' is torch.int64 .* torch.float32",
+        ["'row'", "torch.int64", "torch.float32"],
     ),
     "concat times": (
         lambda: TrajectoryBatch.concat([A, numbered(2, 3)]),
         BatchShapeError,
-        r"\[2\] and batch 1 \[3, 2\]",
+        ["[2]", "batch 1", "[3, 2]"],
     ),
     "concat meta": (
         lambda: TrajectoryBatch.concat([A, TrajectoryBatch(B.tensors, B.objects, {"origin": "else"})]),
         BatchError,
-        "'test'.*'else'",
+        ["'test'", "'else'"],
     ),
-    "column": (lambda: A.replace(x=torch.zeros(3, 2)), BatchShapeError, r"'x' has shape \[3, 2\], and the batch \[2\]"),
-    "scalar": (lambda: TrajectoryBatch({"x": torch.tensor(1.0)}), BatchShapeError, "'x' is a scalar"),
-    "no tensor": (lambda: TrajectoryBatch({"g": {"x": "text"}}), BatchShapeError, "'g/x' is not a tensor but str"),
-    "objects": (lambda: A.replace(x=["one"]), BatchShapeError, r"'x' have shape \[1\], and the batch \[2\]"),
-    "twice": (lambda: TrajectoryBatch({"x": torch.zeros(1)}, {"x": ["a"]}), BatchKeyError, "x: among"),
-    "no steps": (lambda: TrajectoryBatch({}, batch_size=[0, 2]), BatchShapeError, r"\[0, 2\]"),
-    "get": (lambda: A["rows"], BatchKeyError, "no column 'rows'; it has group, name, row"),
-    "select": (lambda: A.select("row", ("group", "x")), BatchKeyError, "no column 'group/x'"),
-    "pop": (lambda: A.pop("x"), BatchKeyError, "no column 'x'"),
-    "row": (lambda: A[2], BatchIndexError, "row 2 .* of 2"),
-    "rows": (lambda: A[[0, -3]], BatchIndexError, "-3 of 2"),
-    "mask": (lambda: A[[True]], BatchShapeError, "a mask of 1 for 2 rows"),
-    "floats": (lambda: A[torch.tensor([0.5])], BatchIndexError, "float32"),
-    "fold": (lambda: A.fold(), BatchShapeError, r"\[2\] has no time"),
-    "split": (lambda: A.split(0), BatchError, "parts of 0"),
-    "minibatches": (lambda: next(A.minibatches(0, 1, 0)), BatchError, "minibatches of 0"),
+    "column": (lambda: A.replace(x=torch.zeros(3, 2)), BatchShapeError, ["'x'", "[3, 2]", "[2]"]),
+    "scalar": (lambda: TrajectoryBatch({"x": torch.tensor(1.0)}), BatchShapeError, ["'x'"]),
+    "no tensor": (lambda: TrajectoryBatch({"g": {"x": "text"}}), BatchShapeError, ["'g/x'", "str"]),
+    "objects": (lambda: A.replace(x=["one"]), BatchShapeError, ["'x'", "[1]", "[2]"]),
+    "twice": (lambda: TrajectoryBatch({"x": torch.zeros(1)}, {"x": ["a"]}), BatchKeyError, ["x"]),
+    "no steps": (lambda: TrajectoryBatch({}, batch_size=[0, 2]), BatchShapeError, ["[0, 2]"]),
+    "get": (lambda: A["rows"], BatchKeyError, ["'rows'", "group, name, row"]),
+    "select": (lambda: A.select("row", ("group", "x")), BatchKeyError, ["'group/x'"]),
+    "pop": (lambda: A.pop("x"), BatchKeyError, ["'x'"]),
+    "row": (lambda: A[2], BatchIndexError, [2]),
+    "rows": (lambda: A[[0, -3]], BatchIndexError, [-3, 2]),
+    "mask": (lambda: A[[True]], BatchShapeError, [1, 2]),
+    "floats": (lambda: A[torch.tensor([0.5])], BatchIndexError, ["torch.float32"]),
+    "fold": (lambda: A.fold(), BatchShapeError, ["[2]"]),
+    "split": (lambda: A.split(0), BatchError, [0]),
+    "minibatches": (lambda: next(A.minibatches(0, 1, 0)), BatchError, [0]),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_refused_and_named(case: str) -> None:
-    call, kind, message = WRONG[case]
-    with pytest.raises(kind, match=message) as caught:
+    call, kind, names = WRONG[case]
+    with raises_code(kind.code, kind, *names) as caught:
         call()
     assert type(caught.value) is kind and caught.value.hint
     assert rows_of(A) == [0, 1] and rows_of(B) == [0, 1, 2], "nothing has changed"
@@ -201,7 +202,7 @@ def test_values_keep_the_one_after_the_rollout() -> None:
     batch.values = batch.values + 1
     assert batch.values.flatten().tolist() == list(range(1, 10))
     for wrong in (torch.zeros(2, 3, 1), torch.zeros(4, 3, 1)):
-        with pytest.raises(BatchShapeError, match=r"for a batch of \[2, 3\]"):
+        with raises_code("batch-shape", BatchShapeError, "[2, 3]"):
             batch.values = wrong
 
 
@@ -216,9 +217,9 @@ def test_attributes_are_the_columns() -> None:
     assert same(batch, batch.replace(success=None)) and "success" not in batch
     with pytest.raises(AttributeError):
         batch.reward = batch.rewards  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(BatchKeyError, match="no column 'rewards'"):
+    with raises_code("batch-key", BatchKeyError, "'rewards'"):
         _ = batch.select("valid").rewards
-    with pytest.raises(BatchKeyError, match="pass bootstrap_values, logprobs"):
+    with raises_code("batch-key", BatchKeyError, "bootstrap_values", "logprobs"):
         rollout(reward=torch.zeros(2, 3))
-    with pytest.raises(BatchShapeError, match="'logprobs'"):
+    with raises_code("batch-shape", BatchShapeError, "'logprobs'"):
         rollout(logprobs=torch.zeros(2, 4))

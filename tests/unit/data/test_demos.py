@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 from embodrl.data.demos import Episode
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
-from embodrl.errors import EmbodrlError
+from embodrl.errors import FileDamagedError, FileFormatError
 
 
 def episode(number: int, length: int, success: bool = True) -> Episode:
@@ -102,7 +102,7 @@ def test_each_flipped_byte_is_found(tmp_path):
                     load_demos(tmp_path)
                 assert path.name in refused.value.message
             else:  # a letter of another case in a name or a key, at most
-                with pytest.raises(EmbodrlError, match=r"checksums\.json|is damaged"):
+                with pytest.raises((FileDamagedError, FileFormatError)):
                     load_demos(tmp_path)
         path.write_bytes(content)
     assert len(load_demos(tmp_path).actions) == 8

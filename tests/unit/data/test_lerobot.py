@@ -274,7 +274,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer, "_write_meta", full)
-    with pytest.raises(OutputError, match="No space left on device"):
+    with raises_code("output", OutputError, "No space left on device"):
         writer.close({})
     assert not list(tmp_path.iterdir())
 
@@ -285,7 +285,7 @@ def test_an_encoder_that_died_is_reported(tmp_path: Path) -> None:
     encoder = writer._encoders["observation.images.front"]
     encoder._process.kill()
     encoder._process.wait()
-    with pytest.raises(OutputError, match="demonstrations can't be written"):
+    with raises_code("output", OutputError):
         writer.close({})
     assert not list(tmp_path.iterdir())
 
@@ -300,7 +300,7 @@ def test_ffmpeg_says_what_it_does_not_like(tmp_path: Path) -> None:
 
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(MissingDependencyError, match="pyarrow") as error:
+    with raises_code("video-packages-missing", MissingDependencyError, "pyarrow") as error:
         LeRobotWriter(tmp_path / "data", CAMERAS, 20)
     assert error.value.hint == "pip install 'embodrl[datasets]'"
 
@@ -425,7 +425,7 @@ def test_a_flipped_byte_in_our_own_data_set_is_found(copied: Path, name: str) ->
             load_demos(copied)
         assert f"{name}: the content differs from what was written" in refused.value.message
     (copied / name).unlink()
-    with pytest.raises(FileDamagedError, match="meta/episodes" if name == META else name):
+    with raises_code("file-damaged", FileDamagedError, "meta/episodes" if name == META else name):
         load_demos(copied)
 
 

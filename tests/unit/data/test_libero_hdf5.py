@@ -12,7 +12,6 @@ from expect import raises_code
 from embodrl.data.libero_hdf5 import convert, moving
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
-from embodrl.errors import EmbodrlError
 
 h5py = pytest.importorskip("h5py")
 TASK = "turn_on_the_stove"
@@ -79,12 +78,10 @@ def test_frames_in_which_nothing_is_commanded_are_dropped():
     assert moving(actions).tolist() == [1, 3, 5]  # a motion, the closing of the gripper, a motion
 
 
-@pytest.mark.parametrize(
-    ("cameras", "words"), [(("front",), "no cameras"), ((), "no cameras"), (("wrist", "wrist"), "no cameras")]
-)
-def test_wrong_cameras_are_refused(tmp_path: Path, cameras: tuple[str, ...], words: str):
+@pytest.mark.parametrize("cameras", [("front",), (), ("wrist", "wrist")])
+def test_wrong_cameras_are_refused(tmp_path: Path, cameras: tuple[str, ...]):
     write(tmp_path / "a_demo.hdf5")
-    with pytest.raises(EmbodrlError, match=words):
+    with raises_code("libero-cameras"):
         convert(tmp_path, raw(tmp_path / "out"), cameras, False, quiet)
     assert not (tmp_path / "out").exists()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
@@ -76,7 +77,7 @@ def test_a_chunk_that_is_given_up_is_not_played_in_the_next_episode(
         abandoned = asyncio.create_task(mine.execute("act", FORWARD))
         await queued(process, 1)
         await give_up(abandoned)
-        with pytest.raises(EnvError, match="no episode is in progress"):
+        with raises_code("episode-not-started", EnvError):
             await mine.execute("act", FORWARD)
         again = asyncio.create_task(mine.initialize("reach-red", 3))
         await queued(process, 2)
@@ -123,7 +124,7 @@ def test_a_second_call_of_an_environment_that_has_not_answered_is_refused(
         brake = Brake(environments._processes[0], monkeypatch)
         first = asyncio.create_task(env.get_state())
         await until(brake.reached)
-        with pytest.raises(EnvError, match="asked again before it has answered"):
+        with raises_code("env-order", EnvError):
             await env.execute("act", FORWARD)
         brake.release.set()
         assert await first

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from expect import raises_code
 
 from embodrl.envs.registry import SupportedEnv
@@ -18,7 +17,7 @@ NEW_IN_3_11 = {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unp
 def test_members_are_the_registered_environments():
     assert SupportedEnv.LIBERO == "libero" and SupportedEnv("maniskill") is not None
     assert {"maniskill", "metaworld", "gymnasium", "libero", "toy"} <= set(SupportedEnv.members())
-    with pytest.raises(UnknownNameError, match="did you mean 'metaworld'"):
+    with raises_code("unknown-name", UnknownNameError, "'metaworld'"):
         SupportedEnv("metawrld")
     with raises_code("name-taken"):
         SupportedEnv.register("libero", "somewhere:Else")

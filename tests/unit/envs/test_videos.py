@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.config import LoadedConfig, load_config
 from embodrl.data.video_file import frame_rate
@@ -129,11 +130,11 @@ def config(tmp_path: Path, *overrides: str) -> LoadedConfig:
 
 def test_videos_are_refused_where_the_simulators_can_not_encode_them(tmp_path: Path, python: str) -> None:
     loaded = config(tmp_path, f"env.python={python}")
-    with pytest.raises(MissingDependencyError, match=f"imageio-ffmpeg, which {python} has not") as error:
+    with raises_code("missing-dependency", MissingDependencyError, "imageio-ffmpeg", python) as error:
         train(loaded)
     assert f"{python} -m pip install 'imageio[ffmpeg]'" in error.value.hint
     assert "env.video.enabled=false" in error.value.hint
-    with pytest.raises(MissingDependencyError, match=f"which {python} has not"):
+    with raises_code("missing-dependency", MissingDependencyError, python):
         EvalOutput(loaded.config, tmp_path / "out")
     assert not (tmp_path / "run").exists() and not (tmp_path / "out").exists()
     check_videos(config(tmp_path, f"env.python={python}", "env.video.enabled=false").config)

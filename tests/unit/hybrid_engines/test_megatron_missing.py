@@ -26,5 +26,5 @@ def test_the_configuration_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_whoever_calls_it_directly_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
-    with pytest.raises(MissingDependencyError, match=r"embodrl\[megatron\]"):
+    with raises_code("missing-dependency", MissingDependencyError, "embodrl[megatron]"):
         megatron("parallel_state")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expect import raises_code
 from safetensors import safe_open
 from tiny_training import largest_difference, train, training_config
 
@@ -88,12 +89,12 @@ def test_the_index_has_shapes_and_types_without_contents(trained: NativeTrainEng
 
 def test_what_does_not_fit_or_is_missing_is_refused(trained: NativeTrainEngine, tmp_path: Path) -> None:
     trained.save_shards(tmp_path)
-    with pytest.raises(CheckpointError, match="no reference policy"):
+    with raises_code("checkpoint-mismatch", CheckpointError):
         engine_of().load_shards(_without_reference(tmp_path), trained.counters())
     path = next((tmp_path / "policy").iterdir())
     with safe_open(path, framework="pt") as file:
         assert "value_head.out.weight" in file.keys()  # noqa: SIM118 - it is no mapping
-    with pytest.raises(CheckpointError, match="nothing"):
+    with raises_code("checkpoint-damaged", CheckpointError):
         read_whole(tmp_path, "policy", {"nothing": torch.zeros(1)})
 
 

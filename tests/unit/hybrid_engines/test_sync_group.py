@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from expect import raises_code
 
 from embodrl.errors import IncompleteSyncError, WorkerDied
 from embodrl.hybrid_engines.weight_sync.collective import SyncGroup, cancel_rendezvous, open_rendezvous
@@ -34,19 +35,19 @@ def test_who_waits_is_told_that_another_has_died(address: str) -> None:
         waiting = threads.submit(SyncGroup, address, 1, 3, connect_s=LONG_S, check=connected.set)
         with pytest.raises(WorkerDied):
             SyncGroup(address, 0, 3, connect_s=LONG_S, check=check)
-        with pytest.raises(IncompleteSyncError, match="did not connect"):
+        with raises_code("incomplete-sync", IncompleteSyncError):
             waiting.result(LONG_S / 10)
 
 
 def test_a_meeting_that_was_called_off_before_it_began(address: str) -> None:
     rendezvous = open_rendezvous(address, 2)
     cancel_rendezvous(rendezvous)
-    with pytest.raises(IncompleteSyncError, match="cancelled it"):
+    with raises_code("incomplete-sync", IncompleteSyncError):
         SyncGroup(address, 1, 2, connect_s=LONG_S)
 
 
 def test_nobody_at_the_address() -> None:
-    with pytest.raises(IncompleteSyncError, match="did not connect at tcp"):
+    with raises_code("incomplete-sync", IncompleteSyncError):
         SyncGroup(f"tcp://127.0.0.1:{free_port('127.0.0.1')}", 1, 2, connect_s=LONG_S, find_s=1.0)
 
 
@@ -58,10 +59,10 @@ def test_leaving_wakes_those_who_wait_within_a_sync(address: str) -> None:
         assert threads.submit(receiver.all_agree, True) and sender.all_agree(True)
         waiting = threads.submit(receiver.broadcast, torch.empty(4, dtype=torch.uint8))
         sender.close()
-        with pytest.raises(IncompleteSyncError, match="lost at a bucket"):
+        with raises_code("incomplete-sync", IncompleteSyncError):
             waiting.result(LONG_S / 10)
     assert receiver.broken
-    with pytest.raises(IncompleteSyncError, match="has lost a process"):
+    with raises_code("incomplete-sync", IncompleteSyncError):
         receiver.describe()
 
 
@@ -70,6 +71,6 @@ def test_the_sender_listens_at_its_address_alone() -> None:
     rendezvous = open_rendezvous(f"tcp://127.0.0.1:{port}", 2)
     listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and not c.raddr]
     assert listening == ["127.0.0.1"]
-    with pytest.raises(IncompleteSyncError, match="cannot be sent from"):
+    with raises_code("incomplete-sync", IncompleteSyncError):
         open_rendezvous(f"tcp://127.0.0.1:{port}", 2)
     del rendezvous

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import rollout_backends
 import torch
+from expect import raises_code
 from tiny_families import build, observation
 
 from embodrl.config import load_config
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.errors import ConfigError, EmbodrlError, MissingDependencyError
+from embodrl.errors import ConfigError, MissingDependencyError
 from embodrl.hybrid_engines.rollout import vllm_engine
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, make_rollout_engine, most_rows
 from embodrl.hybrid_engines.rollout.vllm_decoder import import_vllm, kv_cache_bytes
@@ -149,14 +150,14 @@ def test_the_factory_makes_what_the_configuration_names(policy, monkeypatch):
 
 @pytest.mark.parametrize("family", ["openvla_oft", "pi0"])
 def test_a_policy_that_decodes_otherwise_is_refused(family):
-    with pytest.raises(EmbodrlError, match="one token after the other"):
+    with raises_code("vllm-policy"):
         vllm_engine.VllmRolloutEngine(build(family), RolloutConfig(backend="vllm"), SAMPLING, 0)
 
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "vllm-cpu"), ("cuda", "vllm")])
 def test_a_missing_vllm_names_the_extra_of_the_device(device, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingDependencyError, match=rf"embodrl\[{extra}\]"):
+    with raises_code("missing-dependency", MissingDependencyError, f"embodrl[{extra}]"):
         import_vllm(torch.device(device))
 
 

@@ -27,6 +27,7 @@ TARGETS = {
     "pi0": r".*gemma_expert.*(q|v)_proj|state_proj|action_in_proj",
     "pi05": "all-linear",
     "gr00t": ["q_proj", "to_q", "linear"],
+    "gr00t_n1_7": ["qkv", "linear_fc1", "to_q"],
     "smolvla": r".*lm_expert.*(q|v)_proj|action_out_proj",
 }
 
@@ -248,7 +249,7 @@ def test_tensors(change: Any, code: str, named: str, bases: dict[str, Path], tmp
 def test_pickled_adapters(bases: dict[str, Path], tmp_path: Path):
     write_adapters("openvla", bases["openvla"], tmp_path, ["q_proj"])
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    with raises_code("checkpoint") as error:
+    with raises_code("weights-pickled") as error:
         load("openvla", bases["openvla"], tmp_path)
     assert "pickled adapters" in str(error.value)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config.rules.verbs import Verb
@@ -138,7 +139,7 @@ def test_observations_go_there_and_actions_come_back(policy: LeRobotPolicy) -> N
 
 
 def test_an_error_of_the_policy_is_reported_and_survived(policy: LeRobotPolicy) -> None:
-    with pytest.raises(EmbodrlError, match="ValueError: the arm is folded") as raised:
+    with raises_code("lerobot-raised", EmbodrlError, "ValueError: the arm is folded") as raised:
         act(policy, seen(("raise",)))
     assert raised.value.code == "lerobot-raised" and "predict_action_chunk" in raised.value.hint
     assert act(policy, seen()).shape == (2, 2, 7)
@@ -170,7 +171,7 @@ def test_it_only_acts(policy: LeRobotPolicy, tmp_path: Path) -> None:
 
 
 def test_a_process_that_ends_is_named_with_its_last_words(python: Path, tmp_path: Path) -> None:
-    with pytest.raises(EmbodrlError, match=r"exited with code 3(.|\n)*last words") as lost:
+    with raises_code("lerobot-process-lost", EmbodrlError, 3, "last words") as lost:
         act(load(python, tmp_path), seen(("die",)))
     assert lost.value.code == "lerobot-process-lost"
 

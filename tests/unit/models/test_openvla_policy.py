@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 
 from embodrl.config.schema import ValueHeadConfig
-from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.errors import CheckpointError
 from embodrl.models.common.checkpoint import save_weights, write_json
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.policy import OpenVLAPolicy
@@ -256,24 +257,24 @@ def test_sharded_weights_load(tmp_path):
         torch.equal(a, b) for a, b in zip(policy.state_dict().values(), again.state_dict().values(), strict=True)
     )
     next((tmp_path / "saved").glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match="lacks shards: model-00002"):
+    with raises_code("weights-missing", CheckpointError, "model-00002"):
         build(warm_start=str(tmp_path / "saved"))
 
 
 def test_unfit_checkpoints_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no policy"):
+    with raises_code("policy-not-found", CheckpointError):
         build(warm_start=str(tmp_path))
     saved = tmp_path / "saved"
     build().save_pretrained(saved)
     bigger = ARCHITECTURE.model_copy(update={"hidden_size": 64})
-    with pytest.raises(CheckpointError, match=r"llama\.hidden_size 32 instead of 64"):
+    with raises_code("warm-start-size", CheckpointError, "llama.hidden_size", "32", "64"):
         build(warm_start=str(saved), architecture=bigger)
     data = (saved / "model.safetensors").read_bytes()
     (saved / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="can't be read"):
+    with raises_code("policy-file", CheckpointError):
         build(warm_start=str(saved))
     (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="pickled"):
+    with raises_code("weights-pickled", CheckpointError):
         build(warm_start=str(saved))
 
 
@@ -294,15 +295,15 @@ def test_without_a_value_head():
     policy = build(add_value_head=False)
     rollout = policy.predict_action_batch(observation(), "train", SamplingParams(), generator(), compute_values=False)
     assert rollout.values is None and "value_head" not in policy.trainable_groups()
-    with pytest.raises(EmbodrlError, match="no value head"):
+    with raises_code("value-head-missing"):
         policy.predict_action_batch(observation(), "train", SamplingParams(), generator())
 
 
 def test_prompts_and_cameras_are_checked(policy):
     seen = observation()
-    with pytest.raises(EmbodrlError, match=r"max_prompt_tokens=\d+"):
+    with raises_code("prompt-too-long"):
         policy.preprocess(replace(seen, instruction=["word " * 60] * 3))
-    with pytest.raises(EmbodrlError, match="one camera"):
+    with raises_code("num-cameras"):
         policy.preprocess(replace(seen, images=np.concatenate([seen.images, seen.images], axis=1)))
 
 
@@ -380,10 +381,10 @@ def test_an_unknown_unnorm_key_lists_the_keys(tmp_path):
     write_json(tmp_path / "dataset_statistics.json", {"libero_goal_no_noops": statistics, "bridge_orig": statistics})
     config = json.loads((tmp_path / "config.json").read_text())
     write_json(tmp_path / "config.json", {**config, "norm_stats": {}})
-    with pytest.raises(CheckpointError, match=r"2 sets .*bridge_orig, libero_goal_no_noops(.|\n)*model\.unnorm_key"):
-        build(model_path=str(tmp_path))
-    with pytest.raises(
-        CheckpointError, match=r"'bridge'; it has: bridge_orig, libero(.|\n)*model\.unnorm_key=bridge_orig"
+    with raises_code(
+        "statistics-choice", CheckpointError, 2, "bridge_orig", "libero_goal_no_noops", "model.unnorm_key"
     ):
+        build(model_path=str(tmp_path))
+    with raises_code("statistics-missing", CheckpointError, "'bridge'", "bridge_orig", "model.unnorm_key=bridge_orig"):
         build(model_path=str(tmp_path), unnorm_key="bridge")
     assert build(model_path=str(tmp_path), unnorm_key="libero_goal").stats.key == "libero_goal_no_noops"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 from safetensors.torch import load_file, save_file
 from tiny_families import TINY
 
@@ -109,22 +110,22 @@ def test_an_output_layer_beside_its_embedding_is_left_out(tmp_path: Path):
 
 def test_weights_of_the_other_model_are_refused(tmp_path: Path):
     build("pi05")[0].save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="of a 'pi05' model, not 'pi0'") as error:
+    with raises_code("checkpoint-family", CheckpointError, "'pi05'", "'pi0'") as error:
         build("pi0", model_path=str(tmp_path))
     assert error.value.hint == "set model.model_type=pi05"
     # Of openpi's own file, which does not say which model it is, the names of the weights tell.
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["embodrl"]["variant"] = "pi0"
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=r"weights in .* are those of a 'pi05' model, not 'pi0'"):
+    with raises_code("checkpoint-family", CheckpointError, "'pi05'", "'pi0'"):
         build("pi0", model_path=str(tmp_path))
 
 
 def test_a_warm_start_of_another_size_is_refused(tmp_path: Path):
     build()[0].save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="action_horizon 4 instead of 6"):
+    with raises_code("warm-start-size", CheckpointError, "action_horizon", "4", "6"):
         build(pi={**SIZES, "action_horizon": 6}, warm_start=str(tmp_path))
-    with pytest.raises(CheckpointError, match="holds no policy"):
+    with raises_code("policy-not-found", CheckpointError):
         build(warm_start=str(tmp_path / "nothing"))
 
 
@@ -187,7 +188,7 @@ def test_actions_relative_to_the_state(tmp_path: Path):
     wanted[..., :2] -= seen.state[:, None, :2]
     np.testing.assert_allclose(target[..., :3].numpy(), wanted, atol=1e-5)
     assert not target[..., 3:].any()
-    with pytest.raises(EmbodrlError, match="relative to the first 2 dimensions of the state, which has 0"):
+    with raises_code("state-size", EmbodrlError, "2", "0"):
         relative.predict_action_batch(observation(state_dim=0), "eval", SAMPLING)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from expect import raises_code
 from safetensors.torch import save_file
 from test_gr00t_layout import PUBLIC as GR00T
+from test_gr00t_n1_7_layout import PROCESSOR, STATISTICS, sidecars
+from test_gr00t_n1_7_layout import PUBLIC as GR00T_N1_7
 from test_openvla_layout import PUBLIC as OPENVLA
 from tokenizers import Tokenizer, models
 
@@ -25,13 +28,16 @@ from embodrl.config.schema import model_settings
 from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common.adapters import adapter_names
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
+from embodrl.models.gr00t.build_n1_7 import QwenTokenizer
 from embodrl.models.gr00t.config import Gr00tConfig
-from embodrl.models.gr00t.modeling import Gr00tModel
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.pi.config import PUBLIC as PI
 from embodrl.models.pi.modeling import PiModel
+from embodrl.models.pi0_fast.codec import TINY_CODEC
 from embodrl.models.registry import build_policy
 from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.models.smolvla.modeling import SmolVlaModel
@@ -317,6 +323,65 @@ def test_lerobots_peft_over_pi05_base(tmp_path: Path):
     assert report.conventions["adapters"].endswith("trained on lerobot/pi05_base")
 
 
+# pi0-FAST ------------------------------------------------------------------------------------------------------------
+
+TEXT_HEAD = "paligemma_with_expert.paligemma.lm_head.weight"
+
+
+def pi0_fast_shapes(stored: Collection[str] = (TEXT_HEAD,)) -> Shapes:
+    """PaliGemma's, with the tied embedding under one name or two."""
+    shapes = {name: shape for name, shape in pi_shapes("pi05").items() if ".paligemma." in name and name != EMBEDDING}
+    shapes |= dict.fromkeys(sorted(stored), (257152, 2048))
+    return {f"model.{name}": shape for name, shape in shapes.items()}
+
+
+def write_pi0_fast(directory: Path, stored: set[str], changes: dict[str, Any], mode: str) -> None:
+    """Of lerobot/pi0fast-base and fine-tunes: PaliGemma's weights, processor files, no tokenizer of text."""
+    write_sparse(directory / "model.safetensors", pi0_fast_shapes(stored))
+    pictures = {f"observation.images.{name}": {"type": "VISUAL", "shape": [3, 224, 224]} for name in ("base", "wrist")}
+    settings = {"chunk_size": 10, "n_action_steps": 10, "max_decoding_steps": 256, "input_features": pictures}
+    write_json(directory / "config.json", {"type": "pi0_fast", **settings, **changes})
+    write_json(directory / "train_config.json", {})
+    normalizer = {
+        "registry_name": "normalizer_processor",
+        "config": {"eps": 1e-8, "norm_map": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}},
+        "state_file": "policy_preprocessor_step_3_normalizer_processor.safetensors",
+    }
+    write_json(directory / "policy_preprocessor.json", {"steps": [normalizer]})
+    parts = {"observation.state": STATE, "action": NUMBERS}
+    tensors = {f"{part}.{name}": torch.tensor(v) for part, numbers in parts.items() for name, v in numbers.items()}
+    save_file(tensors, directory / str(normalizer["state_file"]))
+    (directory / "tokenizer.json").write_bytes(TINY_TOKENIZER.read_bytes())
+    shutil.copytree(TINY_CODEC, directory / "action_tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("version", "stored", "changes", "mode", "padded", "parameters"),
+    [
+        ("0.4", {TEXT_HEAD}, {"rtc_config": None}, "QUANTILES", "yes", 2_923_335_408),
+        ("0.6", {TEXT_HEAD, EMBEDDING}, {"use_relative_actions": False}, "MEAN_STD", "no", 3_449_982_704),
+    ],
+)
+def test_lerobots_pi0_fast(
+    version: str, stored: set[str], changes: dict[str, Any], mode: str, padded: str, parameters: int, tmp_path: Path
+):
+    write_pi0_fast(tmp_path, stored, changes, mode)
+    policy, report = load("pi0_fast", tmp_path)
+    assert num_parameters(policy) == parameters and policy.model.config.tied == (version == "0.4")
+    assert report.conventions[PADDING].startswith(padded) and not policy.processor.config.antialias
+    assert policy.processor.config.normalization.actions == mode.lower() and policy.action_horizon == 10
+    assert policy.max_tokens == 256 and policy.get_buffer("_choices")[:2].tolist() == [257023, 257022]
+    dtypes = {name: value.dtype for name, value in policy.model.state_dict().items()}
+    assert dtypes["paligemma_with_expert.paligemma.model.language_model.norm.weight"] == torch.float32
+    assert dtypes[EMBEDDING] == torch.bfloat16
+
+
+def test_relative_actions_of_pi0_fast_are_refused(tmp_path: Path):
+    write_pi0_fast(tmp_path, {TEXT_HEAD}, {"use_relative_actions": True}, "QUANTILES")
+    with raises_code("checkpoint-unsupported"):
+        load("pi0_fast", tmp_path)
+
+
 # SmolVLA -------------------------------------------------------------------------------------------------------------
 
 
@@ -405,3 +470,31 @@ def test_gr00t_n1_5_3b_asks_for_the_keys_of_a_robot(tmp_path: Path):
     keys = {"action_keys": action, "state_keys": tuple(f"{name}:sin_cos" for name in action)}
     policy, _ = load("gr00t", tmp_path, num_action_chunks=16, action_dim=26, gr00t=keys)
     assert policy.processor.state_stats.width == 52 and policy.embodiment == 24
+
+
+@functools.cache
+def gr00t_n1_7_shapes() -> Shapes:
+    with torch.device("meta"):
+        return shapes_of(Gr00tN17Model(Gr00tN17Config.from_dict(GR00T_N1_7, sidecars())))
+
+
+@pytest.mark.parametrize("stored", ["tied", "both", "output layer"])
+def test_gr00t_n1_7_of_libero(stored: str, tmp_path: Path):
+    """Qwen's output layer is its embedding: writers leave one of them out, or neither."""
+    embedding, head = "backbone.model.model.language_model.embed_tokens.weight", "backbone.model.lm_head.weight"
+    shapes = {**gr00t_n1_7_shapes()}
+    shapes |= {} if stored == "tied" else {head: shapes[embedding]}
+    if stored == "output layer":
+        del shapes[embedding]
+    write_shards(tmp_path, shapes)
+    files = {"config": GR00T_N1_7, "processor_config": PROCESSOR, "statistics": STATISTICS}
+    for name, content in {**files, "embodiment_id": {"libero_sim": 2}}.items():
+        write_json(tmp_path / f"{name}.json", content)
+    tiny_chat_tokenizer(QwenTokenizer).save(tmp_path)
+    policy, report = load("gr00t_n1_7", tmp_path, num_action_chunks=8, gripper="libero")
+    assert num_parameters(policy) == 3_144_016_000 + (151936 * 2048 if stored == "both" else 0)
+    assert (policy.embodiment, policy.horizon, policy.action_horizon) == (2, 40, 16)
+    assert "the middle 243" in report.conventions["images"]
+    with raises_code("checkpoint-family") as refused:
+        load("gr00t", tmp_path)
+    assert refused.value.hint == "set model.model_type=gr00t_n1_7"

@@ -13,7 +13,15 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors import safe_open
-from test_public_layouts import gr00t_shapes, openvla_shapes, pi_shapes, smolvla_shapes, write_json
+from test_public_layouts import (
+    gr00t_n1_7_shapes,
+    gr00t_shapes,
+    openvla_shapes,
+    pi0_fast_shapes,
+    pi_shapes,
+    smolvla_shapes,
+    write_json,
+)
 from tiny_families import FAMILIES
 from tokenizers import Tokenizer, models
 
@@ -28,7 +36,9 @@ from embodrl.specs import MODELS
 from embodrl.types import Observation, SamplingParams
 
 PARAMETERS = {"openvla": 7_541_237_184, "openvla_oft": 7_541_237_184}
+PARAMETERS |= {"gr00t_n1_7": 3_144_016_000}
 PARAMETERS |= {"pi0": 3_238_048_528, "pi05": 3_353_433_872, "gr00t": 2_724_163_520, "smolvla": 402_737_376}
+PARAMETERS |= {"pi0_fast": 2_923_335_408}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +72,7 @@ def test_tiny_loads_and_acts(family: str, tmp_path: Path) -> None:
     assert actions.shape == (1, policy.num_action_chunks, 7) and np.isfinite(actions).all()
     matrices = torch.cat([p.flatten() for p in policy.model.parameters() if p.dim() == 2])
     assert matrices.std().item() == pytest.approx(0.02, rel=0.02) and abs(matrices.mean().item()) < 2e-4
-    if family in ("pi0", "pi05"):  # Gemma's norms scale by 1 + weight
+    if family in ("pi0", "pi05", "pi0_fast"):  # Gemma's norms scale by 1 + weight
         norms = [p for n, p in policy.model.named_parameters() if "language_model" in n and "layernorm" in n]
         assert norms and not any(norm.any() for norm in norms)
     ones = {bool((p == 1).all()) for n, p in policy.model.named_parameters() if p.dim() == 1 and "norm" in n}
@@ -78,13 +88,15 @@ def test_public_names_and_shapes(family: str, tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"type": "smolvla", "chunk_size": 50})
     wanted = {
         "gr00t": gr00t_shapes,
+        "gr00t_n1_7": gr00t_n1_7_shapes,
         "smolvla": lambda: smolvla_shapes(tmp_path / "config.json"),
         **{name: functools.partial(pi_shapes, name) for name in ("pi0", "pi05")},
+        "pi0_fast": pi0_fast_shapes,
     }.get(family, openvla_shapes)()
     extra = {EXPERT_HEAD: (257152, 1024)} if family in ("pi0", "pi05") else {}
     assert found == {**wanted, **extra}
     assert sum(math.prod(shape) for shape in wanted.values()) == pytest.approx(PARAMETERS[family], rel=1e-5)
-    if not extra:
+    if not extra and family != "pi0_fast":
         assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
 
 
@@ -108,17 +120,17 @@ def test_content_is_a_function_of_the_seed_and_not_of_the_shards(tmp_path: Path)
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "made"
-    with raises_code("checkpoint"):
+    with raises_code("one-file-layout"):
         write_random_model("pi0", target, "tiny", shard_gb=1.0)
     Tokenizer(models.WordLevel({f"t{i}": i for i in range(32000)}, unk_token="t0")).save(
         str(tmp_path / "tokenizer.json")
     )
-    with raises_code("checkpoint"):  # more ids than the tiny model has rows
+    with raises_code("tokenizer-mismatch"):  # more ids than the tiny model has rows
         write_random_model("openvla", target, "tiny", tokenizer=tmp_path)
     policy = random_policy("openvla", "public", torch.bfloat16, tmp_path)
     assert policy.model.config.prompt_end_id == 29871 and policy.processor.tokenizer.vocab_size == 32000
     monkeypatch.setattr(random_model.shutil, "disk_usage", lambda place: SimpleNamespace(free=12_345))
-    with raises_code("output") as refused:
+    with raises_code("disk-space") as refused:
         write_random_model("openvla", target, "tiny")
     needed = 2 * sum(p.numel() for p in random_policy("openvla", "tiny", torch.bfloat16, None).parameters()) + 2**26
     assert f"{needed:,} bytes" in str(refused.value) and "12,345 free" in str(refused.value)

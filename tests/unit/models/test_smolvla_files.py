@@ -126,7 +126,7 @@ def test_statistics_among_the_weights(saved: Path) -> None:
             stem = f"{un}normalize_{part}.{robot}buffer_{name}"
             weights |= {f"{stem}.mean": torch.full((dims,), mean), f"{stem}.std": torch.ones(dims)}
     save_file(weights, saved / "model.safetensors")
-    with raises_code("checkpoint") as caught:
+    with raises_code("statistics-choice") as caught:
         load(saved)
     assert "so100" in str(caught.value) and "so101-red" in str(caught.value)
     policy = load(saved, unnorm_key="so101-red")
@@ -180,7 +180,7 @@ def test_a_camera_more_than_trained_with_is_refused(saved: Path) -> None:
     (saved / "config.json").write_text(json.dumps(content))
     policy = load(saved)
     two = observation("smolvla", 1)
-    with raises_code("embodrl"):
+    with raises_code("num-cameras"):
         policy.preprocess(replace(two, images=np.repeat(two.images, 2, axis=1)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expect import raises_code
 from tiny_families import FAMILIES, FLOW_FAMILIES, TOKEN_FAMILIES, build
 
 from embodrl.errors import EmbodrlError
@@ -50,7 +51,7 @@ def test_action_expert_and_learned_noise(family):
 
 @pytest.mark.parametrize("family", TOKEN_FAMILIES)
 def test_a_part_that_is_not_there(family):
-    with pytest.raises(EmbodrlError, match=f"{family} has no part 'action_expert'; it has vision, projector, language"):
+    with raises_code("model-part", EmbodrlError, family, "'action_expert'", "vision", "projector", "language"):
         build(family, trainable="action_expert")
 
 

@@ -16,8 +16,7 @@ from expect import raises_code
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.data.batch import Batch
-from embodrl.errors import EmbodrlError, PipelineError
-from embodrl.hybrid_engines.base import NonFiniteError
+from embodrl.errors import EmbodrlError, NonFiniteError, PipelineError
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Node, Pipeline
 from embodrl.pipelines.outcomes import described

@@ -126,13 +126,13 @@ def test_the_directory_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with raises_code("output-not-empty"):
         EvalOutput(settings(), Path("run/eval-now"))
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(OutputError, match="can't be written"):
+    with raises_code("output", OutputError):
         EvalOutput(settings(), Path("file/out"))
 
 
 def test_videos_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulators, "VIDEO_MODULES", ("imageio", "no_such_ffmpeg"))
-    with pytest.raises(MissingDependencyError, match="imageio-ffmpeg") as error:
+    with raises_code("missing-dependency", MissingDependencyError, "imageio-ffmpeg") as error:
         EvalOutput(settings("env.video.enabled=true"), tmp_path / "out")
     assert "env.video.enabled=false" in error.value.hint
     assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expect import raises_code
 from rich.console import Console as RichConsole
 
 from embodrl.config.schema import LoggerConfig
@@ -92,14 +93,14 @@ def test_resuming_from_before_the_first_checkpoint_starts_afresh(tmp_path: Path)
 def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, QUIET) as metrics:
         metrics.log(row(1))
-    with pytest.raises(OutputError, match="earlier run") as caught:
+    with raises_code("run-exists", OutputError) as caught:
         MetricsLogger(tmp_path, QUIET)
     assert "embodrl resume" in caught.value.hint
 
 
 def test_a_run_directory_that_can_not_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="can't be written"):
+    with raises_code("output", OutputError):
         MetricsLogger(tmp_path / "file" / "run", QUIET)
 
 
@@ -135,7 +136,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingDependencyError, match="pip install"):
+    with raises_code("missing-dependency", MissingDependencyError, "pip install"):
         MetricsLogger(tmp_path, LoggerConfig(tensorboard=False, wandb_mode="offline"))
 
 
@@ -236,7 +237,7 @@ def test_a_full_disk_is_told_with_the_file_and_the_way_on(tmp_path: Path, monkey
         pytest.skip("this system has no /dev/full")
     monkeypatch.setattr(sinks, "_open_no_link", lambda _path, flags: os.open("/dev/full", flags))
     metrics = MetricsLogger(tmp_path, LoggerConfig(tensorboard=False), None)
-    with pytest.raises(OutputError, match=r"metrics.jsonl can't be written(.|\n)*embodrl resume"):
+    with raises_code("output", OutputError, "metrics.jsonl", "embodrl resume"):
         try:
             metrics.log({"iteration": 1})
         finally:

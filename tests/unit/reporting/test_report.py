@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from expect import raises_code
 
 from embodrl.errors import OutputError
 from embodrl.reporting import page as pages
@@ -106,7 +107,7 @@ def test_a_report_needs_metrics_only(tmp_path: Path) -> None:
 
 
 def test_a_report_without_metrics_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(OutputError, match="no metrics"):
+    with raises_code("no-metrics", OutputError):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('broken\n{"iteration": 2}\n')
     write_report(tmp_path)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from expect import raises_code
 
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import OutputError
@@ -73,7 +74,7 @@ def test_a_report_that_finds_the_disk_full_leaves_the_one_before(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OutputError, match=r"report\.html") as caught:
+    with raises_code("output", OutputError, "report.html") as caught:
         write_report(tmp_path)
     assert "free disk space" in caught.value.hint
     assert (tmp_path / "report.html").read_bytes() == before
@@ -83,6 +84,6 @@ def test_a_report_that_finds_the_disk_full_leaves_the_one_before(
 @pytest.mark.parametrize("resume_iteration", [None, 2])
 def test_a_directory_in_the_place_of_the_metrics_is_named(tmp_path: Path, resume_iteration: int | None) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(OutputError, match=r"metrics\.jsonl can't be written") as caught:
+    with raises_code("output", OutputError, "metrics.jsonl") as caught:
         MetricsLogger(tmp_path, LoggerConfig(tensorboard=False), resume_iteration)
     assert "metrics.jsonl away" in caught.value.hint

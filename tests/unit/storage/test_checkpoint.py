@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 from safetensors.torch import load_file, save_file
 
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
@@ -93,9 +94,9 @@ def test_asking_for_a_missing_part_names_the_file(tmp_path: Path) -> None:
     manager.save(1, {}, {})
     checkpoint, _ = manager.latest_good()
     assert checkpoint is not None
-    with pytest.raises(CheckpointError, match=r"policy\.safetensors"):
+    with raises_code("checkpoint-damaged", CheckpointError, "policy.safetensors"):
         checkpoint.tensors("policy")
-    with pytest.raises(CheckpointError, match=r"env\.bin"):
+    with raises_code("checkpoint-damaged", CheckpointError, "env.bin"):
         checkpoint.blob("env")
 
 
@@ -108,11 +109,11 @@ def test_a_state_that_is_no_json_fails_before_anything_is_written(tmp_path: Path
 def test_preflight(tmp_path: Path) -> None:
     preflight(tmp_path / "new" / "run", 1000)
     assert list((tmp_path / "new" / "run").iterdir()) == []
-    with pytest.raises(OutputError, match="free; checkpoints need about") as caught:
+    with raises_code("disk-space", OutputError) as caught:
         preflight(tmp_path, 2**62)
     assert "runner.output_dir" in caught.value.hint
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="can't be written"):
+    with raises_code("output", OutputError):
         preflight(tmp_path / "file" / "run", 0)
 
 

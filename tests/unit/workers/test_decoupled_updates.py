@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from expect import raises_code
 from test_algorithm_keys import recorded_batch, settings_of
 from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
@@ -377,15 +378,15 @@ def test_what_is_missing_or_impossible_is_told() -> None:
     engine, batch = engine_of(version=3), stale_batch()
     algorithm = algorithm_of({}, enabled=True)
     advantages = compute_advantages(batch, algorithm)
-    with pytest.raises(EmbodrlError, match="before the update") as caught:
+    with raises_code("prox-logprobs-missing") as caught:
         engine.update(batch, advantages, algorithm, torch.Generator())
     assert "engine.proximal" in caught.value.hint
-    with pytest.raises(EmbodrlError, match="whole episodes"):
+    with raises_code("prox-partial-episodes"):
         engine.update(
             batch, advantages, algorithm_of({}, enabled=True, prox="loglinear", level="episode"), torch.Generator()
         )
     batch.policy_version[0, 0] = 4
-    with pytest.raises(EmbodrlError, match="version 4, and the engine is at 3"):
+    with raises_code("chunk-version", EmbodrlError, "4", "3"):
         engine.proximal(batch, algorithm)
-    with pytest.raises(EmbodrlError, match="version 4, and the engine is at 3"):
+    with raises_code("chunk-version", EmbodrlError, "4", "3"):
         engine.update(batch, advantages, algorithm_of({}), torch.Generator())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from batches import same
+from expect import raises_code
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,8 +29,8 @@ from embodrl.algorithms.srpo import (
 from embodrl.config import load_config
 from embodrl.config.schema import RewardConfig, SrpoConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.workers.reward import Episode, RewardError, RewardWorker, call_all
+from embodrl.errors import CheckpointError, RewardError
+from embodrl.workers.reward import Episode, RewardWorker, call_all
 
 NUM_STEPS, NUM_ENVS, CHUNK = 6, 6, 2
 calls: list[Episode] = []
@@ -97,7 +98,7 @@ def doubled(episode: Episode) -> Tensor:
 
 def fails_on_successes(episode: Episode) -> float:
     if episode.success:
-        raise RuntimeError("no network")
+        raise RuntimeError(["no network"])
     return steps(episode)
 
 
@@ -197,18 +198,18 @@ def test_a_call_that_fails_once_is_made_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "overrides", "says"),
+    ("function", "overrides", "names"),
     [
-        ("fails_on_successes", ("reward.on_error=raise",), "no network"),
-        ("not_a_number", (), "not finite"),  # all of them fail
-        ("too_few", (), "one for each of"),
-        ("times_out_itself", (), "failed: TimeoutError: the socket timed out"),
-        ("times_out_itself_async", (), r"test_rewards.py:\d+ in times_out_itself_async: TimeoutError: the socket"),
-        ("a_word", (), r"all 6 episodes are without a reward.*returned 'high' \(str\); return one number"),
+        ("fails_on_successes", ("reward.on_error=raise",), ["no network"]),
+        ("not_a_number", (), ["not finite"]),  # all of them fail
+        ("too_few", (), [NUM_ENVS]),
+        ("times_out_itself", (), ["TimeoutError: the socket timed out"]),
+        ("times_out_itself_async", (), ["test_rewards.py", "times_out_itself_async"]),
+        ("a_word", (), [6, "'high'", "str"]),
     ],
 )
-def test_a_broken_function_stops_the_run(function: str, overrides: tuple[str, ...], says: str) -> None:
-    with pytest.raises(RewardError, match=says) as caught:
+def test_a_broken_function_stops_the_run(function: str, overrides: tuple[str, ...], names: list[object]) -> None:
+    with raises_code("reward", RewardError, *names) as caught:
         worker_of("reward.retries=0", *overrides, function=function).apply(judged_batch(0))
     assert "reward." in caught.value.hint
 
@@ -394,7 +395,7 @@ def bad_encoder(frames: Tensor) -> Tensor:
 
 def test_an_encoder_that_gives_nonsense_is_refused() -> None:
     worker = worker_of("algorithm.srpo.enabled=true", "algorithm.srpo.encoder='test_rewards:bad_encoder'")
-    with pytest.raises(EmbodrlError, match="finite"):
+    with raises_code("srpo-embeddings"):
         worker.apply(judged_batch(0))
 
 
@@ -413,7 +414,7 @@ def test_v_jepa_2_is_the_mean_token_of_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(pixel_values_videos=pixels, skip_predictor=True).last_hidden_state.mean(1)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    with pytest.raises(EmbodrlError, match="holds no V-JEPA 2"):
+    with raises_code("srpo-encoder"):
         VJepa2Encoder(str(tmp_path))
 
 

@@ -17,9 +17,10 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config import load_config
 from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, EnvTrainConfig, OptimConfig, RewardConfig
+from embodrl.errors import RewardError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.workers.reward import Episode, RewardError, RewardWorker
+from embodrl.workers.reward import Episode, RewardWorker
 
 OPTIM = {
     "lr": Change(3e-3),

@@ -50,12 +50,14 @@ def start(tensor_parallel: int) -> None:
                 f"this process takes part in tensor parallelism of size {found} already, and {tensor_parallel} is "
                 "asked for",
                 "call embodrl.hybrid_engines.training.megatron.core.stop first",
+                code="tensor-parallel-size",
             )
         return
     if dist.get_world_size() % tensor_parallel:
         raise EmbodrlError(
             f"{dist.get_world_size()} training process(es) can't be cut into groups of {tensor_parallel}",
             "set actor.tensor_parallel_size to a divisor of the number of processes",
+            code="tensor-parallel-size",
         )
     state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
 

@@ -37,6 +37,7 @@ def check_divisible(config: LlamaConfig, size: int) -> None:
         raise EmbodrlError(
             f"actor.tensor_parallel_size={size} does not divide the language model's {', '.join(uneven)}",
             "set it to a divisor of all of them",
+            code="tensor-parallel-size",
         )
 
 

@@ -68,4 +68,8 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
         Raises:
             EmbodrlError: always.
         """
-        raise EmbodrlError("a sharded policy can't act", "act with the policy of the process that rolls out")
+        raise EmbodrlError(
+            "a sharded policy can't act",
+            "act with the policy of the process that rolls out",
+            code="tensor-parallel-policy",
+        )

@@ -1,0 +1,184 @@
+"""From a ModelConfig to a GR00T N1.7 policy: a public checkpoint, or the tiny size."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.models.base import LoadReport
+from embodrl.models.common import checkpoint
+from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.hub import fetch_tokenizer
+from embodrl.models.common.init import new_generator
+from embodrl.models.common.norm_stats import given_sets
+from embodrl.models.gr00t.config_n1_7 import BACKBONE, Gr00tN17Config
+from embodrl.models.gr00t.modeling import Gr00tN17Model
+from embodrl.models.gr00t.policy import Gr00tPolicy
+from embodrl.models.gr00t.processing import (
+    CHAT_END,
+    CHAT_START,
+    ChatTokenizer,
+    Gr00tProcessor,
+    has_tokenizer,
+    load_chat_tokenizer,
+    tiny_chat_tokenizer,
+)
+from embodrl.models.gr00t.robots import RobotStats
+from embodrl.models.gr00t.sidecars import NEW_EMBODIMENT, PROCESSOR_FILE, with_statistics
+from embodrl.models.gr00t.spec import Gr00tN17ModelConfig
+
+IMAGE_START, IMAGE_TOKEN, IMAGE_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
+QWEN = "backbone.model"
+EMBEDDING, LM_HEAD = f"{QWEN}.model.language_model.embed_tokens.weight", f"{QWEN}.lm_head.weight"
+
+
+class QwenTokenizer(ChatTokenizer):
+    """Qwen3-VL's tokenizer."""
+
+    special_tokens: ClassVar[tuple[str, ...]] = (CHAT_START, CHAT_END, IMAGE_START, IMAGE_TOKEN, IMAGE_END)
+    image_token: ClassVar[str] = IMAGE_TOKEN
+    model: ClassVar[str] = "Qwen3-VL"
+
+
+class Gr00tN17Processor(Gr00tProcessor):
+    """Prompts, images and states as N1.7's processor_config.json says.
+
+    Args:
+        tokenizer: of the language model.
+        config: of the model.
+        robot: whose states are normalised.
+        max_prompt_tokens: L.
+    """
+
+    section: ClassVar[str] = "model.gr00t_n1_7"
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, config: Gr00tN17Config, robot: RobotStats, max_prompt_tokens: int
+    ) -> None:
+        super().__init__(
+            tokenizer,
+            config.image_size,
+            config.tokens_per_image,
+            max_prompt_tokens,
+            system_prompt="",
+            crop_side=1.0,
+            state_stats=robot.state,
+            max_state_dim=config.head.max_state_dim,
+        )
+        self.images = config.sidecars.images()
+        self.formalize = config.sidecars.settings.flag("formalize_language", True)
+
+    def chat(self, instruction: str, num_images: int) -> str:
+        """Return a user's message of images and instruction, as Qwen3-VL's template makes it of those alone."""
+        text = re.sub(r"[^\w\s]", "", instruction.lower()) if self.formalize else instruction
+        images = f"{IMAGE_START}{IMAGE_TOKEN * self.num_patches}{IMAGE_END}" * num_images
+        return f"{CHAT_START}user\n{images}{text}{CHAT_END}\n"
+
+    def resized(self, images: Tensor) -> Tensor:
+        """Return images ``uint8[B,H,W,3]`` at the model's size."""
+        return self.images(images)
+
+
+def build_gr00t_n1_7(
+    config: Gr00tN17ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[Gr00tPolicy, LoadReport]:
+    """Build the policy that a configuration asks for.
+
+    With ``model_path`` it is a checkpoint in NVIDIA's layout, from a directory or the Hugging Face hub. Without, it
+    has the dimensions of ``gr00t_n1_7`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
+    ``device``.
+
+    Arguments and errors as of ``models.registry.build_policy``.
+    """
+    device = torch.device(device)
+    directory, report = checkpoint.locate(config)
+    tokenizer = tiny_chat_tokenizer(QwenTokenizer)
+    model_config = Gr00tN17Config.from_architecture(config.gr00t_n1_7, tokenizer.vocab_size, config.action_dim)
+    files, aliases = [], {}
+    if directory is not None:
+        found = Gr00tN17Config.from_directory(directory, checkpoint.place_of(PROCESSOR_FILE, directory, report))
+        if config.model_path is None:
+            checkpoint.check_size(found, model_config, ("vision", "qwen", "head"), directory, "model.gr00t_n1_7")
+        tokenizer = _tokenizer(directory, found)
+        files = checkpoint.weight_files(directory)
+        model_config, aliases = _fitted(found, files, directory)
+    if given := given_sets(config, "gr00t", NEW_EMBODIMENT):
+        horizon = max(config.num_action_chunks, model_config.head.action_horizon)
+        model_config = replace(model_config, sidecars=with_statistics(model_config.sidecars, given, horizon))
+    robot = model_config.sidecars.robot(config.unnorm_key, config.action_dim, report.source)
+    _check_horizon(robot, config.num_action_chunks, model_config.head.action_horizon)
+    generator = new_generator(device, seed)
+    with torch.device("meta"):
+        model = Gr00tN17Model(model_config)
+    checkpoint.fill(
+        model, files, report, lambda: model.init_weights(generator), device=device, dtype=dtype, aliases=aliases
+    )
+    model.reset_buffers(device)
+    processor = Gr00tN17Processor(tokenizer, model_config, robot, config.gr00t_n1_7.max_prompt_tokens)
+    images = processor.images
+    report.conventions["images"] = (
+        f"to {images.side} pixels, the middle {images.crop}, to {images.side} ({PROCESSOR_FILE})"
+    )
+    head = model_config.head
+    value_input = head.hidden_size if config.value_head.input == "suffix" else head.backbone_dim + head.dit.width
+    value_head = build_value_head(config, value_input, directory, report, device=device, generator=generator)
+    noise_head = build_noise_head(
+        config, head.hidden_size, head.action_dim, directory, report, device=device, generator=generator
+    )
+    return Gr00tPolicy(model, processor, robot, config, value_head, noise_head), report
+
+
+def _check_horizon(robot: RobotStats, num_action_chunks: int, predicted: int) -> None:
+    assert robot.horizon is not None
+    if robot.horizon > predicted:
+        raise CheckpointError(
+            f"the robot '{robot.name}' has actions of {robot.horizon} steps, the model predicts {predicted}",
+            "use a checkpoint whose processor_config.json and config.json belong together",
+            code="action-horizon",
+        )
+    if num_action_chunks > robot.horizon:
+        raise EmbodrlError(
+            f"the robot '{robot.name}' was trained with {robot.horizon} actions, {num_action_chunks} are to be run",
+            f"set model.num_action_chunks to {robot.horizon} or less",
+            code="action-horizon",
+        )
+
+
+def _tokenizer(directory: Path, config: Gr00tN17Config) -> ChatTokenizer:
+    """Return the checkpoint's tokenizer, or that of its language model from the hub: NVIDIA's come without one."""
+    place = directory
+    if not has_tokenizer(directory):
+        hint = f"put tokenizer.json of {BACKBONE}, whose access is granted on its page, into the directory"
+        place = fetch_tokenizer(BACKBONE, TOKENIZER_FILES, directory, hint)
+    tokenizer = load_chat_tokenizer(place, QwenTokenizer)
+    if tokenizer.vocab_size > config.qwen.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {place} has {tokenizer.vocab_size} tokens, the model {config.qwen.vocab_size}",
+            "use the model's own tokenizer",
+            code="tokenizer-mismatch",
+        )
+    return tokenizer
+
+
+def _fitted(config: Gr00tN17Config, files: list[Path], directory: Path) -> tuple[Gr00tN17Config, dict[str, str]]:
+    """Return the configuration with the output layer if a checkpoint has it, and what to rename in it.
+
+    Qwen's output layer is its embedding, and writers store one of them or both; GR00T needs the embedding.
+    """
+    names = checkpoint.stored_shapes(files)
+    layers = {
+        f"{QWEN}.model.visual.blocks.": config.vision.depth,
+        f"{QWEN}.model.language_model.layers.": config.qwen.num_hidden_layers,
+        "action_head.model.transformer_blocks.": config.head.dit.num_layers,
+        "action_head.vl_self_attention.transformer_blocks.": config.head.vl.num_layers,
+    }
+    checkpoint.check_layers(names, {name: count for name, count in layers.items() if count}, directory)
+    tied = LM_HEAD in names and EMBEDDING not in names
+    return replace(config, lm_head=LM_HEAD in names and not tied), {LM_HEAD: EMBEDDING} if tied else {}
