@@ -163,7 +163,7 @@ def write_processors(directory: Path, config: SmolVlaConfig, stats: PiStats, act
         "tokenizer_name": config.vlm_name,
     }
     to_cpu = {"device": "cpu", "float_dtype": None}
-    steps: list[Step] = [
+    steps: list[tuple[str, dict[str, object]]] = [
         ("rename_observations_processor", {"rename_map": {}}),
         ("to_batch_processor", {}),
         ("smolvla_new_line_processor", {}),
