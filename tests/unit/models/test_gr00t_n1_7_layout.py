@@ -372,7 +372,7 @@ def test_the_middle_of_a_picture() -> None:
     ("kwargs", "wanted"),
     [
         ({}, ImageTransform(256, 243, True, True, False)),
-        ({"shortest_image_edge": None, "crop_fraction": None}, ImageTransform(256, 230, True, False, False)),
+        ({"shortest_image_edge": None, "crop_fraction": None}, ImageTransform(256, 230, True, True, False)),
         ({"use_albumentations": False, "letter_box_transform": True}, ImageTransform(256, 230, False, False, True)),
     ],
 )
