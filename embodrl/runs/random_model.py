@@ -22,9 +22,9 @@ from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.gr00t.config import PUBLIC as GR00T
-from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.models.gr00t.config_n1_7 import public_config as gr00t_later
-from embodrl.models.gr00t.modeling import Gr00tModel
+from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import load_chat_tokenizer
 from embodrl.models.openvla.config import LLAMA_PROMPT_END
@@ -152,8 +152,10 @@ def _enlarge(policy: VLAPolicy, own_tokenizer: bool) -> None:
         policy.model = SmolVlaModel(SMOLVLA)
     elif isinstance(policy, Gr00tPolicy):
         tiny = policy.model.config
-        if isinstance(tiny, Gr00tN17Config):
-            policy.model = type(policy.model)(gr00t_later(type(tiny), policy.action_dim))
+        if isinstance(tiny, Gr00tN16Config):
+            policy.model = Gr00tN16Model(gr00t_later(Gr00tN16Config, policy.action_dim))
+        elif isinstance(tiny, Gr00tN17Config):
+            policy.model = Gr00tN17Model(gr00t_later(Gr00tN17Config, policy.action_dim))
         else:
             policy.model = Gr00tModel(replace(GR00T, metadata=tiny.metadata, keys=tiny.keys))
     elif isinstance(policy, TokenPolicy):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
@@ -314,6 +314,8 @@ REQUIRED: dict[str, object] = {
 """Values of config.json that are supported."""
 
 
+Kind = TypeVar("Kind", bound=Gr00tN17Config)
+
 PUBLIC_HEAD = ActionHeadSpec(
     TransformerSpec(32, 32, 48),
     TransformerSpec(4, 32, 64),
@@ -334,7 +336,7 @@ PUBLIC_HEAD_N1_6 = replace(
 """Of NVIDIA's GR00T-N1.6-3B."""
 
 
-def public_config(kind: type[Gr00tN17Config], action_dim: int) -> Gr00tN17Config:
+def public_config(kind: type[Kind], action_dim: int) -> Kind:
     """Return NVIDIA's GR00T-N1.7-3B or GR00T-N1.6-3B for a robot whose actions lie in [-1, 1]."""
     head = PUBLIC_HEAD_N1_6 if issubclass(kind, Gr00tN16Config) else PUBLIC_HEAD
     sidecars = identity_sidecars(f"{kind.model_type}Processor", 256, CROP_FRACTION, action_dim, head.action_horizon, 10)

@@ -51,7 +51,7 @@ class Eagle3Tower(SiglipTower):
         super().__init__(
             SiglipSpec(side, spec.patch_size, spec.width, spec.depth, spec.num_heads, spec.mlp_dim), pooling_head
         )
-        self.vision_model.embeddings = FlatPatches(spec)
+        setattr(self.vision_model, "embeddings", FlatPatches(spec))  # noqa: B010 - of another type there
 
 
 def connector(spec: VisionSpec, width: int) -> nn.Sequential:

@@ -37,7 +37,7 @@ from embodrl.specs import MODELS
 from embodrl.types import Observation, SamplingParams
 
 PARAMETERS = {"openvla": 7_541_237_184, "openvla_oft": 7_541_237_184}
-PARAMETERS |= {"gr00t_n1_6": 3_302_847_184, "gr00t_n1_7": 3_144_016_000}
+PARAMETERS |= {"gr00t_n1_6": 3_286_608_832, "gr00t_n1_7": 3_144_016_000}
 PARAMETERS |= {"pi0": 3_238_048_528, "pi05": 3_353_433_872, "gr00t": 2_724_163_520, "smolvla": 402_737_376}
 PARAMETERS |= {"pi0_fast": 2_923_335_408}
 
