@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from embodrl import errors
@@ -216,6 +217,7 @@ def _assigned(name: str, scope: ast.AST, depth: int, before: int) -> str:
     return max(found, default=(0, "…"))[1]
 
 
+@cache
 def entries() -> list[Entry]:
     """Return all codes: classes, then rules, notes, and sites."""
     return [*class_entries(), *rule_entries(), *site_entries()]

@@ -140,11 +140,13 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
         counts += [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
     elif isinstance(policy, Gr00tPolicy):
         head = policy.model.action_head
-        patches = num_cameras * policy.model.config.siglip.num_patches
-        prefix = patches + policy.processor.max_prompt_tokens
+        config = policy.model.config
+        patches, merged = num_cameras * config.patches_per_image, num_cameras * config.tokens_per_image
+        prefix = merged + policy.processor.max_prompt_tokens
         actions = 1 + policy.model.config.head.num_future_tokens + policy.horizon
         counts += [(parts["vision"], patches), (parts["language"], prefix), (head, actions)]
         counts += [(head.vl_self_attention, prefix)]
+        counts += [(connector, merged) for connector in policy.model.connectors]
     elif isinstance(policy, SmolVlaPolicy):
         spec = policy.model.config
         patches, merged = num_cameras * spec.siglip.num_patches, num_cameras * spec.tokens_per_image

@@ -65,11 +65,11 @@ def kv_cache_bytes(policy: VLAPolicy, num_rows: int, num_cameras: int, itemsize:
     elif isinstance(policy, Gr00tPolicy):
         spec = policy.model.config
         layers, width = -(-spec.head.dit.num_layers // 2), spec.head.dit.width
-        positions = num_cameras * spec.siglip.num_patches + policy.processor.max_prompt_tokens
+        positions = num_cameras * spec.tokens_per_image + policy.processor.max_prompt_tokens
     return 2 * layers * num_rows * width * positions * itemsize
 
 
-def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int, state_dim: int = 0) -> int:
+def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int) -> int:
     """Return the bytes that a rollout keeps of one chunk of one environment, in main memory.
 
     What ``preprocess`` returns is made for one observation and counted; a policy without a ``processor`` counts with
@@ -80,17 +80,16 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int,
         num_cameras: pictures an observation.
         height: of a picture, in pixels.
         width: of a picture, in pixels.
-        state_dim: numbers of the robot's state.
     """
     from embodrl.models.pi0_fast.policy import FastPolicy
 
+    processor: Any = getattr(policy, "processor", None)
     observation = Observation(
         np.zeros((1, num_cameras, height, width, 3), np.uint8),
-        np.zeros((1, state_dim), np.float32),
+        np.zeros((1, _state_dim(processor)), np.float32),
         [INSTRUCTION],
         np.zeros(1, np.int32),
     )
-    processor: Any = getattr(policy, "processor", None)
     inputs: dict[str, Tensor] = processor(observation, torch.device("cpu")) if processor is not None else {}
     seen = sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
     seen = seen or observation.images.nbytes + observation.state.nbytes
@@ -104,3 +103,11 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int,
     else:
         stored = INT64_BYTES * actions
     return seen + stored + FLOAT32_BYTES * actions + OUTCOME_BYTES * chunk + CHUNK_BYTES
+
+
+def _state_dim(processor: Any) -> int:
+    """Return how many numbers of the robot's state a processor needs; 0 if it goes without."""
+    proprio, scaling = getattr(processor, "proprio", None), getattr(processor, "state", None)
+    if proprio is not None:
+        return proprio.dim
+    return 0 if scaling is None else len(next(iter(vars(scaling).values())))  # its statistics come first

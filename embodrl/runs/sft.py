@@ -312,6 +312,7 @@ def _train(
             closing.callback(launcher.close)
         engine = make_train_engine(training, deployment, policy, directory / "logs", launcher)
         closing.callback(engine.close)
+        stop.arm()
         batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
         # One that begins again drops all rows.
         start = None if old_settings is None else -1
@@ -424,9 +425,15 @@ class Trainer:
         if self.config.actor.enable_offload:
             self.engine.offload()
         acting = make_rollout_engine(self.config, self.policy, num_threads(self.config))
-        with make_pool(self.config, self.config.env.eval.total_num_envs) as pool:
+        evaluation = self.config.env.eval
+        with (
+            make_pool(self.config, evaluation.total_num_envs) as pool,
+            self.progress.within("evaluation", evaluation.num_episodes, "episodes") as progress,
+        ):
             try:
-                result = Evaluator(self.config, pool, acting, should_stop=lambda: bool(self.stop)).run()
+                result = Evaluator(
+                    self.config, pool, acting, progress.update, should_stop=lambda: bool(self.stop)
+                ).run()
             except InterruptedError:
                 return
         self.metrics.log({"iteration": self.step, "step": self.step, **result.metrics()})

@@ -177,16 +177,16 @@ def test_a_ray_actor_that_is_stopped_or_hangs_is_told_and_replaced():
         (watched,) = watch([group.call_on(1, "pid").result(SOON_S)])
         waits = group.call_on(1, "wait_for_ever")
         signal.pidfd_send_signal(watched, signal.SIGSTOP)
-        with pytest.raises(WorkerDied, match=r"trouble\[1\] is stopped by a signal \(state T\)") as caught:
+        with raises_code("worker-hung", WorkerDied, "trouble[1]", "state T") as caught:
             waits.result(SOON_S)
-        assert caught.value.code == "worker-hung" and caught.value.rank == 1 and gone(watched)
+        assert isinstance(caught.value, WorkerDied) and caught.value.rank == 1 and gone(watched)
         with raises_code("worker-hung", WorkerDied):
             group.call_on(1, "pid").result(SOON_S)
         group.restart(1, START_S)
-        for request, says in (("hold_the_lock", "hangs .*no heartbeat"), ("wait_for_ever", "makes no progress")):
-            with pytest.raises(WorkerDied, match=rf"trouble\[1\] {says}") as caught:
+        for request in ("hold_the_lock", "wait_for_ever"):
+            with raises_code("worker-hung", WorkerDied, "trouble[1]") as caught:
                 group.call_on(1, request, *((1,) if request == "hold_the_lock" else ())).result(SOON_S)
-            assert request in caught.value.log_tail, "its stack"
+            assert isinstance(caught.value, WorkerDied) and request in caught.value.log_tail, "its stack"
             group.restart(1, START_S)
         assert group.call_on(1, "pid").result(SOON_S) > 0
     finally:

@@ -80,7 +80,27 @@ TINY = {
         "action_horizon": 4,
         "num_future_tokens": 2,
     },
+    "gr00t_n1_7": {
+        "image_size": 16,
+        "patch_size": 4,
+        "vision": SIGLIP,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "dit_num_layers": 4,
+        "dit_num_heads": 2,
+        "dit_head_dim": 8,
+        "dit_output_dim": 16,
+        "vl_num_layers": 1,
+        "vl_num_heads": 2,
+        "vl_head_dim": 16,
+        "action_horizon": 4,
+    },
 }
+TINY["gr00t_n1_6"] = {name: size for name, size in TINY["gr00t_n1_7"].items() if not name.startswith("vl_")}
 """One size for all: a family reads its own part."""
 
 FAMILIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, which has no network here

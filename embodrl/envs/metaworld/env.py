@@ -18,7 +18,7 @@ from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
-from embodrl.errors import EnvError, MissingDependencyError
+from embodrl.errors import EnvOrderError, MissingDependencyError
 
 if TYPE_CHECKING:
     from typing import Unpack  # not in Python 3.10, which simulators may run in
@@ -131,7 +131,7 @@ class MetaWorldSimulator(Simulator):
     def expert_action(self) -> NDArray[np.float32]:
         """Meta-World's own scripted policy, which sees the state."""
         if self._expert is None:
-            raise EnvError("the expert has not begun", "call expert_reset first")
+            raise EnvOrderError("the expert has not begun", "call expert_reset first")
         return np.clip(self._expert.get_action(self._obs), -1, 1).astype(np.float32)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Diffusion transformer with adaptive layer norms and cross-attention, with the parameter names of diffusers' blocks.
 
-Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023, without its gates; as in GR00T N1.5 (NVIDIA, 2025)
-even blocks attend to a context and odd ones to the sequence itself. Dropout, which that model has in training, is left
+Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023, without its gates; as in GR00T (NVIDIA, 2025) even
+blocks attend to a context and odd ones to the sequence itself. Dropout, which that model has in training, is left
 out: with it the log-probs of a rollout could not be computed again.
 Shapes: B batch, L sequence, S context, D width, C context width, O output width.
 """
@@ -9,7 +9,7 @@ Shapes: B batch, L sequence, S context, D width, C context width, O output width
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,6 +28,8 @@ MAX_PERIOD = 10000.0
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values ``[B,heads,S,head_dim]`` of a context."""
+ContextMask = Tensor | Sequence[Tensor | None] | None
+"""``bool[B,1,1,S]``, False where a context is not seen: one for all blocks, or one each; None if all of it is seen."""
 
 
 @dataclass(frozen=True)
@@ -183,18 +185,19 @@ class DiffusionTransformer(nn.Module):
         blocks = cast("Iterable[DitBlock]", self.transformer_blocks)
         return [None if i % 2 else block.keys_values(context) for i, block in enumerate(blocks)]
 
-    def forward(self, x: Tensor, bucket: Tensor, known: list[KeyValue | None], mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, bucket: Tensor, known: list[KeyValue | None], mask: ContextMask) -> Tensor:
         """Return ``[B,L,O]``.
 
         Args:
             x: ``[B,L,D]``.
             bucket: time, ``int64[B]``.
             known: from ``key_values``.
-            mask: ``bool[B,1,1,S]``, False at padding of the context; None if there is none.
+            mask: of the context.
         """
+        masks = [mask] * len(known) if mask is None or isinstance(mask, Tensor) else mask
         time = F.silu(self.timestep_encoder(bucket))
-        for block, pair in zip(self.transformer_blocks, known, strict=True):
-            seen = None if pair is None else mask
+        for block, pair, of_block in zip(self.transformer_blocks, known, masks, strict=True):
+            seen = None if pair is None else of_block
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, time, pair, seen, use_reentrant=False)
             else:

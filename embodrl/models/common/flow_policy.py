@@ -236,7 +236,11 @@ class FlowPolicy(VLAPolicy):
         raw = to_model(np.asarray(actions, np.float64), self.gripper)[:, None]
         nothing = np.zeros((len(raw), 0, 1, 1, 3), np.uint8)
         observation = Observation(nothing, state.astype(np.float32), [""] * len(raw), np.zeros(len(raw), np.int32))
-        return np.abs(self.stats.normalize(self.relative_to(raw, observation))[:, 0]) >= LEARNABLE
+        return np.abs(self.scaled(self.relative_to(raw, observation))[:, 0]) >= LEARNABLE
+
+    def scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return actions ``[...,A]`` in the model's units, without any clipping."""
+        return self.stats.normalize(actions)
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).
@@ -251,8 +255,9 @@ class FlowPolicy(VLAPolicy):
         v = v.float()
         dims = self.loss_action_dims()
         weight = torch.ones_like(target[..., :1])
+        weight[:, self.action_horizon :] = 0.0
         if "action_mask" in batch:
-            weight = batch["action_mask"][..., None].to(target.dtype)
+            weight[:, : self.action_horizon] = batch["action_mask"][..., None].to(target.dtype)
         total = weight.sum().clamp(min=1.0)
         loss = ((v - (noise - target))[..., :dims].square() * weight).sum() / (total * dims)
         with torch.no_grad():

@@ -118,7 +118,7 @@ def libero_interface(context: Context) -> Interface | None:
     names = [model.unnorm_key or "", checkpoint_name(model)]
     if not any("libero" in name.lower() for name in names):
         return None
-    return replace(LIBERO, gripper=ZERO_CLOSES) if model.model_type == "gr00t" else LIBERO
+    return replace(LIBERO, gripper=ZERO_CLOSES) if str(model.model_type).startswith("gr00t") else LIBERO
 
 
 def flow_family(
@@ -133,12 +133,18 @@ def flow_family(
     uses_state: bool | str = True,
     max_cameras: int = 3,
     actions: str = ACTIONS,
+    suffix: str = "",
+    has_recording: bool = True,
     missing_config: str = "",
 ) -> ModelSpec:
-    """Return the spec of a flow-matching family, which ``embodrl/models/PACKAGE`` builds; see ``ModelSpec``."""
+    """Return the spec of a flow-matching family, which ``embodrl/models/PACKAGE`` builds; see ``ModelSpec``.
+
+    ``suffix`` tells its modules ``build`` and ``parity`` from those of another family in the package; ``parity`` exists
+    where there is a recording of a reference.
+    """
     return ModelSpec(
         name=name,
-        target=f"embodrl.models.{package}.build:build_{name}",
+        target=f"embodrl.models.{package}.build{suffix}:build_{name}",
         description=description,
         settings=settings,
         rules=(rules[0], FLOW, *rules[1:]),
@@ -148,7 +154,7 @@ def flow_family(
         uses_state=uses_state,
         interface=libero_interface,
         max_cameras=max_cameras,
-        parity=f"embodrl.models.{package}.parity:run",
+        parity=f"embodrl.models.{package}.parity{suffix}:run" if has_recording else "",
         sizes=sizes,
         actions=actions,
         missing_config=missing_config,

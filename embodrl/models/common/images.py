@@ -32,6 +32,45 @@ def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
     return _resize(images, height, width, _BICUBIC)
 
 
+def resize_bilinear(images: Tensor, height: int, width: int) -> Tensor:
+    """Resize as ``resize_bicubic``, with Pillow's filter BILINEAR."""
+    return _resize(images, height, width, _BILINEAR)
+
+
+def resize_area(images: Tensor, height: int, width: int) -> Tensor:
+    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]`` as ``cv2.resize(..., INTER_AREA)`` does, within 1 level.
+
+    Where a side shrinks, a pixel is the mean of the area that it covers; where one grows, OpenCV interpolates linearly
+    instead, from positions that depend on areas, too.
+    """
+    if tuple(images.shape[1:3]) == (height, width):
+        return images
+    shrinks = images.shape[1] >= height and images.shape[2] >= width
+    rows, columns = (
+        _area_matrix(size, target, shrinks).to(images.device)
+        for size, target in ((images.shape[1], height), (images.shape[2], width))
+    )
+    total = torch.einsum("yh,bhwc,xw->byxc", rows, images.float(), columns)
+    return total.round().clamp(0, 255).to(torch.uint8).contiguous()
+
+
+def center_crop(images: Tensor, side: int, rounds_down: bool) -> Tensor:
+    """Cut the middle ``uint8[B,side,side,3]``; an odd pixel is left below, or goes to the nearest even offset."""
+    spare = images.shape[1] - side, images.shape[2] - side
+    top, left = (size // 2 if rounds_down else round(size / 2.0) for size in spare)
+    return images[:, top : top + side, left : left + side]
+
+
+def pad_to_square(images: Tensor) -> Tensor:
+    """Put ``uint8[B,H,W,3]`` in the middle of a black square, the thinner bar above or left."""
+    height, width = images.shape[1:3]
+    side = max(height, width)
+    padded = images.new_zeros(len(images), side, side, 3)
+    top, left = (side - height) // 2, (side - width) // 2
+    padded[:, top : top + height, left : left + width] = images
+    return padded
+
+
 def resize_lanczos(images: Tensor, height: int, width: int) -> Tensor:
     """Resize as ``resize_bicubic``, with Pillow's filter LANCZOS of three lobes."""
     return _resize(images, height, width, _LANCZOS)
@@ -142,6 +181,24 @@ def _matrix(size: int, target: int, kernel: Kernel) -> Tensor:
         scaled = weights / weights.sum() * (1 << _PRECISION_BITS)
         matrix[row, first:last] = np.trunc(scaled + np.copysign(0.5, scaled))
     return torch.from_numpy(matrix)
+
+
+@functools.lru_cache(maxsize=16)
+def _area_matrix(size: int, target: int, shrinks: bool) -> Tensor:
+    """Return the filter ``float32[target,size]`` of OpenCV's INTER_AREA."""
+    scale = size / target
+    matrix = np.zeros((target, size))
+    for row in range(target):
+        if shrinks:
+            edges = np.clip(np.arange(size + 1), row * scale, (row + 1) * scale)
+            matrix[row] = np.diff(edges) / scale
+            continue
+        first = math.floor(row * scale)
+        part = (row + 1) - (first + 1) / scale
+        part = 0.0 if part <= 0.0 else part - math.floor(part)
+        matrix[row, first] += 1.0 - part
+        matrix[row, min(first + 1, size - 1)] += part
+    return torch.from_numpy(matrix).float()
 
 
 def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""GR00T N1.5's action head with the parameter names of its public checkpoints (NVIDIA, "GR00T N1.5", 2025).
+"""GR00T's action head with the parameter names of its public checkpoints (NVIDIA, "GR00T N1.5", 2025, and later).
 
 It turns features of images and prompt, the state and a noisy chunk of actions into the velocity of the chunk. Its time
 runs from noise (0) to data (1), opposite to ``common/flow.py``. Weights of encoders and decoder belong to an embodiment
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.models.common.dit import DiffusionTransformer, KeyValue, SelfAttentionTransformer
+from embodrl.models.common.dit import ContextMask, DiffusionTransformer, KeyValue, SelfAttentionTransformer
 from embodrl.models.gr00t.config import ActionHeadSpec
 
 MAX_PERIOD = 10000.0
@@ -101,7 +101,8 @@ class ActionHead(nn.Module):
         self.state_encoder = EmbodimentMlp(robots, spec.max_state_dim, spec.hidden_size, width)
         self.action_encoder = ActionEncoder(robots, spec.action_dim, width)
         self.action_decoder = EmbodimentMlp(robots, spec.hidden_size, spec.hidden_size, spec.action_dim)
-        self.future_tokens = nn.Embedding(spec.num_future_tokens, width)
+        if spec.num_future_tokens:
+            self.future_tokens = nn.Embedding(spec.num_future_tokens, width)
         self.position_embedding = nn.Embedding(spec.max_seq_len, width)
         self.vlln = nn.LayerNorm(spec.backbone_dim)
         self.vl_self_attention = SelfAttentionTransformer(spec.vl)
@@ -114,6 +115,23 @@ class ActionHead(nn.Module):
             mask: ``bool[B,1,1,S]``, False at padding; None if there is none.
         """
         return self.vl_self_attention(self.vlln(features), mask)
+
+    def seen(self, mask: Tensor | None, at_images: Tensor) -> ContextMask:
+        """Return which features each block of the diffusion transformer attends to.
+
+        In N1.5 all; in later versions cross-attending blocks look at images, and every ``text_every``-th, from the
+        first on, at the rest instead.
+
+        Args:
+            mask: ``bool[B,S]``, False at padding; None if there is none.
+            at_images: ``bool[B,S]``, True at image patches.
+        """
+        every = self.spec.text_every
+        if every is None:
+            return None if mask is None else mask[:, None, None]
+        valid = torch.ones_like(at_images) if mask is None else mask
+        images, text = ((valid & part)[:, None, None] for part in (at_images, ~at_images))
+        return [text if block % (2 * every) == 0 else images for block in range(self.spec.dit.num_layers)]
 
     def encode_state(self, state: Tensor, embodiment: Embodiment) -> Tensor:
         """``[B,1,state_dim]`` to ``[B,1,W]``."""
@@ -132,7 +150,7 @@ class ActionHead(nn.Module):
         bucket: Tensor,
         state: Tensor,
         known: list[KeyValue | None],
-        mask: Tensor | None,
+        mask: ContextMask,
         embodiment: Embodiment,
     ) -> tuple[Tensor, Tensor]:
         """Return the velocity ``[B,H,D]``, data minus noise, and the features ``[B,H,F]`` that it is decoded from.
@@ -142,15 +160,21 @@ class ActionHead(nn.Module):
             bucket: time, ``int64[B]``, 0 (noise) to 1000 (data).
             state: from ``encode_state``.
             known: from ``self.model.key_values`` of the processed features.
-            mask: as in ``process_features``.
+            mask: from ``seen``.
             embodiment: whose weights.
         """
         horizon = actions.shape[1]
         tokens = self.action_encoder(actions, bucket, embodiment) + self.position_embedding.weight[:horizon]
-        future = self.future_tokens.weight.expand(len(tokens), -1, -1)
-        sequence = torch.cat([state, future.to(tokens.dtype), tokens], dim=1)
+        parts = [state, tokens]
+        if self.spec.num_future_tokens:
+            parts.insert(1, self.future_tokens.weight.expand(len(tokens), -1, -1).to(tokens.dtype))
+        sequence = torch.cat(parts, dim=1)
         features = self.model(sequence, bucket, known, mask)[:, -horizon:]
         return self.action_decoder(features, embodiment), features
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute the activations of every block in the backward pass."""
+        self.model.gradient_checkpointing = self.vl_self_attention.gradient_checkpointing = True
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights for training from scratch."""
@@ -159,7 +183,8 @@ class ActionHead(nn.Module):
         for module in self.modules():
             if isinstance(module, EmbodimentLinear):
                 module.init_weights(generator, LAST_LAYER_GAIN if module is self.action_decoder.layer2 else 1.0)
-        for embedding in (self.future_tokens, self.position_embedding):
-            embedding.weight.data.normal_(0.0, TOKEN_STD, generator=generator)
+        for embedding in (getattr(self, "future_tokens", None), self.position_embedding):
+            if embedding is not None:
+                embedding.weight.data.normal_(0.0, TOKEN_STD, generator=generator)
         nn.init.ones_(self.vlln.weight)
         nn.init.zeros_(self.vlln.bias)

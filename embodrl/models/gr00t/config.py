@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
@@ -27,7 +28,7 @@ from embodrl.models.common.config_file import (
     size,
 )
 from embodrl.models.common.dit import TransformerSpec
-from embodrl.models.common.norm_stats import stats_sets
+from embodrl.models.common.norm_stats import stats_content, stats_sets
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
 from embodrl.models.gr00t.robots import Keys
 from embodrl.models.gr00t.spec import Gr00tArchitectureConfig
@@ -71,16 +72,17 @@ class ActionHeadSpec:
 
     Attributes:
         dit: the diffusion transformer.
-        vl: self-attention over the features of images and prompt.
+        vl: self-attention over the features of images and prompt; without layers there is none.
         backbone_dim: width of those features.
         hidden_size: output width of the diffusion transformer, and hidden units of state encoder and decoder.
         action_dim, max_state_dim: padded dimensions.
         action_horizon: H.
         num_embodiments: robots with encoders and decoders of their own.
-        num_future_tokens: learned tokens between state and actions.
+        num_future_tokens: learned tokens between state and actions, of N1.5.
         max_seq_len: rows of the position embedding; the first H are used.
         num_timestep_buckets: times are whole numbers up to this.
         noise_beta_alpha, noise_beta_beta, noise_s: distribution of training times.
+        text_every: one of so many cross-attentions looks at the prompt and the others at images; None: all at both.
     """
 
     dit: TransformerSpec
@@ -97,6 +99,7 @@ class ActionHeadSpec:
     noise_beta_alpha: float = 1.5
     noise_beta_beta: float = 1.0
     noise_s: float = 0.999
+    text_every: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,20 @@ class Gr00tConfig:
     raw: Mapping[str, object] = field(default_factory=dict[str, object])
     keys: Mapping[str, Keys] = field(default_factory=dict[str, Keys])
 
+    @property
+    def tokens_per_image(self) -> int:
+        """N."""
+        return self.siglip.num_patches
+
+    @property
+    def patches_per_image(self) -> int:
+        """What the vision transformer sees."""
+        return self.siglip.num_patches
+
+    def files(self) -> dict[str, Mapping[str, object]]:
+        """Return the content of the files beside the weights, by name."""
+        return {CONFIG_FILE: self.to_dict(), str(METADATA_FILE): stats_content(self.metadata)}
+
     def to_dict(self) -> dict[str, object]:
         """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
         head, raw = self.head, fields_of(self.raw, CONFIG_FILE)
@@ -138,7 +155,7 @@ class Gr00tConfig:
             "diffusion_model_cfg": {
                 **{"dropout": 0.2, "final_dropout": True, "positional_embeddings": None},
                 **raw_head.fields("diffusion_model_cfg", {}).content,
-                **_transformer_dict(head.dit),
+                **transformer_dict(head.dit),
                 "cross_attention_dim": head.backbone_dim,
                 "interleave_self_attention": True,
                 "norm_type": "ada_norm",
@@ -160,7 +177,7 @@ class Gr00tConfig:
             "vl_self_attention_cfg": {
                 **{"dropout": 0.2, "final_dropout": True, "positional_embeddings": None},
                 **raw_head.fields("vl_self_attention_cfg", {}).content,
-                **_transformer_dict(head.vl),
+                **transformer_dict(head.vl),
             },
         }
         return {
@@ -205,7 +222,9 @@ class Gr00tConfig:
         """
         fields = fields_of(raw, source)
         _reject_other_models(fields)
-        head = _head_spec(fields.fields("action_head_cfg"))
+        head = head_spec(fields.fields("action_head_cfg"))
+        if not head.vl.num_layers:
+            fields.refuse("'action_head_cfg.vl_self_attention_cfg' is missing")
         own = fields.fields(OWN_SECTION, {})
         qwen = qwen3_1_7b(size(fields.fields("backbone_cfg"), "num_layers", key="select_layer"))
         siglip = SO400M_224
@@ -215,7 +234,7 @@ class Gr00tConfig:
             check_multiple(own.fields("qwen"), "num_attention_heads", "num_key_value_heads")
             siglip = read_vit(siglip, own.fields("siglip"))
         if head.backbone_dim != qwen.hidden_size:
-            _refuse(source, "backbone_embedding_dim", head.backbone_dim, f"it is {qwen.hidden_size} in GR00T N1.5")
+            refuse(source, "backbone_embedding_dim", head.backbone_dim, f"it is {qwen.hidden_size} in GR00T N1.5")
         ids = own.fields("embodiment_ids", EMBODIMENT_IDS)
         return Gr00tConfig(
             siglip,
@@ -292,7 +311,8 @@ def _keys(robots: Fields) -> dict[str, Keys]:
     return found
 
 
-def _transformer_dict(spec: TransformerSpec) -> dict[str, int]:
+def transformer_dict(spec: TransformerSpec) -> dict[str, int]:
+    """Return what config.json calls the dimensions of a transformer."""
     return {
         "num_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
@@ -300,13 +320,27 @@ def _transformer_dict(spec: TransformerSpec) -> dict[str, int]:
     }
 
 
-def _transformer_spec(fields: Fields) -> TransformerSpec:
+def transformer_spec(fields: Fields) -> TransformerSpec:
+    """Return the dimensions of a transformer without positions of its own.
+
+    Raises:
+        CheckpointError: it has positions, or a dimension is missing or invalid.
+    """
     if fields.content.get("positional_embeddings") is not None:
-        _refuse(fields.source, "positional_embeddings", fields.content["positional_embeddings"], "GR00T N1.5 has null")
-    return TransformerSpec(*(size(fields, name) for name in _transformer_dict(TransformerSpec(0, 0, 0))))
+        refuse(fields.source, "positional_embeddings", fields.content["positional_embeddings"], "GR00T has null")
+    return TransformerSpec(*(size(fields, name) for name in transformer_dict(TransformerSpec(0, 0, 0))))
 
 
-def _head_spec(head: Fields) -> ActionHeadSpec:
+def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
+    """Return the dimensions of an action head, as all versions name them.
+
+    Args:
+        head: of config.json.
+        action_dim: name of the padded dimensions of actions.
+
+    Raises:
+        CheckpointError: a dimension is missing, invalid or not supported.
+    """
     model = head.fields("diffusion_model_cfg")
     for holder, name, wanted in (
         (model, "interleave_self_attention", True),
@@ -315,18 +349,19 @@ def _head_spec(head: Fields) -> ActionHeadSpec:
         (head, "use_vlln", True),
     ):
         if holder.content.get(name, wanted) != wanted:
-            _refuse(holder.source, name, holder.content[name], f"GR00T N1.5 has {wanted}")
-    dit = _transformer_spec(model)
+            refuse(holder.source, name, holder.content[name], f"GR00T has {wanted}")
+    dit = transformer_spec(model)
     hidden_size = size(head, "hidden_size", 1024)
     for holder, name, wanted in ((head, "input_embedding_dim", dit.width), (model, "output_dim", hidden_size)):
         if (found := size(holder, name, wanted)) != wanted:
-            _refuse(holder.source, name, found, f"the other dimensions ask for {wanted}")
+            refuse(holder.source, name, found, f"the other dimensions ask for {wanted}")
+    vl = head.fields("vl_self_attention_cfg", {})
     spec = ActionHeadSpec(
         dit,
-        _transformer_spec(head.fields("vl_self_attention_cfg")),
+        transformer_spec(vl) if vl.content else TransformerSpec(0, 0, 0),
         size(head, "backbone_embedding_dim"),
         hidden_size,
-        size(head, "action_dim"),
+        size(head, "action_dim", key=action_dim),
         size(head, "max_state_dim"),
         size(head, "action_horizon"),
     )
@@ -352,13 +387,14 @@ def _reject_other_models(fields: Fields) -> None:
     backbone = fields.fields("backbone_cfg")
     for name in ("project_to_dim", "reproject_vision"):
         if backbone.content.get(name):
-            _refuse(backbone.source, name, backbone.content[name], "GR00T N1.5 goes without")
+            refuse(backbone.source, name, backbone.content[name], "GR00T N1.5 goes without")
 
 
-def _refuse(source: str, name: str, found: object, reason: str) -> None:
+def refuse(source: str, name: str, found: object, reason: str) -> NoReturn:
+    """Raise a CheckpointError about a value that is not supported."""
     raise CheckpointError(
         f"{source}: {name} {found} is not supported; {reason}",
-        "use a checkpoint of GR00T N1.5",
+        "use NVIDIA's checkpoint of GR00T",
         code="checkpoint-unsupported",
     )
 

@@ -1,4 +1,4 @@
-"""GR00T N1.5 as a reinforcement-learning policy.
+"""GR00T as a reinforcement-learning policy.
 
 Shapes: B batch, V cameras, H predicted actions, D padded action dimensions, S tokens of images and prompt, E hidden
 size of the language model, W width of the diffusion transformer.
@@ -6,31 +6,32 @@ size of the language model, W width of the diffusion transformer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common import checkpoint
-from embodrl.models.common.config_file import CONFIG_FILE
-from embodrl.models.common.dit import KeyValue
+from embodrl.models.common.dit import ContextMask, KeyValue
 from embodrl.models.common.flow import NoiseHead, Velocity, reversed_velocity
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
-from embodrl.models.common.norm_stats import stats_content
 from embodrl.models.common.value_head import ValueHead, masked_mean
-from embodrl.models.gr00t.config import METADATA_FILE
-from embodrl.models.gr00t.modeling import Gr00tModel
+from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN17Model
 from embodrl.models.gr00t.processing import Gr00tProcessor
 from embodrl.models.gr00t.robots import RobotStats
 from embodrl.types import Observation
 
-SIGLIP_MEAN_AND_STD = 0.5
+MEAN_AND_STD = 0.5
+"""Of pixels, for SigLIP and Qwen3-VL."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ class Gr00tContext:
     Attributes:
         features: ``[B,S,E]`` of images and prompt, as actions see them.
         mask: ``bool[B,S]``, False at padding; None if there is none.
+        seen: which features each block of the action head attends to.
         known: keys and values of the features for each block.
         state: ``[B,1,W]``.
     """
 
     features: Tensor
     mask: Tensor | None
+    seen: ContextMask
     known: list[KeyValue | None]
     state: Tensor
 
@@ -67,7 +70,7 @@ class Gr00tPolicy(FlowPolicy):
 
     def __init__(
         self,
-        model: Gr00tModel,
+        model: Gr00tModel | Gr00tN17Model,
         processor: Gr00tProcessor,
         robot: RobotStats,
         config: FlowModelConfig,
@@ -78,7 +81,38 @@ class Gr00tPolicy(FlowPolicy):
         super().__init__(robot.action, config, head.action_horizon, head.action_dim, "prefix", value_head, noise_head)
         self.model = model
         self.processor = processor
+        self.robot = robot
         self.embodiment = embodiment_id(robot.name, model.config.embodiment_ids, head.num_embodiments)
+
+    @property
+    def action_horizon(self) -> int:
+        return self.horizon if self.robot.horizon is None else self.robot.horizon
+
+    def scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return actions ``[...,A]`` in the model's units, without any clipping."""
+        return self.robot.action.scale(actions)
+
+    def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Count those actions from the state that the model learned so."""
+        return self._shifted(actions, observation, -1.0)
+
+    def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Undo ``relative_to`` on un-normalised actions ``[B,C,A]``."""
+        return self._shifted(actions, observation, 1.0)
+
+    def _shifted(self, actions: NDArray[np.float64], observation: Observation, sign: float) -> NDArray[np.float64]:
+        if not self.robot.relative:
+            return actions
+        if not observation.state.shape[1]:
+            raise EmbodrlError(
+                "actions of this checkpoint are counted from the robot's state, and there is none",
+                "set env.include_state=true",
+                code="state-size",
+            )
+        shifted = actions.copy()
+        for part, origin in self.robot.relative:
+            shifted[..., part] += sign * observation.state[:, None, origin]
+        return shifted
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``images uint8[B,V,H,W,3]``, ``input_ids``, ``attention_mask`` and ``state``; see Gr00tProcessor."""
@@ -89,23 +123,22 @@ class Gr00tPolicy(FlowPolicy):
         head, dtype = self.model.action_head, self.model.action_head.vlln.weight.dtype
         input_ids, mask = trimmed(inputs["input_ids"], inputs["attention_mask"])
         images = inputs["images"]
-        half = torch.tensor(SIGLIP_MEAN_AND_STD, device=images.device)
+        half = torch.tensor(MEAN_AND_STD, device=images.device)
         pixels = normalize(images.flatten(0, 1), half, half).to(dtype).unflatten(0, images.shape[:2])
-        eagle = self.model.backbone.eagle_model
-        features = eagle(pixels, input_ids, self.processor.tokenizer.image_token_id, mask)
-        seen = None if mask is None else mask[:, None, None]
-        features = head.process_features(features, seen)
+        image_token_id = self.processor.tokenizer.image_token_id
+        features = self.model.features(pixels, input_ids, image_token_id, mask)
+        features = head.process_features(features, None if mask is None else mask[:, None, None])
+        seen = head.seen(mask, input_ids == image_token_id)
         state = head.encode_state(inputs["state"][:, None].to(dtype), self.embodiment)
-        return Gr00tContext(features, mask, head.model.key_values(features), state)
+        return Gr00tContext(features, mask, seen, head.model.key_values(features), state)
 
     def velocity(self, context: Gr00tContext) -> Velocity:
         """Return the network, whose time runs from noise to data, turned round."""
         head = self.model.action_head
-        mask = None if context.mask is None else context.mask[:, None, None]
 
         def towards_data(x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
             actions = x.to(head.action_encoder.W1.W.dtype)
-            return head(actions, head.buckets(time), context.state, context.known, mask, self.embodiment)
+            return head(actions, head.buckets(time), context.state, context.known, context.seen, self.embodiment)
 
         return reversed_velocity(towards_data)
 
@@ -126,10 +159,9 @@ class Gr00tPolicy(FlowPolicy):
 
     def parts(self) -> dict[str, nn.Module]:
         """The connector belongs to ``vision``."""
-        eagle = self.model.backbone.eagle_model
         return {
-            "vision": nn.ModuleList([eagle.vision_model, eagle.mlp1]),
-            "language": eagle.language_model,
+            "vision": self.model.vision,
+            "language": self.model.language,
             "action_expert": self.model.action_head,
             **self.own_heads(),
         }
@@ -139,7 +171,7 @@ class Gr00tPolicy(FlowPolicy):
         return list(self.model.action_head.action_decoder.layer2.parameters())
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return Qwen's output layer and SigLIP's pooling head, where the checkpoint has them."""
+        """Return what checkpoints have and nothing runs, as Qwen's output layer."""
         return self.model.unused_parameters()
 
     def enable_gradient_checkpointing(self) -> None:
@@ -147,7 +179,7 @@ class Gr00tPolicy(FlowPolicy):
         self.model.enable_gradient_checkpointing()
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write config.json, safetensors (adapters merged), experiment_cfg/metadata.json and tokenizer.json.
+        """Write safetensors (adapters merged), the files of the checkpoint's layout and tokenizer.json.
 
         The heads that embodrl adds go to files of their own, so that the rest is a plain GR00T checkpoint. The
         directory appears, or is replaced, in one step.
@@ -162,11 +194,10 @@ class Gr00tPolicy(FlowPolicy):
 
     def write_files(self, directory: Path) -> None:
         """Write what ``save_pretrained`` writes beside the weights."""
-        config = self.model.config
         save_heads(directory, self.value_head, self.noise_head)
-        checkpoint.write_json(directory / CONFIG_FILE, config.to_dict())
-        (directory / METADATA_FILE).parent.mkdir()
-        checkpoint.write_json(directory / METADATA_FILE, stats_content(config.metadata))
+        for name, content in self.model.config.files().items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            checkpoint.write_json(directory / name, content)
         self.processor.tokenizer.save(directory)
 
 
@@ -185,7 +216,7 @@ def trimmed(input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     return input_ids, None if bool(kept.all()) else kept
 
 
-def embodiment_id(name: str, known: dict[str, int], count: int) -> int:
+def embodiment_id(name: str, known: Mapping[str, int], count: int) -> int:
     """Return the number of a robot's encoders.
 
     Raises:
@@ -194,7 +225,8 @@ def embodiment_id(name: str, known: dict[str, int], count: int) -> int:
     if name not in known:
         raise CheckpointError(
             f"no number of encoders is known for the robot '{name}'; known: {', '.join(known)}",
-            f'add it to config.json of the checkpoint: "embodrl": {{"embodiment_ids": {{"{name}": NUMBER}}}}',
+            f'add "{name}": NUMBER to embodiment_id.json of the checkpoint; of N1.5, to config.json'
+            f' "embodrl": {{"embodiment_ids": {{"{name}": NUMBER}}}}',
             code="gr00t-robot",
         )
     if known[name] >= count:

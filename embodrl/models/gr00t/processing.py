@@ -8,6 +8,7 @@ Shapes: B batch, V cameras, H x W pixels, N image patches, L text tokens.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -54,13 +55,17 @@ class ChatTokenizer(FileTokenizer):
         CheckpointError: it lacks a special token.
     """
 
+    special_tokens: ClassVar[tuple[str, ...]] = SPECIAL_TOKENS
+    image_token: ClassVar[str] = IMAGE_TOKEN
+    model: ClassVar[str] = "Eagle 2.5"
+
     def __init__(self, tokenizer: Tokenizer, source: str) -> None:
-        image_token_id = tokenizer.token_to_id(IMAGE_TOKEN)
-        missing = [token for token in SPECIAL_TOKENS if tokenizer.token_to_id(token) is None]
+        image_token_id = tokenizer.token_to_id(self.image_token)
+        missing = [token for token in self.special_tokens if tokenizer.token_to_id(token) is None]
         if image_token_id is None or missing:
             raise CheckpointError(
                 f"the tokenizer of {source} has no {', '.join(missing)}",
-                "use the tokenizer of Eagle 2.5",
+                f"use the tokenizer of {self.model}",
                 code="tokenizer-mismatch",
             )
         super().__init__(tokenizer)
@@ -71,11 +76,11 @@ class ChatTokenizer(FileTokenizer):
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def tiny_chat_tokenizer() -> ChatTokenizer:
+def tiny_chat_tokenizer(kind: type[ChatTokenizer] = ChatTokenizer) -> ChatTokenizer:
     """Return the shipped tokenizer with the chat's special tokens behind its own."""
     tokenizer = read_tokenizer(TINY_TOKENIZER)
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return ChatTokenizer(tokenizer, "embodrl")
+    tokenizer.add_special_tokens(list(kind.special_tokens))
+    return kind(tokenizer, "embodrl")
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -84,7 +89,7 @@ def has_tokenizer(directory: Path) -> bool:
     return "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names
 
 
-def load_chat_tokenizer(directory: Path) -> ChatTokenizer:
+def load_chat_tokenizer(directory: Path, kind: type[ChatTokenizer] = ChatTokenizer) -> ChatTokenizer:
     """Return the tokenizer in tokenizer.json, or in vocab.json, merges.txt and what else Qwen's tokenizer has.
 
     Raises:
@@ -92,7 +97,7 @@ def load_chat_tokenizer(directory: Path) -> ChatTokenizer:
     """
     path = directory / "tokenizer.json"
     if path.is_file():
-        return ChatTokenizer(read_tokenizer(path), str(directory))
+        return kind(read_tokenizer(path), str(directory))
     from transformers import Qwen2Tokenizer
 
     try:
@@ -101,7 +106,7 @@ def load_chat_tokenizer(directory: Path) -> ChatTokenizer:
         tokenizer.no_truncation()
     except Exception as error:  # tokenizers raises plain Exception for invalid content
         raise PolicyFileError(f"{directory} has no readable tokenizer: {error}", "fetch the files again") from error
-    return ChatTokenizer(tokenizer, str(directory))
+    return kind(tokenizer, str(directory))
 
 
 class Gr00tProcessor:
@@ -117,6 +122,8 @@ class Gr00tProcessor:
         state_stats: normalise states; None uses them as they are.
         max_state_dim: states are padded to this with zeros.
     """
+
+    section: ClassVar[str] = "model.gr00t"
 
     def __init__(
         self,
@@ -139,6 +146,14 @@ class Gr00tProcessor:
         self.max_state_dim = max_state_dim
         self._rows: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
 
+    def chat(self, instruction: str, num_images: int) -> str:
+        """Return the prompt."""
+        return chat(instruction, num_images, self.num_patches, self.system_prompt)
+
+    def resized(self, images: Tensor) -> Tensor:
+        """Return images ``uint8[B,H,W,3]`` at the model's size."""
+        return crop_side_and_resize(images, self.image_size, self.image_size, self.crop_side)
+
     def prompt_row(self, instruction: str, num_images: int) -> tuple[list[int], list[int]]:
         """Return ``L + V N`` ids and mask, padded on the left.
 
@@ -151,13 +166,13 @@ class Gr00tProcessor:
         """
         key = (instruction, num_images)
         if key not in self._rows:
-            ids = self.tokenizer.encode(chat(instruction, num_images, self.num_patches, self.system_prompt))
+            ids = self.tokenizer.encode(self.chat(instruction, num_images))
             text = len(ids) - num_images * self.num_patches
             space = self.max_prompt_tokens - text
             if space < 0:
                 raise EmbodrlError(
                     f"the prompt for '{instruction}' has {text} tokens; at most {self.max_prompt_tokens} fit",
-                    f"set model.gr00t.max_prompt_tokens={text} or more",
+                    f"set {self.section}.max_prompt_tokens={text} or more",
                     code="prompt-too-long",
                 )
             self._rows[key] = ([PAD_ID] * space + ids, [0] * space + [1] * len(ids))
@@ -178,7 +193,7 @@ class Gr00tProcessor:
                 "GR00T sees cameras, the observation has none", "configure one in env.cameras", code="num-cameras"
             )
         images = torch.tensor(observation.images, device=device).flatten(0, 1)  # a copy: the source may be reused
-        images = crop_side_and_resize(images, self.image_size, self.image_size, self.crop_side)
+        images = self.resized(images)
         rows = [self.prompt_row(text, num_images) for text in observation.instruction]
         return {
             "images": images.unflatten(0, (batch, num_images)),
@@ -208,7 +223,7 @@ class Gr00tProcessor:
         if width > self.max_state_dim:
             raise EmbodrlError(
                 f"the robot's state has {width} dimensions, the model has room for {self.max_state_dim}",
-                f"set model.gr00t.max_state_dim={width} or more, or env.include_state=false",
+                f"set {self.section}.max_state_dim={width} or more, or env.include_state=false",
                 code="state-size",
             )
         padded[:, :width] = state if self.state_stats is None else self.state_stats.normalize(state)

@@ -23,7 +23,7 @@ from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, rea
 
 logger = logging.getLogger(__name__)
 
-Mode = Literal["min_max", "mean_std", "q99", "binary", "sin_cos", "identity"]
+Mode = Literal["min_max", "mean_std", "q99", "binary", "sin_cos", "identity", "bounded"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _STATE_ONLY = "sin_cos"
 _POSE = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
@@ -63,10 +63,11 @@ class KeyStats:
 
     Attributes:
         name: of the key.
-        mode: ``min_max`` and ``q99`` (clipped) map a range to [-1, 1], ``mean_std`` the mean to 0; a dimension without
-            range gives 0 (min_max) or stays as it is; ``binary`` is 1 above one half; ``sin_cos`` gives sines, then
-            cosines, of a state.
-        low, high: ends of the range, or the mean less and plus the deviation, ``float64[A]``.
+        mode: ``min_max``, ``q99`` (clipped) and ``bounded`` (clipped both ways) map a range to [-1, 1], ``mean_std``
+            the mean to 0; a dimension without range gives 0 (min_max, bounded) or stays as it is; ``binary`` is 1 above
+            one half; ``sin_cos`` gives sines, then cosines, of a state.
+        low, high: ends of the range, or the mean less and plus the deviation, ``float64[A]``, or ``float64[H,A]`` of
+            actions that have another range at each step of a chunk.
     """
 
     name: str
@@ -77,7 +78,7 @@ class KeyStats:
     @property
     def dims(self) -> int:
         """A."""
-        return len(self.low)
+        return self.low.shape[-1]
 
     @property
     def width(self) -> int:
@@ -85,7 +86,12 @@ class KeyStats:
         return self.dims * (2 if self.mode == _STATE_ONLY else 1)
 
     def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """``[...,A]`` in environment units to ``[...,W]``."""
+        """``[...,A]`` in environment units to ``[...,W]``; ``[...,H,A]`` where ranges are those of steps."""
+        scaled = self.scale(values)
+        return np.clip(scaled, -1.0, 1.0) if self.mode in ("q99", "bounded") else scaled
+
+    def scale(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return what ``normalize`` does, without clipping."""
         x = np.asarray(values, dtype=np.float64)
         if self.mode == "binary":
             return (x > 0.5).astype(np.float64)
@@ -93,10 +99,10 @@ class KeyStats:
             return np.concatenate([np.sin(x), np.cos(x)], axis=-1)
         if self.mode == "identity":
             return x
-        span = self.high - self.low
-        scaled = 2.0 * (x - self.low) / np.where(span == 0.0, 1.0, span) - 1.0
-        scaled = np.where(span == 0.0, 0.0 if self.mode == "min_max" else x, scaled)
-        return np.clip(scaled, -1.0, 1.0) if self.mode == "q99" else scaled
+        low, span = self._range(x)
+        empty = np.isclose(span + low, low) if self.mode == "bounded" else span == 0.0
+        scaled = 2.0 * (x - low) / np.where(empty, 1.0, span) - 1.0
+        return np.where(empty, x if self.mode in ("mean_std", "q99") else 0.0, scaled)
 
     def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
         """``[...,A]`` to environment units, the inverse where there is one."""
@@ -104,7 +110,14 @@ class KeyStats:
             return (actions > 0.5).astype(np.float64)
         if self.mode == "identity":
             return actions
-        return 0.5 * (actions + 1.0) * (self.high - self.low) + self.low
+        low, span = self._range(actions)
+        within = np.clip(actions, -1.0, 1.0) if self.mode == "bounded" else actions
+        return 0.5 * (within + 1.0) * span + low
+
+    def _range(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the lower end and the width of the range, of the steps that there are."""
+        rows = slice(values.shape[-2]) if self.low.ndim == 2 else slice(None)
+        return self.low[rows], self.high[rows] - self.low[rows]
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,10 @@ class JoinedStats:
         """``[...,A]`` in environment units to ``[...,W]``."""
         return self._each(values, lambda key, part: key.normalize(part))
 
+    def scale(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return what ``normalize`` does, without clipping."""
+        return self._each(values, lambda key, part: key.scale(part))
+
     def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
         """``[...,A]`` to environment units."""
         return self._each(actions, lambda key, part: key.unnormalize(part))
@@ -143,11 +160,21 @@ class JoinedStats:
 
 @dataclass(frozen=True)
 class RobotStats:
-    """Statistics of a robot: of its actions, and of its state unless it is used as it is."""
+    """Statistics of a robot: of its actions, and of its state unless it is used as it is.
+
+    Attributes:
+        name: of the robot.
+        action: of the actions that the model predicts.
+        state: None if it is used as it is.
+        horizon: of the predicted actions, how many the robot was trained with; None for all.
+        relative: slices of action and state dimensions; those actions are counted from the state.
+    """
 
     name: str
     action: JoinedStats
     state: JoinedStats | None
+    horizon: int | None = None
+    relative: tuple[tuple[slice, slice], ...] = ()
 
 
 def identity_metadata(name: str, action_dim: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""GR00T N1.5: settings, facts and rules. Imports no torch."""
+"""GR00T N1.5, N1.6 and N1.7: settings, facts and rules. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,35 +19,45 @@ from embodrl.models.common.flow_spec import (
 )
 
 
-class Gr00tArchitectureConfig(Section):
-    """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
+class Gr00tSizes(Section):
+    """Dimensions that all versions have, of a GR00T built without a checkpoint."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
-    siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
-    hidden_size: PositiveInt = Field(default=128, description="Qwen3 hidden size")
-    intermediate_size: PositiveInt = Field(default=352, description="Qwen3 MLP size")
-    num_hidden_layers: PositiveInt = Field(default=3, description="Qwen3 layers that are kept")
-    num_attention_heads: PositiveInt = Field(default=4, description="Qwen3 query heads")
+    hidden_size: PositiveInt = Field(default=128, description="language model hidden size")
+    intermediate_size: PositiveInt = Field(default=352, description="language model MLP size")
+    num_hidden_layers: PositiveInt = Field(default=3, description="language model layers that are kept")
+    num_attention_heads: PositiveInt = Field(default=4, description="language model query heads")
     num_key_value_heads: PositiveInt = Field(
-        default=2, description="Qwen3 key and value heads; divides the query heads"
+        default=2, description="language model key and value heads; divides the query heads"
     )
-    head_dim: PositiveInt = Field(default=32, description="Qwen3 head dimension; even")
+    head_dim: PositiveInt = Field(default=32, description="language model head dimension; even")
     dit_num_layers: PositiveInt = Field(
         default=4, description="DiT blocks; even ones cross-attend, odd ones self-attend"
     )
     dit_num_heads: PositiveInt = Field(default=4, description="DiT heads")
     dit_head_dim: PositiveInt = Field(default=24, description="DiT head dimension; width = heads x head dimension")
     dit_output_dim: PositiveInt = Field(default=64, description="DiT output and hidden size of the action decoder")
-    vl_num_layers: PositiveInt = Field(default=1, description="self-attention blocks over the backbone's features")
-    vl_num_heads: PositiveInt = Field(default=4, description="their heads; times vl_head_dim it is hidden_size")
-    vl_head_dim: PositiveInt = Field(default=32, description="their head dimension")
     num_embodiments: PositiveInt = Field(default=2, description="robots with encoders and decoders of their own")
     max_action_dim: PositiveInt = Field(default=8, description="actions are padded to this with zeros")
     max_state_dim: PositiveInt = Field(default=32, description="states are padded to this with zeros")
     action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
-    num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
     max_prompt_tokens: PositiveInt = Field(default=64, description="prompts are padded to this length")
+
+
+class _FeatureBlocks(Section):
+    """Self-attention over the features of images and prompt, which N1.6 lacks."""
+
+    vl_num_layers: PositiveInt = Field(default=1, description="self-attention blocks over the backbone's features")
+    vl_num_heads: PositiveInt = Field(default=4, description="their heads; times vl_head_dim it is hidden_size")
+    vl_head_dim: PositiveInt = Field(default=32, description="their head dimension")
+
+
+class Gr00tArchitectureConfig(_FeatureBlocks, Gr00tSizes):
+    """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
+
+    siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
+    num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
     crop_side: Fraction = Field(
         default=0.95,
         gt=0,
@@ -56,11 +66,27 @@ class Gr00tArchitectureConfig(Section):
     action_keys: tuple[str, ...] | None = Field(
         default=None,
         description="of a checkpoint: parts of the robot's action in metadata.json, in order, each NAME or NAME:MODE"
-        " (min_max, mean_std, q99, binary, identity); null: as the robot's data configuration, else all by min_max",
+        " (min_max, mean_std, q99, binary, identity, bounded); null: as the robot's data configuration, else all by"
+        " min_max",
     )
     state_keys: tuple[str, ...] | None = Field(
         default=None, description="of its state, likewise; also with MODE sin_cos"
     )
+
+
+class Gr00tTiledSizes(Gr00tSizes):
+    """Dimensions of a GR00T N1.6 or N1.7 built without a checkpoint."""
+
+    merge_size: PositiveInt = Field(default=2, description="this many patches along each side become one token")
+    vision: SiglipConfig = Field(default=SiglipConfig(), description="vision; head dimensions divisible by 4")
+
+
+class Gr00tN16ArchitectureConfig(Gr00tTiledSizes):
+    """Dimensions of a GR00T N1.6 built without a checkpoint."""
+
+
+class Gr00tN17ArchitectureConfig(_FeatureBlocks, Gr00tTiledSizes):
+    """Dimensions of a GR00T N1.7 built without a checkpoint."""
 
 
 class Gr00tModelConfig(FlowModelConfig):
@@ -69,7 +95,23 @@ class Gr00tModelConfig(FlowModelConfig):
     gr00t: Gr00tArchitectureConfig = Field(default=Gr00tArchitectureConfig(), description="dimensions of the tiny size")
 
 
-RULES = RuleSet()
+class Gr00tN16ModelConfig(FlowModelConfig):
+    """A GR00T N1.6."""
+
+    gr00t_n1_6: Gr00tN16ArchitectureConfig = Field(
+        default=Gr00tN16ArchitectureConfig(), description="dimensions of the tiny size"
+    )
+
+
+class Gr00tN17ModelConfig(FlowModelConfig):
+    """A GR00T N1.7."""
+
+    gr00t_n1_7: Gr00tN17ArchitectureConfig = Field(
+        default=Gr00tN17ArchitectureConfig(), description="dimensions of the tiny size"
+    )
+
+
+RULES, RULES_N1_6, RULES_N1_7 = RuleSet(), RuleSet(), RuleSet()
 
 
 @RULES.rule("model.model_type", "model.model_path", "model.gr00t", "model.num_action_chunks", "model.action_dim")
@@ -81,6 +123,35 @@ def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
     shape = context.model(Gr00tModelConfig).gr00t
     yield from divides(f"{base}.patch_size", f"{base}.image_size", shape.patch_size, shape.image_size)
     yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
+    yield from _sizes_fit(context, base, shape)
+
+
+@RULES_N1_6.rule(
+    "model.model_type", "model.model_path", "model.gr00t_n1_6", "model.num_action_chunks", "model.action_dim"
+)
+def gr00t_n1_6_dimensions_fit(context: Context) -> Iterator[Finding]:
+    """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny N1.6."""
+    if context.config.model.model_path is None:
+        yield from _tiles_fit(context, "model.gr00t_n1_6", context.model(Gr00tN16ModelConfig).gr00t_n1_6)
+
+
+@RULES_N1_7.rule(
+    "model.model_type", "model.model_path", "model.gr00t_n1_7", "model.num_action_chunks", "model.action_dim"
+)
+def gr00t_n1_7_dimensions_fit(context: Context) -> Iterator[Finding]:
+    """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny N1.7."""
+    if context.config.model.model_path is None:
+        yield from _tiles_fit(context, "model.gr00t_n1_7", context.model(Gr00tN17ModelConfig).gr00t_n1_7)
+
+
+def _tiles_fit(context: Context, base: str, shape: Gr00tTiledSizes) -> Iterator[Finding]:
+    tile, vision = shape.patch_size * shape.merge_size, shape.vision
+    yield from divides(f"{base}.patch_size", f"{base}.image_size", tile, shape.image_size)
+    yield from divides(f"{base}.vision.num_heads", f"{base}.vision.width", 4 * vision.num_heads, vision.width)
+    yield from _sizes_fit(context, base, shape)
+
+
+def _sizes_fit(context: Context, base: str, shape: Gr00tSizes) -> Iterator[Finding]:
     yield from divides(
         f"{base}.num_key_value_heads",
         f"{base}.num_attention_heads",
@@ -88,8 +159,8 @@ def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
         shape.num_attention_heads,
     )
     yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
-    width = shape.vl_num_heads * shape.vl_head_dim
-    if width != shape.hidden_size:
+    width = shape.vl_num_heads * shape.vl_head_dim if isinstance(shape, _FeatureBlocks) else shape.hidden_size
+    if isinstance(shape, _FeatureBlocks) and width != shape.hidden_size:
         yield Finding(
             f"{base}.vl_head_dim",
             f"{shape.vl_num_heads} heads x {shape.vl_head_dim} = {width}, and hidden_size is {shape.hidden_size}",
@@ -108,6 +179,17 @@ def gr00t_crops_by_its_own_setting(context: Context) -> Iterator[Finding]:
         yield Finding("model.center_crop", message, "leave it out", others=("model.gr00t.crop_side",))
 
 
+def _crops_as_its_files_say(context: Context) -> Iterator[Finding]:
+    """GR00T N1.6 and N1.7 crop by their processor_config.json."""
+    if context.config.model.center_crop:
+        message = "has no effect: this GR00T cuts the middle as processor_config.json says, by 0.95 at tiny size"
+        yield Finding("model.center_crop", message, "leave it out")
+
+
+for _rules in (RULES_N1_6, RULES_N1_7):
+    _rules.note("model.model_type", "model.center_crop")(_crops_as_its_files_say)
+
+
 SPEC = flow_family(
     "gr00t",
     "gr00t",
@@ -117,4 +199,27 @@ SPEC = flow_family(
     sizes="2.1 M (tiny), about 2.7 B",
     actions=f"{ACTIONS}, encoders a robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
+)
+N1_7 = flow_family(
+    "gr00t_n1_7",
+    "gr00t",
+    "GR00T N1.7: Qwen3-VL and a flow-matching diffusion transformer",
+    Gr00tN17ModelConfig,
+    (RULES_N1_7,),
+    sizes="2.7 M (tiny), about 3.1 B",
+    actions=f"{ACTIONS}, encoders a robot",
+    checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
+    suffix="_n1_7",
+)
+N1_6 = flow_family(
+    "gr00t_n1_6",
+    "gr00t",
+    "GR00T N1.6: SigLIP 2, Qwen3 and a flow-matching diffusion transformer of twice the depth",
+    Gr00tN16ModelConfig,
+    (RULES_N1_6,),
+    sizes="1.9 M (tiny), about 3.3 B",
+    actions=f"{ACTIONS}, encoders a robot",
+    checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",
+    suffix="_n1_6",
+    has_recording=False,
 )

@@ -16,6 +16,7 @@ JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 PALIGEMMA = "google/paligemma-3b-pt-224"
 _BOS = ("<bos>", "<s>")
+_PICTURE = "<image>"
 
 
 class TextTokenizer(ABC):
@@ -50,7 +51,9 @@ class JsonTokenizer(TextTokenizer):
                 f"{path} has no {' or '.join(_BOS)}", f"use the tokenizer of {PALIGEMMA}", code="tokenizer-mismatch"
             )
         self.bos_id = bos
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        # transformers adds it behind PaliGemma's vocabulary, for the place of a picture; no embedding has a row for it.
+        self.vocab_size = size - (self._tokenizer.token_to_id(_PICTURE) == size - 1)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

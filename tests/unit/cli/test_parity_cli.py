@@ -135,6 +135,7 @@ def test_the_family_may_be_given(tmp_path: Path) -> None:
         ("pi05", "pi05"),
         ("my.pi05.recording", "pi05"),
         ("gr00t_n1_5_action_head", "gr00t"),
+        ("gr00t_n1_7", "gr00t_n1_7"),
     ],
 )
 def test_the_longest_name_in_the_folders_name_counts(name: str, family: str) -> None:
@@ -144,7 +145,7 @@ def test_the_longest_name_in_the_folders_name_counts(name: str, family: str) -> 
 @pytest.mark.parametrize("name", ["pi", "pi055", "openvl", "no_recording"])
 def test_another_folder_is_of_no_family(name: str) -> None:
     with raises_code(
-        "usage", UsageError, "openvla", "openvla_oft", "pi0", "pi05", "gr00t", "smolvla", "doubler"
+        "usage", UsageError, "openvla", "openvla_oft", "pi0", "pi05", "gr00t", "gr00t_n1_7", "smolvla", "doubler"
     ) as refused:
         family_of(Path(name))
     assert "--family" in refused.value.hint

@@ -89,6 +89,7 @@ PRESETS = {
     "pi0_libero": (5, "as_is", False, TWO, True),
     "pi05_libero": (5, "as_is", False, TWO, True),
     "gr00t_libero": (5, "libero", False, TWO, True),
+    "gr00t_n1_7_libero": (8, "libero", False, TWO, True),
 }
 
 

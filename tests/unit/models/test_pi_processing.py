@@ -11,11 +11,13 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from embodrl.errors import CheckpointError, EmbodrlError, HubError, MissingDependencyError
 from embodrl.hub import HubName
 from embodrl.models.common import hub
 from embodrl.models.common.norm_stats import MeanStd, Quantiles
+from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.pi.config import BY_DEVIATION, BY_QUANTILES, PUBLIC, Normalization, PiConfig
 from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.stats import choose, cut, read_lerobot, read_openpi
@@ -302,6 +304,18 @@ def test_other_configs_are_refused(raw: dict[str, Any], code: str, names: list[s
 
 
 # Tokenizers ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_behind_the_vocabulary_needs_no_embedding(tmp_path: Path):
+    """google/paligemma-3b-pt-224 has 257152 ids and, added by transformers, <image>; the embedding has 257152 rows."""
+    tokenizer = Tokenizer.from_file(str(TINY_TOKENIZER))
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path, 640).vocab_size == 640
+    tokenizer.add_special_tokens(["<other>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with raises_code("tokenizer-mismatch"):
+        load_tokenizer(tmp_path, 640)
 
 
 def test_shipped_tokenizer_marks_no_ends():

@@ -19,6 +19,8 @@ import torch
 from expect import raises_code
 from safetensors.torch import save_file
 from test_gr00t_layout import PUBLIC as GR00T
+from test_gr00t_n1_7_layout import PROCESSOR, STATISTICS, sidecars
+from test_gr00t_n1_7_layout import PUBLIC as GR00T_N1_7
 from test_openvla_layout import PUBLIC as OPENVLA
 from tokenizers import Tokenizer, models
 
@@ -26,8 +28,10 @@ from embodrl.config.schema import model_settings
 from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common.adapters import adapter_names
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
+from embodrl.models.gr00t.build_n1_7 import QwenTokenizer
 from embodrl.models.gr00t.config import Gr00tConfig
-from embodrl.models.gr00t.modeling import Gr00tModel
+from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config, public_config
+from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel
@@ -466,3 +470,56 @@ def test_gr00t_n1_5_3b_asks_for_the_keys_of_a_robot(tmp_path: Path):
     keys = {"action_keys": action, "state_keys": tuple(f"{name}:sin_cos" for name in action)}
     policy, _ = load("gr00t", tmp_path, num_action_chunks=16, action_dim=26, gr00t=keys)
     assert policy.processor.state_stats.width == 52 and policy.embodiment == 24
+
+
+@functools.cache
+def gr00t_n1_7_shapes() -> Shapes:
+    with torch.device("meta"):
+        return shapes_of(Gr00tN17Model(Gr00tN17Config.from_dict(GR00T_N1_7, sidecars())))
+
+
+@pytest.mark.parametrize("stored", ["tied", "both", "output layer"])
+def test_gr00t_n1_7_of_libero(stored: str, tmp_path: Path):
+    """Qwen's output layer is its embedding: writers leave one of them out, or neither."""
+    embedding, head = "backbone.model.model.language_model.embed_tokens.weight", "backbone.model.lm_head.weight"
+    shapes = {**gr00t_n1_7_shapes()}
+    shapes |= {} if stored == "tied" else {head: shapes[embedding]}
+    if stored == "output layer":
+        del shapes[embedding]
+    write_shards(tmp_path, shapes)
+    files = {"config": GR00T_N1_7, "processor_config": PROCESSOR, "statistics": STATISTICS}
+    for name, content in {**files, "embodiment_id": {"libero_sim": 2}}.items():
+        write_json(tmp_path / f"{name}.json", content)
+    tiny_chat_tokenizer(QwenTokenizer).save(tmp_path)
+    policy, report = load("gr00t_n1_7", tmp_path, num_action_chunks=8, gripper="libero")
+    assert num_parameters(policy) == 3_144_016_000 + (151936 * 2048 if stored == "both" else 0)
+    assert (policy.embodiment, policy.horizon, policy.action_horizon) == (2, 40, 16)
+    assert "the middle 243" in report.conventions["images"]
+    with raises_code("checkpoint-family") as refused:
+        load("gr00t", tmp_path)
+    assert refused.value.hint == "set model.model_type=gr00t_n1_7"
+
+
+@functools.cache
+def gr00t_n1_6_shapes() -> Shapes:
+    with torch.device("meta"):
+        return shapes_of(Gr00tN16Model(public_config(Gr00tN16Config, 7)))
+
+
+def test_gr00t_n1_6_of_libero(tmp_path: Path):
+    write_shards(tmp_path, {**gr00t_n1_6_shapes(), "action_head.mask_token": (1, 1, 1536)})
+    config = {name: value for name, value in GR00T_N1_7.items() if name != "vl_self_attention_cfg"}
+    config |= {"model_type": "Gr00tN1d6", "model_name": "nvidia/Eagle-Block2A-2B-v2", "action_horizon": 50}
+    write_json(tmp_path / "config.json", {**config, "max_state_dim": 128, "max_action_dim": 128})
+    kwargs = {**PROCESSOR["processor_kwargs"]}
+    kwargs["modality_configs"] = {"libero_panda": kwargs["modality_configs"]["libero_sim"]}
+    write_json(tmp_path / "processor_config.json", {**PROCESSOR, "processor_kwargs": kwargs})
+    write_json(tmp_path / "statistics.json", {"libero_panda": STATISTICS["libero_sim"]})
+    with raises_code("tokenizer-mismatch"):
+        load("gr00t_n1_6", tmp_path, num_action_chunks=8)
+    tiny_chat_tokenizer().save(tmp_path)
+    policy, report = load("gr00t_n1_6", tmp_path, num_action_chunks=8, gripper="libero")
+    assert num_parameters(policy) == 3_286_608_832
+    assert (policy.embodiment, policy.horizon, policy.action_horizon) == (2, 50, 16)
+    assert policy.processor.num_patches == 81 and "to 252" in report.conventions["images"]
+    assert list(report.ignored) == ["action_head.mask_token"]

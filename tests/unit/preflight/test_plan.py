@@ -108,17 +108,21 @@ def test_idle_gpus_and_crowded_cores_are_told():
     [
         ["model=openvla"],
         ["model=openvla_oft"],
+        ["model=openvla_oft", "model.use_proprio=true", "env.include_state=true"],
         ["model=pi0"],
         ["model=pi0", "model.flow.method=flow_noise"],
         ["model=gr00t"],
+        ["model=gr00t_n1_6"],
+        ["model=gr00t_n1_7"],
         ["model=smolvla"],
     ],
 )
 def test_the_recorded_bytes_are_those_that_the_policy_returns(arguments):
     config = load_config([*arguments, "model.warm_start=null"]).config
     policy, _ = build_policy(config.model, device="cpu", dtype=torch.float32, seed=0)
+    dims = 7 if config.env.include_state else 0
     observation = Observation(
-        np.zeros((2, 1, 64, 64, 3), np.uint8), np.zeros((2, 0), np.float32), ["push it"] * 2, np.zeros(2, np.int32)
+        np.zeros((2, 1, 64, 64, 3), np.uint8), np.zeros((2, dims), np.float32), ["push it"] * 2, np.zeros(2, np.int32)
     )
     output = policy.predict_action_batch(observation, "train", SamplingParams())
     inputs = sum(tensor.numel() * tensor.element_size() for tensor in output.forward_inputs.values()) // 2

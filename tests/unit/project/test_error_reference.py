@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -28,10 +27,33 @@ def reference() -> ModuleType:
     return module
 
 
-def test_the_page_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "make_error_reference.py"), "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture(scope="module")
+def nodes() -> list[tuple[str, ast.Call | ast.ClassDef]]:
+    """Calls and classes of the product, with their places."""
+    trees = [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted((ROOT / "embodrl").rglob("*.py"))]
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", node)
+        for path, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call | ast.ClassDef)
+    ]
+
+
+def without_code(nodes: list[tuple[str, ast.Call | ast.ClassDef]], positions: dict[str, int]) -> list[str]:
+    """Return the places of calls that pass no ``code``, by the number of positional arguments that would include it."""
+    calls = [(place, node) for place, node in nodes if isinstance(node, ast.Call)]
+    return [
+        place
+        for place, call in calls
+        if (name := getattr(call.func, "id", "")) in positions
+        and len(call.args) < positions[name]
+        and all(word.arg != "code" for word in call.keywords)
+    ]
+
+
+def test_the_page_is_up_to_date(reference: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_error_reference.py", "--check"])
+    assert reference.main() == 0, "run: python scripts/make_error_reference.py"
 
 
 def test_every_code_is_unique_and_in_kebab_case(reference: ModuleType) -> None:
@@ -48,29 +70,39 @@ def test_every_class_has_a_cure_and_every_rule_a_cause(reference: ModuleType) ->
     assert [entry.code for entry in reference.rule_entries() if not entry.causes[0]] == []
 
 
-def test_every_class_of_errors_is_listed(reference: ModuleType) -> None:
+def test_every_class_of_errors_is_listed(
+    reference: ModuleType, nodes: list[tuple[str, ast.Call | ast.ClassDef]]
+) -> None:
     listed = {entry.source for entry in reference.class_entries()}
-    derived: set[str] = set()
-    for path in (ROOT / "embodrl").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and {getattr(base, "id", "") for base in node.bases} & listed:
-                derived.add(node.name)
+    classes = [node for _, node in nodes if isinstance(node, ast.ClassDef)]
+    derived = {node.name for node in classes if {getattr(base, "id", "") for base in node.bases} & listed}
     assert derived <= listed, "errors are defined in embodrl/errors.py"
 
 
-def test_every_problem_of_a_configuration_or_pipeline_has_a_code_of_its_own() -> None:
-    least = {"ConfigProblem": 7, "PipelineProblem": 4}
-    without: list[str] = []
-    for path in (ROOT / "embodrl").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in least:
-                given = any(word.arg == "code" for word in node.keywords)
-                if not given and len(node.args) < least[node.func.id]:  # pyright: ignore[reportAttributeAccessIssue]
-                    without.append(f"{path}:{node.lineno}")
-    assert without == []
+def test_every_problem_of_a_configuration_or_pipeline_has_a_code_of_its_own(
+    nodes: list[tuple[str, ast.Call | ast.ClassDef]],
+) -> None:
+    assert without_code(nodes, {"ConfigProblem": 7, "PipelineProblem": 4}) == []
+
+
+def test_errors_of_a_general_class_have_a_code_of_their_own(
+    nodes: list[tuple[str, ast.Call | ast.ClassDef]],
+) -> None:
+    assert without_code(nodes, {"EmbodrlError": 99, "CheckpointError": 99, "EnvError": 99}) == []
 
 
 def test_codes_that_tests_and_product_use_are_listed(reference: ModuleType) -> None:
-    page = reference.page()
+    page = reference.PAGE.read_text(encoding="utf-8")
     for code in ("config-unknown-key", "preset-unknown", "pipeline-cycle", "run-exists", "policy-not-found", "env"):
         assert f"| `{code}` |" in page
+
+
+def test_tests_match_codes_instead_of_prose(reference: ModuleType) -> None:
+    listed = {entry.source for entry in reference.class_entries()}
+    by_prose: list[str] = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        for call in ast.walk(ast.parse(text)) if "match=" in text else ():
+            if isinstance(call, ast.Call) and any(word.arg == "match" for word in call.keywords):
+                by_prose += [f"{path}:{call.lineno}"] if getattr(call.args[0], "id", "") in listed else []
+    assert by_prose == []
