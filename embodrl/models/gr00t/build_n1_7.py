@@ -16,6 +16,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.gr00t.config_n1_7 import BACKBONE, Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN17Model
@@ -158,12 +159,7 @@ def _tokenizer(directory: Path, config: Gr00tN17Config) -> ChatTokenizer:
         hint = f"put tokenizer.json of {BACKBONE}, whose access is granted on its page, into the directory"
         place = fetch_tokenizer(BACKBONE, TOKENIZER_FILES, directory, hint)
     tokenizer = load_chat_tokenizer(place, QwenTokenizer)
-    if tokenizer.vocab_size > config.qwen.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer of {place} has {tokenizer.vocab_size} tokens, the model {config.qwen.vocab_size}",
-            "use the model's own tokenizer",
-            code="tokenizer-mismatch",
-        )
+    check_vocabulary(place, tokenizer.vocab_size, config.qwen.vocab_size)
     return tokenizer
 
 
