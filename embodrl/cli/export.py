@@ -18,6 +18,13 @@ class Adapters(StrEnum):
     apart = "apart"
 
 
+class Layout(StrEnum):
+    """Of the files."""
+
+    public = "public"
+    lerobot = "lerobot"
+
+
 def export(
     directory: Annotated[
         Path, typer.Argument(metavar="RUN", help="a run, or RUN/checkpoints/step_N", show_default=False)
@@ -26,6 +33,9 @@ def export(
     adapters: Annotated[
         Adapters, typer.Option(help="low-rank adapters: added to the weights in float32, or apart in peft's layout")
     ] = Adapters.merged,
+    layout: Annotated[
+        Layout, typer.Option(help="that of the family's publisher, or lerobot's (pi0, pi05, smolvla)")
+    ] = Layout.public,
     push: Annotated[
         str | None,
         typer.Option("--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, too", show_default=False),
@@ -52,6 +62,7 @@ def export(
       embodrl export outputs/my-run/checkpoints/step_20 outputs/policy-20
       embodrl eval model.warm_start=outputs/my-policy
       embodrl export outputs/my-run outputs/my-adapters --adapters apart
+      embodrl export outputs/my-run outputs/for-lerobot --layout lerobot
       embodrl export outputs/my-run outputs/my-policy --push me/push-cube --license mit
     """
 
@@ -61,7 +72,7 @@ def export(
         from embodrl.runs.push import push as run_push
 
         name = None if push is None else check_push(push, public)
-        checkpoint, config = export_checkpoint(directory, output, overrides or [], trust, adapters.value)
+        checkpoint, config = export_checkpoint(directory, output, overrides or [], trust, adapters.value, layout.value)
         print(f"{output}: the policy of {checkpoint.path}")
         if name is not None:
             print(run_push(name, output, checkpoint, config, public, licence))

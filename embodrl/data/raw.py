@@ -163,10 +163,10 @@ def _file_name(entry: Fields) -> str:
 
 
 def _load_shard(path: Path) -> dict[str, Array]:
+    if not path.is_file():
+        raise damaged(path, f"it is missing, and {INDEX} names it")
     try:
         shard = load_file(path)
-    except FileNotFoundError as error:
-        raise damaged(path, "it is missing") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise damaged(path, error) from error
     if "actions" not in shard:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
-from embodrl.errors import BatchShapeError
+from embodrl.errors import BatchShapeError, EmbodrlError
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -223,3 +223,23 @@ class VLAPolicy(nn.Module, ABC):
         Implementations write through ``storage.atomic.atomic_directory``: callers rely on it that the directory
         appears, or is replaced, as a whole, and that failures of the disk are ``OutputError``.
         """
+
+    def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
+        """Write the policy in lerobot's layout, with its processor files.
+
+        Args:
+            directory: a new one.
+            cameras: names of the pictures, in the order of ``env.cameras``.
+
+        Returns:
+            what the user has to know about how it acts there.
+
+        Raises:
+            EmbodrlError: lerobot has no such family, or no way to say how the policy acts.
+            OutputError: the directory can't be written.
+        """
+        raise EmbodrlError(
+            f"lerobot has no layout for {type(self).__name__}",
+            "export it in its public layout (--layout public)",
+            code="export-layout",
+        )

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from embodrl.config import LoadedConfig
+from embodrl.config.compose import assignment
 from embodrl.config.schema import Config
-from embodrl.errors import EmbodrlError, OutputError
+from embodrl.data.statistics import STATISTICS_FILE
+from embodrl.errors import ConfigError, EmbodrlError, OutputError, UsageError
 from embodrl.models.common.lora import save_adapters
 from embodrl.runs.files import base_of, export_policy
 from embodrl.runs.policies import STEP, PolicySource
 from embodrl.runs.settings import is_run, load_saved, not_a_run
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 def export_checkpoint(
@@ -22,6 +28,7 @@ def export_checkpoint(
     overrides: list[str],
     trust: bool = False,
     adapters: Literal["merged", "apart"] = "merged",
+    layout: Literal["public", "lerobot"] = "public",
 ) -> tuple[Checkpoint, Config]:
     """Write the policy of a checkpoint in its public layout; read on the CPU. The run may still be training.
 
@@ -30,6 +37,7 @@ def export_checkpoint(
         directory: a new one.
         overrides: of the run's configuration.
         trust: its settings may run code though another user started the run.
+        layout: that of the family's publisher, or lerobot's.
         adapters: low-rank ones are added to the weights, or written apart from them in peft's layout.
 
     Returns:
@@ -47,10 +55,17 @@ def export_checkpoint(
     if directory.exists():
         raise OutputError(f"{directory} exists", "give a new directory", code="output-exists")
     checkpoint = open_checkpoint(source) if is_step else newest_checkpoint(run_dir)
-    loaded = load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0].with_absolute_paths()
+    loaded = _load(run_dir, checkpoint, overrides, trust).with_absolute_paths()
     on_cpu = loaded.config.cluster.model_copy(update={"device": "cpu"})
     config = loaded.config.model_copy(update={"cluster": on_cpu})
     policy = PolicySource(None, checkpoint, run_dir).make_policy(config, torch.device("cpu"))
+    if layout == "lerobot":
+        if adapters == "apart":
+            hint = "leave out --adapters apart: they are merged"
+            raise UsageError("adapters are not written apart in lerobot's layout", hint, code="export-layout")
+        for line in policy.save_lerobot(directory, [camera.name for camera in config.env.cameras]):
+            logger.warning(line)
+        return checkpoint, config
     if adapters == "merged":
         export_policy(policy, directory, config, iteration=checkpoint.step)
         return checkpoint, config
@@ -64,3 +79,16 @@ def export_checkpoint(
         )
     save_adapters(policy, directory, base)
     return checkpoint, config
+
+
+def _load(run_dir: Path, checkpoint: Checkpoint, overrides: list[str], trust: bool) -> LoadedConfig:
+    """Load the configuration of a run, with the statistics that `embodrl sft` computed, which its base lacks."""
+    statistics = run_dir / STATISTICS_FILE
+    if statistics.is_file():
+        overrides = [assignment("model.stats_path", statistics.absolute()), *overrides]
+    try:
+        return load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0]
+    except ConfigError as error:
+        if not any(problem.code == "there-is-a-simulator" for problem in error.problems):
+            raise
+        return load_saved(run_dir, ["sft.stats=auto", *overrides], "sft", checkpoint, True, trust)[0]  # env=dataset

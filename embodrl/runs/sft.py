@@ -312,6 +312,7 @@ def _train(
             closing.callback(launcher.close)
         engine = make_train_engine(training, deployment, policy, directory / "logs", launcher)
         closing.callback(engine.close)
+        stop.arm()
         batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
         # One that begins again drops all rows.
         start = None if old_settings is None else -1

@@ -69,11 +69,17 @@ class StopSignal:
         for number in _SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run is to outlive its terminal
-            self._before[number] = signal.signal(number, self._handle)
-            if number != signal.SIGHUP:  # shells and the system send it one after the other
-                _arm_once(number)
+            self._before[number] = signal.getsignal(number)
+        self.arm()
         self._thread.start()
         return self
+
+    def arm(self) -> None:
+        """Take the signals; again, where a library may have installed handlers of its own, as Ray does."""
+        for number in self._before:
+            signal.signal(number, self._handle)
+            if number != signal.SIGHUP:  # shells and the system send it one after the other
+                _arm_once(number)
 
     def __exit__(self, *_: object) -> None:
         if not self._thread.is_alive():

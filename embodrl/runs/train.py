@@ -548,6 +548,7 @@ def _execute(
                 console.phase("starting simulators")
                 weights_from = config if checkpoint is None else without_lost_warm_start(config)
                 parts = build(config, weights_from, deployment, run_dir, device, stopped, closing)
+                stop.arm()
                 saved = None if checkpoint is None else saved_metrics(checkpoint)
                 metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump(), saved=saved)
                 closing.callback(metrics.close)

@@ -58,6 +58,16 @@ def test_on_one_machine(config: Path, plain: list[dict[str, object]], tmp_path: 
     assert metrics(run_dir) == plain
 
 
+def test_a_signal_saves(config: Path, plain: list[dict[str, object]], tmp_path: Path) -> None:
+    """Ray installs a handler of SIGTERM that ends the process."""
+    run_dir = tmp_path / "run"
+    order = (f"runner.output_dir={run_dir}", "cluster.launcher=ray", "cluster.num_threads=2")
+    done = embodrl("train", "--config", config, *order, stop_at="log:4:SIGTERM")
+    assert done.code == 143 and "step_3" in done.stdout, done.stderr
+    done = embodrl("resume", run_dir)
+    assert done.code == 0 and metrics(run_dir) == plain, done.stderr
+
+
 def test_a_stopped_rollout_process_is_replaced(config: Path, plain: list[dict[str, object]], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = embodrl(

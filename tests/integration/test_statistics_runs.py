@@ -13,6 +13,7 @@ import embodrl
 from embodrl.data.load import load_demos
 from embodrl.models.pi.stats import read_lerobot, read_openpi
 from embodrl.runs.data_check import check_data
+from embodrl.runs.export import export_checkpoint
 from embodrl.runs.load import load_config
 
 pytest.importorskip("pyarrow")
@@ -48,6 +49,16 @@ def test_a_replay_succeeds_again_and_one_of_other_actions_does_not(data: Path, m
     assert "replay-fails" in {finding.code for finding in check_data(data, config, None, 4, []).findings}
 
 
+def test_a_run_without_a_simulator_is_exported(data: Path, tmp_path: Path):
+    directory = f"sft.output_dir={tmp_path}/run"
+    policy = embodrl.sft(["env=dataset", "model=pi0", f"sft.data_dir={data}", directory, *STEPS]).policy_dir
+    for layout in ("public", "lerobot"):
+        export_checkpoint(tmp_path / "run", tmp_path / layout, [], layout=layout)
+    (stats,) = (policy / "assets").rglob("norm_stats.json")
+    assert (tmp_path / "public" / stats.relative_to(policy)).read_bytes() == stats.read_bytes()
+    assert read_lerobot(tmp_path / "lerobot")[0]
+
+
 def test_pi05_is_written_as_openpi_reads_it(data: Path, tmp_path: Path):
     """openpi: models_pytorch/train config keys; src/openpi/shared/normalize.py loads ``norm_stats`` as NormStats."""
     policy = tuned(data, tmp_path, "pi05")
@@ -63,6 +74,8 @@ def test_pi05_is_written_as_openpi_reads_it(data: Path, tmp_path: Path):
         np.testing.assert_allclose(content[part]["mean"], values.astype(np.float64).mean(0))
         np.testing.assert_allclose(content[part]["std"], values.astype(np.float64).std(0))
     assert list(read_openpi(policy)) == ["toy"]
+    export_checkpoint(tmp_path / "run", tmp_path / "exported", [])  # not the base's, nor none
+    assert (tmp_path / "exported" / stats.relative_to(policy)).read_bytes() == stats.read_bytes()
     report = check_data(data, None, tmp_path / "run", 4, [])
     assert report.policy is not None and report.policy.frames == len(demos.actions)
     assert "policy-range" not in {finding.code for finding in report.findings}

@@ -17,6 +17,7 @@ from embodrl.models.common import gemma
 from embodrl.models.common.flow import reversed_velocity
 from embodrl.models.pi import modeling, parity
 from embodrl.models.pi.modeling import PiModel
+from embodrl.models.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "parity"
 pytestmark = pytest.mark.skipif(
@@ -60,6 +61,14 @@ def test_every_weight_is_accounted_for(variant, model):
     stored = set(load_file(FIXTURES / variant / "model.safetensors"))
     heads = {"paligemma_with_expert.paligemma.lm_head.weight", "paligemma_with_expert.gemma_expert.lm_head.weight"}
     assert set(model.state_dict()) == stored - heads
+
+
+def test_what_is_exported_has_the_names_that_openpi_loads(variant, model):
+    """openpi's load_model is strict but for tied weights: the embedding and the output layer that nothing reads."""
+    stored = load_file(FIXTURES / variant / "model.safetensors")
+    exported = public_state(model.state_dict(), model.config.expert.width)
+    assert set(stored) - set(exported) <= {TIED_TO_EMBEDDING} and set(exported) <= {*stored, EMBEDDING}
+    assert all(stored[name].shape == tensor.shape for name, tensor in exported.items() if name in stored)
 
 
 def test_masked_cameras_cost_nothing_and_change_nothing(model, io):

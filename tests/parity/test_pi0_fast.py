@@ -4,7 +4,7 @@
 argument that create_causal_mask no longer takes) on transformers 5.19, with random weights, output layer and embedding
 apart as lerobot trains them, a PaliGemma of width 32, two cameras, and prompts and sentences of different lengths. What
 is written (``gen``) is the most probable token after each pass of its training mode; its decoding lets the prompt see
-BOS, which its training does not.
+BOS, which its training does not: ``decoded`` is what its sample_actions_fast_kv_cache writes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ def errors(model: FastModel, io: dict[str, Tensor]) -> dict[str, float]:
 
 def test_logits_loss_and_tokens() -> None:
     results = parity.run(RECORDING)
-    assert [result.name for result in results] == ["logits", "loss", "tokens"]
+    assert [result.name for result in results] == ["logits", "loss", "tokens", "decoded"]
     assert all(result.ok for result in results), results
+
+
+def test_what_is_decoded_shows_whether_the_prompt_sees_bos(io: dict[str, Tensor]) -> None:
+    """Else the two recordings would be one."""
+    assert not torch.equal(io["gen"], io["decoded"])
 
 
 def test_every_stored_tensor_is_loaded(model: FastModel) -> None:
@@ -57,13 +62,11 @@ def test_what_would_be_wrong_shows(
     wrong: str, model: FastModel, io: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative controls."""
-    plain = modeling._visible
+    plain = model._visible
     if wrong == "bidirectional":
-        monkeypatch.setattr(modeling, "_visible", lambda valid, p, s, device: _seen(valid, p, s))
+        monkeypatch.setattr(model, "_visible", lambda valid, p, ids: _seen(valid, p, ids.shape[1]))
     elif wrong == "causal":
-        monkeypatch.setattr(
-            modeling, "_visible", lambda valid, p, s, device: plain(valid, p, s, device) & _lower(p + s)
-        )
+        monkeypatch.setattr(model, "_visible", lambda valid, p, ids: plain(valid, p, ids) & _lower(p + ids.shape[1]))
     elif wrong == "positions":
         monkeypatch.setattr(modeling, "_positions", lambda valid, p, s, device: torch.arange(p + s)[None])
     else:

@@ -104,6 +104,23 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
         yield Finding("model.warm_start", message, hint, "builtin, an existing directory, null", near)
 
 
+BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
+"""Names of those that models without weights have."""
+
+
+@rule("model.unnorm_key", "model.model_path", "model.warm_start")
+def statistics_have_weights(context: Context) -> Iterator[Finding]:
+    """Statistics of a robot come with a checkpoint: random weights have none by that name."""
+    model = context.config.model
+    random = model.model_path is None and model.warm_start is None and model.stats_path is None
+    if not random or model.unnorm_key in (None, *BUILT_IN_STATISTICS) or context.resuming:
+        return
+    if context.verb in ("train", "eval"):  # `sft` computes them, and a plan needs none
+        message = f"the model has random weights, and no statistics '{model.unnorm_key}'"
+        hint = "set model.model_path to the checkpoint that they are of, or model.stats_path to a file of them"
+        yield Finding("model.model_path", message, hint, "a directory, or OWNER/NAME", others=("model.unnorm_key",))
+
+
 @rule("model.model_type", "env.cameras")
 def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
     """The model takes so many pictures and no more."""

@@ -5,6 +5,7 @@ Shapes: B batch, V cameras, C actions run, H actions predicted, A action dimensi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -96,6 +97,11 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
         with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(self.public_state(), staging, one_file=True)
             self.write_files(staging)
+
+    def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
+        from embodrl.models.pi.lerobot import save_lerobot
+
+        return save_lerobot(self, directory, cameras)
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""

@@ -40,6 +40,7 @@ class FastConfig:
         max_action_tokens: of a chunk (M), with the one that ends it.
         skip_tokens: this many of the vocabulary's last ids are no action tokens.
         tied: the output layer is the embedding.
+        bos_in_prompt: images and prompt see BOS, as where lerobot acts; where it trains, they do not.
         text_tokenizer, action_tokenizer: hub ids, for files that the checkpoint lacks.
     """
 
@@ -47,6 +48,7 @@ class FastConfig:
     max_action_tokens: int = 256
     skip_tokens: int = SEGMENTATION_TOKENS
     tied: bool = True
+    bos_in_prompt: bool = True
     text_tokenizer: str = PALIGEMMA
     action_tokenizer: str = ACTION_TOKENIZER
 

@@ -1,6 +1,7 @@
 """The network of pi0-FAST with lerobot's parameter names: PaliGemma, whose last ids stand for action tokens.
 
-Images and prompt see each other; what is written sees them and what was written before.
+Images, prompt and BOS, with which a sentence begins, see each other; what is written sees them and what was written
+before.
 Shapes: B batch, V cameras, P images and prompt, S written tokens, K choices of an action token, W width.
 """
 
@@ -82,7 +83,7 @@ class FastModel(nn.Module):
         x = torch.cat([x, self.language.embed(written).to(x.dtype)], dim=1)
         positions = _positions(valid, length, written.shape[1], x.device)
         rope = rotary(positions, self.config.inputs.vlm.head_dim, x.dtype)
-        mask = _visible(valid, length, written.shape[1], x.device)
+        mask = self._visible(valid, length, written)
         return self.language.decode(x, rope, [None] * len(self.language.layers), mask)
 
     def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -119,7 +120,7 @@ class FastModel(nn.Module):
         rope = rotary(positions, self.config.inputs.vlm.head_dim, x.dtype)
         seen = None if valid is None else F.pad(valid, (0, len(begin) + limit), value=True)[:, None, None]
         cache: list[KeysValues] = []
-        hidden = self._extend(x, rope, cache, 0, _visible(valid, prefix, len(begin), x.device))
+        hidden = self._extend(x, rope, cache, 0, self._visible(valid, prefix, begin[None]))
         of_prefix, last = hidden[:, :prefix], hidden[:, -1]
         tokens = torch.zeros(batch, limit, dtype=torch.int64, device=x.device)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -145,6 +146,14 @@ class FastModel(nn.Module):
         self.language.init_weights(generator)
         if not self.config.tied:
             linear_weight(self.output_layer).data.normal_(0.0, HEAD_STD, generator=generator)
+
+    def _visible(self, valid: Tensor | None, prefix: int, written: Tensor) -> Tensor:
+        """Return ``bool[B,1,P+S,P+S]``, or ``[1,1,...]`` without padding: True where the row may see the column."""
+        count = written.shape[1]
+        together = prefix + min(count, int(self.config.bos_in_prompt))
+        ordinal = torch.arange(prefix + count, device=written.device)
+        visible = (ordinal[None] <= ordinal[:, None].clamp(min=together - 1))[None, None]
+        return visible if valid is None else visible & F.pad(valid, (0, count), value=True)[:, None, None]
 
     def _layer(self, index: int) -> GemmaLayer:
         return cast(GemmaLayer, self.language.layers[index])
@@ -175,10 +184,3 @@ def _positions(valid: Tensor | None, prefix: int, written: int, device: torch.de
     """Return ``int64[B,P+S]``, or ``[1,P+S]`` where rows agree: written tokens go on counting after the prompt."""
     places = token_places(valid, prefix, device)
     return torch.cat([places, places[:, -1:] + 1 + torch.arange(written, device=device)], dim=1)
-
-
-def _visible(valid: Tensor | None, prefix: int, written: int, device: torch.device) -> Tensor:
-    """Return ``bool[B,1,P+S,P+S]``, or ``[1,1,...]`` without padding: True where the row may see the column."""
-    ordinal = torch.arange(prefix + written, device=device)
-    visible = (ordinal[None] <= ordinal[:, None].clamp(min=prefix - 1))[None, None]
-    return visible if valid is None else visible & F.pad(valid, (0, written), value=True)[:, None, None]

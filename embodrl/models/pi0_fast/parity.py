@@ -26,10 +26,13 @@ WEIGHTS_FILE = "model.safetensors"
 def run(directory: Path) -> list[Comparison]:
     """Compare the network with a recording.
 
+    Logits, loss and ``gen`` are of lerobot's training, where the prompt does not see BOS, ``decoded`` of its decoding.
+
     Args:
         directory: with ``model.safetensors`` (lerobot's names), ``config.json`` and ``io.safetensors``: ``images``
             ``[B,V,3,h,w]`` in [-1, 1], ``lang``, ``lang_mask``, the tokens ``sentence`` and which of them there are,
-            ``written``; of the reference their ``logits``, the ``loss``, and ``gen``, what it writes after the first.
+            ``written``; of the reference their ``logits``, the ``loss``, and what it writes after the first: ``gen``,
+            ``decoded``.
 
     Raises:
         CheckpointError: it is no such recording.
@@ -52,17 +55,25 @@ def load(directory: Path) -> FastModel:
 @torch.no_grad()
 def compare_outputs(model: FastModel, io: dict[str, Tensor]) -> list[Comparison]:
     """Compare a loaded network with the outputs in ``io``."""
+    model.config = replace(model.config, bos_in_prompt=False)
     sentence, written = io["sentence"], io["written"].bool()
     x, valid = model.paligemma.embed_prefix(io["images"], io["lang"], io["lang_mask"].bool(), None)
     logits = model.logits(model.hidden_states(x, valid, sentence)[:, x.shape[1] :])
     targets = torch.where(written[:, 1:], sentence[:, 1:], -100)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
-    everything = torch.arange(logits.shape[-1])
-    tokens = model.write(
-        x, valid, sentence[0, :1], everything, -1, io["gen"].shape[1], lambda choice, place: choice.argmax(dim=-1)
-    )[0]
+    everything, limit = torch.arange(logits.shape[-1]), io["gen"].shape[1]
+
+    def greedy() -> Tensor:
+        def most_probable(choices: Tensor, place: int) -> Tensor:
+            return choices.argmax(dim=-1)
+
+        return model.write(x, valid, sentence[0, :1], everything, -1, limit, most_probable)[0]
+
+    tokens = greedy()
+    model.config = replace(model.config, bos_in_prompt=True)
     return [
         compare("logits", logits[written], io["logits"][written], LOGITS_TOLERANCE),
         compare("loss", loss, io["loss"], LOGITS_TOLERANCE),
         compare("tokens", tokens, io["gen"], 0.0),
+        compare("decoded", greedy(), io["decoded"], 0.0),
     ]

@@ -167,8 +167,8 @@ class FastPolicy(VLAPolicy):
             EmbodrlError: see ``preprocess``; or there is no value head.
         """
         x, valid = self.prefix(self.preprocess(observation))
-        nothing = self.get_buffer("_begin")[None, :0].expand(len(x), -1)
-        return self._values(self.model.hidden_states(x, valid, nothing), valid)
+        bos = self.get_buffer("_begin")[None, :1].expand(len(x), -1)
+        return self._values(self.model.hidden_states(x, valid, bos)[:, : x.shape[1]], valid)
 
     def evaluate_actions(
         self,

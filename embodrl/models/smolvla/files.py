@@ -110,8 +110,10 @@ def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
     return tokenizer
 
 
-def write_config(directory: Path, config: SmolVlaConfig, action_dim: int, state_dim: int) -> None:
-    """Write config.json with lerobot's keys, and ``embodrl`` with everything."""
+def write_config(
+    directory: Path, config: SmolVlaConfig, action_dim: int, state_dim: int, own_section: bool = True
+) -> None:
+    """Write config.json with lerobot's keys, and ``embodrl`` with everything, which lerobot refuses."""
     size = config.siglip.image_size
     cameras = config.cameras or ("observation.images.camera1",)
     inputs: dict[str, object] = {name: {"type": "VISUAL", "shape": [3, size, size]} for name in cameras}
@@ -135,8 +137,8 @@ def write_config(directory: Path, config: SmolVlaConfig, action_dim: int, state_
         "num_vlm_layers": config.vlm.depth,
         "self_attn_every_n_layers": config.self_attention_every or -1,
         "expert_width_multiplier": config.expert.width / config.vlm.width,
-        OWN_SECTION: config.to_dict(),
     }
+    content |= {OWN_SECTION: config.to_dict()} if own_section else {}
     checkpoint.write_json(directory / CONFIG_FILE, content)
 
 

@@ -6,6 +6,7 @@ before the actions, W the VLM's width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -83,16 +84,22 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor]):
             checkpoint.save_weights(self.public_state(), staging, one_file=True)
             self.write_files(staging)
 
+    def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
+        with checkpoint.policy_directory(directory) as staging:
+            checkpoint.save_weights(self.public_state(), staging, one_file=True)
+            self.write_files(staging, own_section=False)
+        return []
+
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""
         return files.public_state(merged_state_dict(self.model))
 
-    def write_files(self, directory: Path) -> None:
-        """Write what ``save_pretrained`` writes beside the weights."""
+    def write_files(self, directory: Path, own_section: bool = True) -> None:
+        """Write what ``save_pretrained`` writes beside the weights; lerobot reads no section of ours in config.json."""
         config, stats = self.model.config, self.robot_stats
         state = fields_of(stats.raw, stats.key).fields("state", {})
         state_dim = len(state.items("mean")) if "mean" in state else config.max_state_dim
         save_heads(directory, self.value_head, self.noise_head)
-        files.write_config(directory, config, self.action_dim, state_dim)
+        files.write_config(directory, config, self.action_dim, state_dim, own_section)
         files.write_processors(directory, config, stats, self.action_dim, state_dim)
         self.processor.tokenizer.save(directory)

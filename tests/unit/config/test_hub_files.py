@@ -130,3 +130,12 @@ def test_the_command_refuses(server: FakeHub, arguments: list[str], code: str) -
     server.model("org/tiny", {"config.json": b"{}"})
     answer = CliRunner().invoke(app, ["fetch", *arguments])
     assert answer.exit_code in (1, 2) and f"code: {code}" in answer.output
+
+
+@pytest.mark.parametrize("preset", ["openvla_libero", "openvla_oft_libero", "gr00t_libero"])
+def test_presets_of_published_pairs_ask_for_the_weights(preset: str) -> None:
+    arguments = ["env=libero_spatial", f"model={preset}"]
+    with raises_code("statistics-have-weights"):
+        load_config(arguments, verb="eval")
+    load_config([*arguments, f"model.stats_path={__file__}"], verb="eval")
+    load_config(arguments, verb="sft")

@@ -132,6 +132,9 @@ def damage(directory, kind):
     elif kind == "episode without a length":
         del content["episodes"][0]["length"]
         index.write_text(json.dumps(content))
+    elif kind == "another name of a shard":
+        content["episodes"][-1]["shard"] = "xhard_0001.safetensors"
+        index.write_text(json.dumps(content))
     elif kind == "episodes of another kind":
         index.write_text(json.dumps(content | {"episodes": [3]}))
 
@@ -150,6 +153,7 @@ def damage(directory, kind):
         ("index of another kind", "index"),
         ("no episodes", "index"),
         ("episode without a length", "index"),
+        ("another name of a shard", "index.json"),
         ("episodes of another kind", "index"),
     ],
 )

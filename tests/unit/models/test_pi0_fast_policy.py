@@ -142,7 +142,7 @@ def test_the_log_prob_is_that_of_the_sequence_among_the_choices(policy: FastPoli
 
 
 def test_prompt_and_what_is_written_see_what_they_may(policy: FastPolicy) -> None:
-    """The prompt sees all of itself and nothing that is written; that sees what stands before it."""
+    """The prompt sees all of itself and BOS, and nothing else that is written; that sees what stands before it."""
     inputs = policy.preprocess(observation("pi0_fast", 1))
     x, valid = policy.prefix(inputs)
     ids = torch.tensor([[5, 6, 7, 8]])
@@ -150,6 +150,10 @@ def test_prompt_and_what_is_written_see_what_they_may(policy: FastPolicy) -> Non
     length = x.shape[1]
     last = policy.model.hidden_states(x, valid, torch.tensor([[5, 6, 7, 9]]))
     assert torch.equal(last[:, :-1], plain[:, :-1]) and not torch.equal(last[:, -1], plain[:, -1])
+    second = policy.model.hidden_states(x, valid, torch.tensor([[5, 9, 7, 8]]))
+    assert torch.equal(second[:, : length + 1], plain[:, : length + 1])
+    first = policy.model.hidden_states(x, valid, torch.tensor([[9, 6, 7, 8]]))
+    assert (first - plain)[:, :length].abs().amax(-1).min() > 1e-6
     changed = x.clone()
     changed[:, -1] += 1.0
     assert (policy.model.hidden_states(changed, valid, ids) - plain)[:, : length - 1].abs().amax(-1).min() > 1e-6
