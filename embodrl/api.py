@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from embodrl.config.load import LoadedConfig
 from embodrl.errors import EmbodrlError
@@ -302,9 +302,12 @@ def _torch_settings() -> Iterator[None]:
     import torch
 
     threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    deterministic = cast(Any, torch.utils.deterministic)
+    fill = deterministic.fill_uninitialized_memory
     try:
         with torch.random.fork_rng():
             yield
     finally:
         torch.set_num_threads(threads)
         torch.set_deterministic_debug_mode(mode)
+        deterministic.fill_uninitialized_memory = fill

@@ -12,7 +12,7 @@ from embodrl.cli.app import add, choose, make_app, one_of
 from embodrl.cli.common import Debug, execute
 
 app = make_app()
-FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
+FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "pi0_fast", "gr00t", "gr00t_n1_6", "gr00t_n1_7", "smolvla")
 Size = StrEnum("Size", ["tiny", "public"])
 Dtype = StrEnum("Dtype", ["bf16", "float32"])
 

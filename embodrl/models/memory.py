@@ -114,7 +114,6 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
 
     Prompts count at their greatest length. Of a policy of another package every part counts as applied once.
     """
-    from embodrl.models.gr00t.modeling import Gr00tN17Model
     from embodrl.models.gr00t.policy import Gr00tPolicy
     from embodrl.models.openvla.token_policy import TokenPolicy
     from embodrl.models.pi.policy import PiPolicy
@@ -147,9 +146,7 @@ def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, i
         actions = 1 + policy.model.config.head.num_future_tokens + policy.horizon
         counts += [(parts["vision"], patches), (parts["language"], prefix), (head, actions)]
         counts += [(head.vl_self_attention, prefix)]
-        if isinstance(policy.model, Gr00tN17Model):
-            visual = policy.model.backbone.visual
-            counts += [(merger, merged) for merger in (visual.merger, visual.deepstack_merger_list)]
+        counts += [(connector, merged) for connector in policy.model.connectors]
     elif isinstance(policy, SmolVlaPolicy):
         spec = policy.model.config
         patches, merged = num_cameras * spec.siglip.num_patches, num_cameras * spec.tokens_per_image

@@ -29,6 +29,7 @@ class SupportedModel(RegisteredName):
     PI0: ClassVar[SupportedModel]
     PI05: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
+    GR00T_N1_6: ClassVar[SupportedModel]
     GR00T_N1_7: ClassVar[SupportedModel]
     SMOLVLA: ClassVar[SupportedModel]
     LEROBOT: ClassVar[SupportedModel]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -65,6 +67,13 @@ class Progress:
             eta = f"{(self.total - done) / rate:.0f} s" if rate > 0 else "unknown"
             self._print(f"{self.title}: {done}/{self.total} {self.unit}, {rate:.1f}/s, ETA {eta}  {note}")
             self._last_s = now_s if done < self.total else float("inf")
+
+    @contextmanager
+    def within(self, title: str, total: int, unit: str) -> Iterator[Progress]:
+        """Show a task that interrupts this one, by lines of its own; its time does not count in this one's rate."""
+        began_s = time.monotonic()
+        yield Progress(title, total, unit, "off" if self.mode == "off" else "plain")
+        self._start_s += time.monotonic() - began_s
 
     def message(self, text: str) -> None:
         """Show a line of its own."""

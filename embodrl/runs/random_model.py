@@ -23,8 +23,9 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.gr00t.config import PUBLIC as GR00T
-from embodrl.models.gr00t.config_n1_7 import public_config as gr00t_n1_7
-from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN17Model
+from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
+from embodrl.models.gr00t.config_n1_7 import public_config as gr00t_later
+from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import load_chat_tokenizer
 from embodrl.models.openvla.config import LLAMA_PROMPT_END
@@ -83,7 +84,7 @@ def write_random_model(
     activations stay finite. Statistics leave actions of [-1, 1] as they are.
 
     Args:
-        family: openvla, openvla_oft, pi0, pi05, pi0_fast, gr00t, gr00t_n1_7 or smolvla.
+        family: openvla, openvla_oft, pi0, pi05, pi0_fast, gr00t, gr00t_n1_6, gr00t_n1_7 or smolvla.
         directory: must not exist; it appears as a whole.
         size: public, or tiny for the dimensions of the tiny preset.
         dtype: bf16 or float32.
@@ -151,10 +152,12 @@ def _enlarge(policy: VLAPolicy, own_tokenizer: bool) -> None:
     elif isinstance(policy, SmolVlaPolicy):
         policy.model = SmolVlaModel(SMOLVLA)
     elif isinstance(policy, Gr00tPolicy):
-        if isinstance(policy.model, Gr00tN17Model):
-            policy.model = Gr00tN17Model(gr00t_n1_7(policy.action_dim))
+        tiny = policy.model.config
+        if isinstance(tiny, Gr00tN16Config):
+            policy.model = Gr00tN16Model(gr00t_later(Gr00tN16Config, policy.action_dim))
+        elif isinstance(tiny, Gr00tN17Config):
+            policy.model = Gr00tN17Model(gr00t_later(Gr00tN17Config, policy.action_dim))
         else:
-            tiny = policy.model.config
             policy.model = Gr00tModel(replace(GR00T, metadata=tiny.metadata, keys=tiny.keys))
     elif isinstance(policy, TokenPolicy):
         tiny = policy.model.config

@@ -425,9 +425,15 @@ class Trainer:
         if self.config.actor.enable_offload:
             self.engine.offload()
         acting = make_rollout_engine(self.config, self.policy, num_threads(self.config))
-        with make_pool(self.config, self.config.env.eval.total_num_envs) as pool:
+        evaluation = self.config.env.eval
+        with (
+            make_pool(self.config, evaluation.total_num_envs) as pool,
+            self.progress.within("evaluation", evaluation.num_episodes, "episodes") as progress,
+        ):
             try:
-                result = Evaluator(self.config, pool, acting, should_stop=lambda: bool(self.stop)).run()
+                result = Evaluator(
+                    self.config, pool, acting, progress.update, should_stop=lambda: bool(self.stop)
+                ).run()
             except InterruptedError:
                 return
         self.metrics.log({"iteration": self.step, "step": self.step, **result.metrics()})

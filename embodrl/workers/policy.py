@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from pathlib import Path
@@ -20,6 +21,7 @@ from embodrl.preflight.doctor import memory_limit_bytes
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
 
 
 def resolve_device(config: Config) -> torch.device:
@@ -126,7 +128,23 @@ def configure_torch(config: Config, place: ProcessPlace | None = None, threads: 
     if device.type == "cpu":
         # As use_deterministic_algorithms(True), which imports the compiler as well: 1.7 s.
         torch.set_deterministic_debug_mode("error")
+        # It would write every new tensor twice; what reads memory before it is written is a bug anyway.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        keep_freed_memory()
     return device
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what torch frees, up to 2 GiB, instead of giving it back to the system.
+
+    Every micro-batch takes and frees the same tensors of some megabytes; each would be mapped anew, page by page, which
+    costs about a tenth of an update.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # another C library
+        return
+    for option, num_bytes in ((_M_MMAP_THRESHOLD, 2**30), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26)):
+        mallopt(option, num_bytes)
 
 
 def build_policy(config: Config, device: torch.device | None = None) -> VLAPolicy:

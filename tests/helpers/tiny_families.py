@@ -100,6 +100,7 @@ TINY = {
         "action_horizon": 4,
     },
 }
+TINY["gr00t_n1_6"] = {name: size for name, size in TINY["gr00t_n1_7"].items() if not name.startswith("vl_")}
 """One size for all: a family reads its own part."""
 
 FAMILIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, which has no network here

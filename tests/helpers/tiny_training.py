@@ -61,7 +61,7 @@ def tiny_rollout(family: str, policy: VLAPolicy, config: Config, seed: int) -> T
     shape = (NUM_STEPS, NUM_ENVS)
     logprobs = output.logprobs.view(*shape, *output.logprobs.shape[1:])
     values = output.values.view(*shape, -1).float()
-    valid = torch.ones(*shape, logprobs.shape[2], dtype=torch.bool)
+    valid = torch.ones(*shape, policy.num_action_chunks, dtype=torch.bool)
     valid[1:, 0] = False
     valid[2, 1, 1] = False
     terminated = torch.zeros_like(valid)

@@ -32,6 +32,7 @@ def test_training_evaluation_and_loading_from_a_script(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     torch.set_num_threads(2)
     mode = torch.get_deterministic_debug_mode()
+    assert torch.utils.deterministic.fill_uninitialized_memory
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
@@ -42,6 +43,7 @@ def test_training_evaluation_and_loading_from_a_script(tmp_path: Path) -> None:
     assert isinstance(result.policy, embodrl.VLAPolicy)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
     assert torch.get_num_threads() == 2 and torch.get_deterministic_debug_mode() == mode
+    assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.equal(torch.rand(1), expected), "the caller's random state is untouched"
 
     trained = {name: value.clone() for name, value in result.policy.state_dict().items()}

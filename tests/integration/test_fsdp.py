@@ -55,6 +55,7 @@ def assert_same_training(group: WorkerGroup, family: str, config: Config) -> Non
         ("openvla_oft", None),
         ("pi0", "flow_sde"),
         ("pi05", "flow_noise"),
+        ("pi0_fast", None),
         ("gr00t", "flow_sde"),
         ("smolvla", "flow_sde"),
     ],
@@ -65,8 +66,13 @@ def test_every_family_trains_in_two_processes_as_in_one(two: WorkerGroup, family
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("openvla", None), ("pi0", "flow_sde"), ("gr00t", "flow_sde")],
-    ids=["llama", "gemma", "qwen"],
+    [
+        ("openvla", None),
+        ("pi0", "flow_sde"),
+        ("gr00t", "flow_sde"),
+        pytest.param("pi0_fast", None, marks=pytest.mark.long),
+    ],
+    ids=["llama", "gemma", "qwen", "gemma alone"],
 )
 def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, family: str, method: str | None) -> None:
     assert_same_training(two, family, fsdp_config(family, method, actor={"tensor_parallel_size": 2}))

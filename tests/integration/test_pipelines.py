@@ -42,6 +42,7 @@ def _settings_of_torch() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def run(directory: Path, *overrides: str) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ def _settings_of_torch() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def run(tmp_path: Path, preset: str, iterations: int, *overrides: str) -> list[dict[str, Any]]:

@@ -61,6 +61,10 @@ class ManiSkillVectorEnv(SteppingEnv):
         shaping_gamma: float = 1.0,
         discounts_actions: bool = False,
     ) -> None:
+        import mani_skill.envs  # noqa: F401
+
+        # What is imported lives as long as the process, and ManiSkill collects garbage whenever it builds a scene.
+        gc.freeze()
         self._fleet = Fleet(
             num_envs,
             tuple(tasks),
@@ -73,8 +77,7 @@ class ManiSkillVectorEnv(SteppingEnv):
                 "human_size": (video_size[0], video_size[1]),
             },
         )
-        # What was built so far lives as long as the process; ManiSkill collects garbage whenever it builds a scene.
-        gc.freeze()
+        gc.freeze()  # the scenes, too
         first = self._fleet.any_sim()
         # The first picture compiles shaders, which takes seconds; that belongs to the start, not to a reset.
         first.images()

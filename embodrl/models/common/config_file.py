@@ -19,7 +19,7 @@ CONFIG_FILE = "config.json"
 OWN_SECTION = "embodrl"
 OPENVLA_FAMILIES = ("openvla", "openvla_oft")
 PI_FAMILIES = ("pi0", "pi05")
-GR00T_FAMILIES: Mapping[object, str] = {"gr00t_n1_5": "gr00t", "Gr00tN1d7": "gr00t_n1_7"}
+GR00T_FAMILIES: Mapping[object, str] = {"gr00t_n1_5": "gr00t", "Gr00tN1d6": "gr00t_n1_6", "Gr00tN1d7": "gr00t_n1_7"}
 MAX_BYTES = 8 * 2**20
 MAX_SIZE = 2**17
 # Where a larger or smaller number than 1 to MAX_SIZE is meant; layers and whatever memory is taken for are bounded

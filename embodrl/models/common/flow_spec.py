@@ -134,11 +134,13 @@ def flow_family(
     max_cameras: int = 3,
     actions: str = ACTIONS,
     suffix: str = "",
+    has_recording: bool = True,
     missing_config: str = "",
 ) -> ModelSpec:
     """Return the spec of a flow-matching family, which ``embodrl/models/PACKAGE`` builds; see ``ModelSpec``.
 
-    ``suffix`` tells its modules ``build`` and ``parity`` from those of another family in the package.
+    ``suffix`` tells its modules ``build`` and ``parity`` from those of another family in the package; ``parity`` exists
+    where there is a recording of a reference.
     """
     return ModelSpec(
         name=name,
@@ -152,7 +154,7 @@ def flow_family(
         uses_state=uses_state,
         interface=libero_interface,
         max_cameras=max_cameras,
-        parity=f"embodrl.models.{package}.parity{suffix}:run",
+        parity=f"embodrl.models.{package}.parity{suffix}:run" if has_recording else "",
         sizes=sizes,
         actions=actions,
         missing_config=missing_config,

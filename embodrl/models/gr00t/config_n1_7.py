@@ -1,7 +1,8 @@
-"""What the files of a GR00T N1.7 checkpoint say, plus what they leave to the model that they name.
+"""What the files of a GR00T N1.6 or N1.7 checkpoint say, plus what they leave to the model that they name.
 
-The public config.json describes the action head and names the vision-language model (nvidia/Cosmos-Reason2-2B, a
-Qwen3-VL of 2B) without its dimensions, which are the constants below.
+The public config.json describes the action head and names the vision-language model without its dimensions, which are
+the constants below: of N1.7 nvidia/Cosmos-Reason2-2B, a Qwen3-VL of 2B, of N1.6 nvidia/Eagle-Block2A-2B-v2, SigLIP 2
+and Qwen3-1.7B, whose configuration comes with NVIDIA's code.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar, Self, TypeVar
 
 from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
@@ -25,14 +27,20 @@ from embodrl.models.common.config_file import (
 )
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import StatsSets
-from embodrl.models.gr00t.config import ActionHeadSpec, QwenSpec, head_spec, refuse, transformer_dict
-from embodrl.models.gr00t.qwen3_vl import QwenVisionSpec
-from embodrl.models.gr00t.sidecars import Sidecars, identity_sidecars
-from embodrl.models.gr00t.spec import Gr00tN17ArchitectureConfig
+from embodrl.models.gr00t.config import (
+    ActionHeadSpec,
+    QwenSpec,
+    head_spec,
+    qwen3_1_7b,
+    refuse,
+    transformer_dict,
+)
+from embodrl.models.gr00t.qwen3_vl import VisionSpec
+from embodrl.models.gr00t.sidecars import EMBODIMENT_IDS, EMBODIMENT_IDS_N1_6, Sidecars, identity_sidecars
+from embodrl.models.gr00t.spec import Gr00tN17ArchitectureConfig, Gr00tTiledSizes
 
-MODEL_TYPE = "Gr00tN1d7"
-BACKBONE = "nvidia/Cosmos-Reason2-2B"
-QWEN3_VL_2B_VISION = QwenVisionSpec(1024, 24, 16, 4096, 16, 2, 2304)
+QWEN3_VL_2B_VISION = VisionSpec(1024, 24, 16, 4096, 16, 2, 2304)
+EAGLE3_VISION = VisionSpec(1152, 27, 16, 4304, 14, 2, 256)
 CROP_FRACTION = 0.95
 MIN_PIXELS = 256 * 256
 """Smaller pictures are enlarged by Qwen's own image processor."""
@@ -45,21 +53,35 @@ def qwen3_vl_2b(num_layers: int) -> QwenSpec:
 
 @dataclass(frozen=True)
 class Gr00tN17Config:
-    """A GR00T N1.7 model.
+    """A GR00T N1.7 model; what other versions have instead are the class variables.
 
     Attributes:
         vision, qwen, head: its parts.
         sidecars: how pictures, states and actions are prepared.
-        lm_head: keep Qwen's output layer, which a checkpoint may have and nothing runs.
+        lm_head, pooling_head: keep Qwen's output layer and SigLIP's pooling head, which a checkpoint may have and
+            nothing runs.
         raw: config.json, so that saving keeps the keys that embodrl does not use.
     """
 
-    vision: QwenVisionSpec
+    vision: VisionSpec
     qwen: QwenSpec
     head: ActionHeadSpec
     sidecars: Sidecars
     lm_head: bool = False
+    pooling_head: bool = False
     raw: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    family: ClassVar[str] = "gr00t_n1_7"
+    model_type: ClassVar[str] = "Gr00tN1d7"
+    backbone: ClassVar[str] = "nvidia/Cosmos-Reason2-2B"
+    backbone_type: ClassVar[str] = "qwen"
+    public_vision: ClassVar[VisionSpec] = QWEN3_VL_2B_VISION
+    robots: ClassVar[Mapping[str, int]] = EMBODIMENT_IDS
+
+    @classmethod
+    def public_qwen(cls, num_layers: int) -> QwenSpec:
+        """Return the first layers of the public language model."""
+        return qwen3_vl_2b(num_layers)
 
     @property
     def image_size(self) -> int:
@@ -92,12 +114,12 @@ class Gr00tN17Config:
         parts = {name: raw.fields(name, {}).content for name in ("diffusion_model_cfg", "vl_self_attention_cfg")}
         dropout = {"dropout": 0.2, "final_dropout": True, "positional_embeddings": None}
         content: dict[str, object] = {
-            "model_name": BACKBONE,
-            "backbone_model_type": "qwen",
+            "model_name": self.backbone,
+            "backbone_model_type": self.backbone_type,
             "num_inference_timesteps": 4,
             **self.raw,
-            "model_type": MODEL_TYPE,
-            "architectures": [MODEL_TYPE],
+            "model_type": self.model_type,
+            "architectures": [self.model_type],
             "select_layer": self.qwen.num_hidden_layers,
             "backbone_embedding_dim": head.backbone_dim,
             "max_state_dim": head.max_state_dim,
@@ -135,8 +157,8 @@ class Gr00tN17Config:
         """Return the content of the files beside the weights, by name."""
         return {CONFIG_FILE: self.to_dict(), **self.sidecars.files()}
 
-    @staticmethod
-    def from_dict(raw: Mapping[str, object], sidecars: Sidecars, source: str = CONFIG_FILE) -> Gr00tN17Config:
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, object], sidecars: Sidecars, source: str = CONFIG_FILE) -> Self:
         """Read config.json.
 
         Args:
@@ -148,16 +170,16 @@ class Gr00tN17Config:
             CheckpointError: another model, a variant that is not supported, or an invalid value.
         """
         fields = fields_of(raw, source)
-        _reject_other_models(fields)
+        cls.reject_other_models(fields)
         head = head_spec(fields, "max_action_dim")
         head = replace(
             head, num_future_tokens=0, text_every=size(fields, "text_every", 2, key="attend_text_every_n_blocks")
         )
         own = fields.fields(OWN_SECTION, {})
-        vision, qwen = QWEN3_VL_2B_VISION, qwen3_vl_2b(size(fields, "num_layers", key="select_layer"))
+        vision, qwen = cls.public_vision, cls.public_qwen(size(fields, "num_layers", key="select_layer"))
         is_public = "qwen" not in own
-        if is_public and fields.text("model_name", BACKBONE) != BACKBONE:
-            refuse(source, "model_name", fields.content["model_name"], f"GR00T N1.7 has {BACKBONE}")
+        if is_public and fields.text("model_name", cls.backbone) != cls.backbone:
+            refuse(source, "model_name", fields.content["model_name"], f"{cls.model_type} has {cls.backbone}")
         if not is_public:
             qwen = read_sizes(qwen, own.fields("qwen"), complete=True)
             check_multiple(own.fields("qwen"), "num_attention_heads", "num_key_value_heads")
@@ -165,12 +187,12 @@ class Gr00tN17Config:
             check_multiple(own.fields("vision"), "width", "num_heads")
         if head.backbone_dim != qwen.hidden_size:
             refuse(source, "backbone_embedding_dim", head.backbone_dim, f"the language model has {qwen.hidden_size}")
-        config = Gr00tN17Config(vision, qwen, head, sidecars, raw=raw)
-        _check_pictures(config, is_public)
+        config = cls(vision, qwen, head, sidecars, raw=raw)
+        config.check_pictures(is_public)
         return config
 
-    @staticmethod
-    def from_directory(directory: Path, files: Path) -> Gr00tN17Config:
+    @classmethod
+    def from_directory(cls, directory: Path, files: Path) -> Self:
         """Read config.json, and the files beside it.
 
         Args:
@@ -181,15 +203,18 @@ class Gr00tN17Config:
             CheckpointError: a file is missing, invalid, or of another model.
         """
         fields = read_file(directory / CONFIG_FILE)
-        _reject_other_models(fields)
-        return Gr00tN17Config.from_dict(fields.content, Sidecars.read(files), fields.source)
+        cls.reject_other_models(fields)
+        return cls.from_dict(fields.content, Sidecars.read(files, cls.robots), fields.source)
 
-    @staticmethod
-    def from_architecture(arch: Gr00tN17ArchitectureConfig, vocab_size: int, action_dim: int) -> Gr00tN17Config:
+    @classmethod
+    def from_architecture(cls, arch: Gr00tTiledSizes, vocab_size: int, action_dim: int) -> Self:
         """Return the configuration of a model built without a checkpoint."""
         vision = arch.vision
-        return Gr00tN17Config(
-            QwenVisionSpec(
+        vl = TransformerSpec(0, 0, 0)
+        if isinstance(arch, Gr00tN17ArchitectureConfig):
+            vl = TransformerSpec(arch.vl_num_layers, arch.vl_num_heads, arch.vl_head_dim)
+        return cls(
+            VisionSpec(
                 vision.width,
                 vision.depth,
                 vision.num_heads,
@@ -211,7 +236,7 @@ class Gr00tN17Config:
             ),
             ActionHeadSpec(
                 TransformerSpec(arch.dit_num_layers, arch.dit_num_heads, arch.dit_head_dim),
-                TransformerSpec(arch.vl_num_layers, arch.vl_num_heads, arch.vl_head_dim),
+                vl,
                 arch.hidden_size,
                 arch.dit_output_dim,
                 arch.max_action_dim,
@@ -223,7 +248,7 @@ class Gr00tN17Config:
                 text_every=2,
             ),
             identity_sidecars(
-                f"{MODEL_TYPE}Processor",
+                f"{cls.model_type}Processor",
                 arch.image_size,
                 CROP_FRACTION,
                 action_dim,
@@ -232,34 +257,64 @@ class Gr00tN17Config:
             ),
         )
 
+    def check_pictures(self, is_public: bool) -> None:
+        """Refuse pictures that the reference would resize further, or that tiles do not fill."""
+        side, tile = self.image_size, self.vision.patch_size * self.vision.merge_size
+        source = self.sidecars.processor.source
+        if side % tile:
+            refuse(source, "a picture's side of", side, f"it is a multiple of {tile} in {self.model_type}")
+        if is_public and side**2 < MIN_PIXELS:
+            refuse(source, "a picture's side of", side, "Qwen3-VL enlarges pictures below 256 pixels")
 
-def _check_pictures(config: Gr00tN17Config, is_public: bool) -> None:
-    side, tile = config.image_size, config.vision.patch_size * config.vision.merge_size
-    source = config.sidecars.processor.source
-    if side % tile:
-        refuse(source, "a picture's side of", side, f"it is a multiple of {tile} in GR00T N1.7")
-    if is_public and side**2 < MIN_PIXELS:
-        refuse(source, "a picture's side of", side, "Qwen3-VL enlarges pictures below 256 pixels")
+    @classmethod
+    def reject_other_models(cls, fields: Fields) -> None:
+        """Refuse config.json of another model, or of a variant that is not supported."""
+        check_family(fields, (cls.family,))
+        found = fields.content.get("model_type", fields.content.get("type"))
+        if found != cls.model_type:
+            raise CheckpointError(
+                f"{fields.source}: model_type is '{found}', not '{cls.model_type}'",
+                UNKNOWN_FAMILY,
+                code="checkpoint-family",
+            )
+        for name, wanted in REQUIRED.items():
+            if (value := fields.content.get(name, wanted)) != wanted:
+                refuse(fields.source, name, value, f"{cls.model_type} has {str(wanted).lower()}")
 
 
-def _reject_other_models(fields: Fields) -> None:
-    check_family(fields, ("gr00t_n1_7",))
-    found = fields.content.get("model_type", fields.content.get("type"))
-    if found != MODEL_TYPE:
-        raise CheckpointError(
-            f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY, code="checkpoint-family"
-        )
-    for name, wanted in (
-        ("use_alternate_vl_dit", True),
-        ("state_history_length", 1),
-        ("strict_action_padding_mask", False),
-        ("use_tactile", False),
-        ("exclude_state", False),
-        ("reproject_vision", False),
-    ):
-        if (value := fields.content.get(name, wanted)) != wanted:
-            refuse(fields.source, name, value, f"GR00T N1.7 has {str(wanted).lower()}")
+class Gr00tN16Config(Gr00tN17Config):
+    """A GR00T N1.6 model."""
 
+    family: ClassVar[str] = "gr00t_n1_6"
+    model_type: ClassVar[str] = "Gr00tN1d6"
+    backbone: ClassVar[str] = "nvidia/Eagle-Block2A-2B-v2"
+    backbone_type: ClassVar[str] = "eagle"
+    public_vision: ClassVar[VisionSpec] = EAGLE3_VISION
+    robots: ClassVar[Mapping[str, int]] = EMBODIMENT_IDS_N1_6
+
+    @classmethod
+    def public_qwen(cls, num_layers: int) -> QwenSpec:
+        """Return the first layers of the public language model."""
+        return qwen3_1_7b(num_layers)
+
+    @property
+    def image_size(self) -> int:
+        """Side of the model's square input in pixels: whole tiles, to which pictures are resized once more."""
+        tile = self.vision.patch_size * self.vision.merge_size
+        return max(1, round(self.sidecars.images().side / tile)) * tile
+
+    def check_pictures(self, is_public: bool) -> None:
+        """Every size is resized to whole tiles."""
+
+
+REQUIRED: dict[str, object] = {
+    **{"use_alternate_vl_dit": True, "state_history_length": 1, "strict_action_padding_mask": False},
+    **{"use_tactile": False, "exclude_state": False, "reproject_vision": False},
+}
+"""Values of config.json that are supported."""
+
+
+Kind = TypeVar("Kind", bound=Gr00tN17Config)
 
 PUBLIC_HEAD = ActionHeadSpec(
     TransformerSpec(32, 32, 48),
@@ -275,7 +330,15 @@ PUBLIC_HEAD = ActionHeadSpec(
 """Of NVIDIA's GR00T-N1.7-3B, whose language model keeps 16 layers."""
 
 
-def public_config(action_dim: int) -> Gr00tN17Config:
-    """Return NVIDIA's GR00T-N1.7-3B for a robot whose actions lie in [-1, 1]."""
-    sidecars = identity_sidecars(f"{MODEL_TYPE}Processor", 256, CROP_FRACTION, action_dim, 40, 10)
-    return Gr00tN17Config(QWEN3_VL_2B_VISION, qwen3_vl_2b(16), PUBLIC_HEAD, sidecars)
+PUBLIC_HEAD_N1_6 = replace(
+    PUBLIC_HEAD, vl=TransformerSpec(0, 0, 0), action_dim=128, max_state_dim=128, action_horizon=50
+)
+"""Of NVIDIA's GR00T-N1.6-3B."""
+
+
+def public_config(kind: type[Kind], action_dim: int) -> Kind:
+    """Return NVIDIA's GR00T-N1.7-3B or GR00T-N1.6-3B for a robot whose actions lie in [-1, 1]."""
+    head = PUBLIC_HEAD_N1_6 if issubclass(kind, Gr00tN16Config) else PUBLIC_HEAD
+    sidecars = identity_sidecars(f"{kind.model_type}Processor", 256, CROP_FRACTION, action_dim, head.action_horizon, 10)
+    eagle = issubclass(kind, Gr00tN16Config)
+    return kind(kind.public_vision, kind.public_qwen(16), head, sidecars, lm_head=eagle, pooling_head=eagle)

@@ -38,8 +38,8 @@ STILL_FRAMES = 2
 
 
 @dataclass(frozen=True)
-class QwenVisionSpec:
-    """Dimensions of Qwen3-VL's vision transformer.
+class VisionSpec:
+    """Dimensions of a vision transformer of which several patches make one token.
 
     Attributes:
         width, depth, num_heads, mlp_dim: of its blocks.
@@ -98,7 +98,7 @@ class PatchEmbed(Qwen3VLVisionPatchEmbed):
 class QwenVL(nn.Module):
     """Vision transformer and language model."""
 
-    def __init__(self, vision: QwenVisionSpec, text: QwenSpec) -> None:
+    def __init__(self, vision: VisionSpec, text: QwenSpec) -> None:
         super().__init__()
         config = vision_config(vision, text.hidden_size)
         self.visual = Qwen3VLVisionModel(config)
@@ -111,7 +111,7 @@ class QwenVL(nn.Module):
 class Qwen(nn.Module):
     """The level of names that checkpoints have around the two, and the output layer, which is stored and never run."""
 
-    def __init__(self, vision: QwenVisionSpec, text: QwenSpec, lm_head: bool) -> None:
+    def __init__(self, vision: VisionSpec, text: QwenSpec, lm_head: bool) -> None:
         super().__init__()
         self.model = QwenVL(vision, text)
         if lm_head:
@@ -121,7 +121,7 @@ class Qwen(nn.Module):
 class QwenBackbone(nn.Module):
     """The level of names that checkpoints have around the vision-language model."""
 
-    def __init__(self, vision: QwenVisionSpec, text: QwenSpec, lm_head: bool) -> None:
+    def __init__(self, vision: VisionSpec, text: QwenSpec, lm_head: bool) -> None:
         super().__init__()
         self.spec = vision
         self.model = Qwen(vision, text, lm_head)
@@ -235,7 +235,7 @@ def rope_positions(at_images: Tensor, side: int, mask: Tensor | None) -> Tensor:
     return torch.stack([start, start + within // side, start + within % side])
 
 
-def vision_config(spec: QwenVisionSpec, out_width: int) -> Qwen3VLVisionConfig:
+def vision_config(spec: VisionSpec, out_width: int) -> Qwen3VLVisionConfig:
     """Return the transformers configuration of the vision transformer, whose tokens have ``out_width``."""
     return Qwen3VLVisionConfig(
         depth=spec.depth,

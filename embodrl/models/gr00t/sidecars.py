@@ -1,4 +1,4 @@
-"""The files beside the weights of GR00T N1.7: how pictures, states and actions are prepared, robot by robot.
+"""The files beside the weights of GR00T N1.6 and N1.7: how pictures, states and actions are prepared, robot by robot.
 
 Unlike those of N1.5, they say all of it: processor_config.json has, for each robot, keys of state and action in order,
 how each is normalised, and whether actions are counted from the state; statistics.json has the numbers and
@@ -34,6 +34,10 @@ EMBODIMENT_IDS = {
     **{"xdof_relative_eef_relative_joint": 27, "xdof_relative_eef_relative_joint_subtask": 27},
 }
 """NVIDIA's numbers of robots of N1.7, for those that embodiment_id.json leaves out."""
+EMBODIMENT_IDS_N1_6 = {
+    **{"oxe_google": 0, "oxe_widowx": 1, "libero_panda": 2, "unitree_g1": 8, NEW_EMBODIMENT: 10},
+    **{"robocasa_panda_omron": 13, "oxe_droid": 16, "gr1": 20, "behavior_r1_pro": 24},
+}
 MAX_STEPS = 4096
 UNSUPPORTED = {"use_tactile": False, "exclude_state": False, "use_mean_std": False, "clip_outliers": True}
 _HINT = "use a checkpoint without it, or NVIDIA's own code"
@@ -47,7 +51,8 @@ class ImageTransform:
         side: of the result, in pixels.
         crop: side of the middle, in pixels.
         area: by OpenCV's INTER_AREA, as NVIDIA's albumentations; else bilinear with antialiasing, as its torchvision.
-        keeps_shape: the shortest side is resized to ``side``; only squares are supported then.
+        keeps_shape: the shortest side is resized to ``side``, or is in some versions of NVIDIA's code; only squares are
+            supported then.
         letter_box: black bars make a picture square first.
     """
 
@@ -92,8 +97,12 @@ class Sidecars:
     embodiment_ids: Mapping[str, int]
 
     @staticmethod
-    def read(directory: Path) -> Sidecars:
+    def read(directory: Path, known_ids: Mapping[str, int] = EMBODIMENT_IDS) -> Sidecars:
         """Read the files of a checkpoint; embodiment_id.json may be missing.
+
+        Args:
+            directory: of the files.
+            known_ids: numbers of robots that embodiment_id.json may leave out.
 
         Raises:
             CheckpointError: a file is missing or invalid, or asks for what is not supported.
@@ -104,7 +113,7 @@ class Sidecars:
         found = Sidecars(
             processor,
             stats_sets(read_file(directory / STATISTICS_FILE)),
-            {**EMBODIMENT_IDS, **{name: ids.integer(name, high=MAX_STEPS) for name in ids}},
+            {**known_ids, **{name: ids.integer(name, high=MAX_STEPS) for name in ids}},
         )
         for name, wanted in UNSUPPORTED.items():
             if found.settings.flag(name, wanted) != wanted:
@@ -132,7 +141,7 @@ class Sidecars:
             crop = max(1, int(side * (crop / _square(kwargs, "image_target_size"))))
         if crop > side:
             kwargs.refuse(f"the crop of {crop} pixels is larger than the picture of {side}")
-        return ImageTransform(side, crop, area, edge is not None, kwargs.flag("letter_box_transform", False))
+        return ImageTransform(side, crop, area, area, kwargs.flag("letter_box_transform", False))
 
     def robot(self, key: str | None, action_dim: int, source: str) -> RobotStats:
         """Return the statistics of a robot.

@@ -1,4 +1,4 @@
-"""GR00T N1.5 and N1.7: settings, facts and rules. Imports no torch."""
+"""GR00T N1.5, N1.6 and N1.7: settings, facts and rules. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,9 +38,6 @@ class Gr00tSizes(Section):
     dit_num_heads: PositiveInt = Field(default=4, description="DiT heads")
     dit_head_dim: PositiveInt = Field(default=24, description="DiT head dimension; width = heads x head dimension")
     dit_output_dim: PositiveInt = Field(default=64, description="DiT output and hidden size of the action decoder")
-    vl_num_layers: PositiveInt = Field(default=1, description="self-attention blocks over the backbone's features")
-    vl_num_heads: PositiveInt = Field(default=4, description="their heads; times vl_head_dim it is hidden_size")
-    vl_head_dim: PositiveInt = Field(default=32, description="their head dimension")
     num_embodiments: PositiveInt = Field(default=2, description="robots with encoders and decoders of their own")
     max_action_dim: PositiveInt = Field(default=8, description="actions are padded to this with zeros")
     max_state_dim: PositiveInt = Field(default=32, description="states are padded to this with zeros")
@@ -48,7 +45,15 @@ class Gr00tSizes(Section):
     max_prompt_tokens: PositiveInt = Field(default=64, description="prompts are padded to this length")
 
 
-class Gr00tArchitectureConfig(Gr00tSizes):
+class _FeatureBlocks(Section):
+    """Self-attention over the features of images and prompt, which N1.6 lacks."""
+
+    vl_num_layers: PositiveInt = Field(default=1, description="self-attention blocks over the backbone's features")
+    vl_num_heads: PositiveInt = Field(default=4, description="their heads; times vl_head_dim it is hidden_size")
+    vl_head_dim: PositiveInt = Field(default=32, description="their head dimension")
+
+
+class Gr00tArchitectureConfig(_FeatureBlocks, Gr00tSizes):
     """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
 
     siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
@@ -69,17 +74,33 @@ class Gr00tArchitectureConfig(Gr00tSizes):
     )
 
 
-class Gr00tN17ArchitectureConfig(Gr00tSizes):
-    """Dimensions of a GR00T N1.7 built without a checkpoint."""
+class Gr00tTiledSizes(Gr00tSizes):
+    """Dimensions of a GR00T N1.6 or N1.7 built without a checkpoint."""
 
     merge_size: PositiveInt = Field(default=2, description="this many patches along each side become one token")
     vision: SiglipConfig = Field(default=SiglipConfig(), description="vision; head dimensions divisible by 4")
+
+
+class Gr00tN16ArchitectureConfig(Gr00tTiledSizes):
+    """Dimensions of a GR00T N1.6 built without a checkpoint."""
+
+
+class Gr00tN17ArchitectureConfig(_FeatureBlocks, Gr00tTiledSizes):
+    """Dimensions of a GR00T N1.7 built without a checkpoint."""
 
 
 class Gr00tModelConfig(FlowModelConfig):
     """A GR00T N1.5."""
 
     gr00t: Gr00tArchitectureConfig = Field(default=Gr00tArchitectureConfig(), description="dimensions of the tiny size")
+
+
+class Gr00tN16ModelConfig(FlowModelConfig):
+    """A GR00T N1.6."""
+
+    gr00t_n1_6: Gr00tN16ArchitectureConfig = Field(
+        default=Gr00tN16ArchitectureConfig(), description="dimensions of the tiny size"
+    )
 
 
 class Gr00tN17ModelConfig(FlowModelConfig):
@@ -90,7 +111,7 @@ class Gr00tN17ModelConfig(FlowModelConfig):
     )
 
 
-RULES, RULES_N1_7 = RuleSet(), RuleSet()
+RULES, RULES_N1_6, RULES_N1_7 = RuleSet(), RuleSet(), RuleSet()
 
 
 @RULES.rule("model.model_type", "model.model_path", "model.gr00t", "model.num_action_chunks", "model.action_dim")
@@ -105,15 +126,25 @@ def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
     yield from _sizes_fit(context, base, shape)
 
 
+@RULES_N1_6.rule(
+    "model.model_type", "model.model_path", "model.gr00t_n1_6", "model.num_action_chunks", "model.action_dim"
+)
+def gr00t_n1_6_dimensions_fit(context: Context) -> Iterator[Finding]:
+    """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny N1.6."""
+    if context.config.model.model_path is None:
+        yield from _tiles_fit(context, "model.gr00t_n1_6", context.model(Gr00tN16ModelConfig).gr00t_n1_6)
+
+
 @RULES_N1_7.rule(
     "model.model_type", "model.model_path", "model.gr00t_n1_7", "model.num_action_chunks", "model.action_dim"
 )
 def gr00t_n1_7_dimensions_fit(context: Context) -> Iterator[Finding]:
-    """Patches tile the image and merge without remainder, heads divide widths, and actions have room."""
-    base = "model.gr00t_n1_7"
-    if context.config.model.model_path is not None:
-        return
-    shape = context.model(Gr00tN17ModelConfig).gr00t_n1_7
+    """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny N1.7."""
+    if context.config.model.model_path is None:
+        yield from _tiles_fit(context, "model.gr00t_n1_7", context.model(Gr00tN17ModelConfig).gr00t_n1_7)
+
+
+def _tiles_fit(context: Context, base: str, shape: Gr00tTiledSizes) -> Iterator[Finding]:
     tile, vision = shape.patch_size * shape.merge_size, shape.vision
     yield from divides(f"{base}.patch_size", f"{base}.image_size", tile, shape.image_size)
     yield from divides(f"{base}.vision.num_heads", f"{base}.vision.width", 4 * vision.num_heads, vision.width)
@@ -128,8 +159,8 @@ def _sizes_fit(context: Context, base: str, shape: Gr00tSizes) -> Iterator[Findi
         shape.num_attention_heads,
     )
     yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
-    width = shape.vl_num_heads * shape.vl_head_dim
-    if width != shape.hidden_size:
+    width = shape.vl_num_heads * shape.vl_head_dim if isinstance(shape, _FeatureBlocks) else shape.hidden_size
+    if isinstance(shape, _FeatureBlocks) and width != shape.hidden_size:
         yield Finding(
             f"{base}.vl_head_dim",
             f"{shape.vl_num_heads} heads x {shape.vl_head_dim} = {width}, and hidden_size is {shape.hidden_size}",
@@ -148,12 +179,15 @@ def gr00t_crops_by_its_own_setting(context: Context) -> Iterator[Finding]:
         yield Finding("model.center_crop", message, "leave it out", others=("model.gr00t.crop_side",))
 
 
-@RULES_N1_7.note("model.model_type", "model.center_crop")
-def gr00t_n1_7_crops_as_its_files_say(context: Context) -> Iterator[Finding]:
-    """GR00T N1.7 crops by its processor_config.json."""
+def _crops_as_its_files_say(context: Context) -> Iterator[Finding]:
+    """GR00T N1.6 and N1.7 crop by their processor_config.json."""
     if context.config.model.center_crop:
-        message = "has no effect: gr00t_n1_7 cuts the middle as processor_config.json says, by 0.95 at tiny size"
+        message = "has no effect: this GR00T cuts the middle as processor_config.json says, by 0.95 at tiny size"
         yield Finding("model.center_crop", message, "leave it out")
+
+
+for _rules in (RULES_N1_6, RULES_N1_7):
+    _rules.note("model.model_type", "model.center_crop")(_crops_as_its_files_say)
 
 
 SPEC = flow_family(
@@ -176,4 +210,16 @@ N1_7 = flow_family(
     actions=f"{ACTIONS}, encoders a robot",
     checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
     suffix="_n1_7",
+)
+N1_6 = flow_family(
+    "gr00t_n1_6",
+    "gr00t",
+    "GR00T N1.6: SigLIP 2, Qwen3 and a flow-matching diffusion transformer of twice the depth",
+    Gr00tN16ModelConfig,
+    (RULES_N1_6,),
+    sizes="1.9 M (tiny), about 3.3 B",
+    actions=f"{ACTIONS}, encoders a robot",
+    checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",
+    suffix="_n1_6",
+    has_recording=False,
 )

@@ -7,6 +7,8 @@ need no package but numpy. Shapes: B batch, V cameras, H x W pixels, S state, C 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,6 +87,7 @@ class LeRobotServer:
         family: Any = factory.get_policy_class(self.config.type)
         self._policy: Any = family.from_pretrained(path, config=self.config, strict=True)
         self._policy.eval()
+        _check_weights(self._policy.state_dict(), Path(path) / "model.safetensors")
         to_device = {"device_processor": {"device": device}}
         self._before, self._after = factory.make_pre_post_processors(
             self.config, pretrained_path=path, preprocessor_overrides=to_device
@@ -121,3 +124,36 @@ class LeRobotServer:
             # Steps after the policy are written for one action a row, as lerobot's own servers call them.
             actions = [self._after(chunk[:, place]) for place in range(chunk.shape[1])]
         return torch.stack(actions, dim=1).float().cpu().numpy()
+
+
+def _check_weights(loaded: Mapping[str, Any], file: Path) -> None:
+    """Refuse a policy without its weights: lerobot's pi0, pi0.5 and pi0-FAST print that, and act with random ones.
+
+    Of every tensor whose name both have the first row is compared.
+
+    Args:
+        loaded: tensors of the policy by name.
+        file: that they are to be from.
+
+    Raises:
+        EmbodrlError: there is no such file, or the policy has other values.
+    """
+    from safetensors import safe_open
+
+    compared, different = 0, ""
+    if file.is_file():
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - a reader is not a mapping
+                mine = loaded.get(name, loaded.get(f"model.{name}"))
+                if mine is None or mine.ndim == 0:
+                    continue
+                compared += 1
+                if not bool((stored.get_slice(name)[:1].to(mine.dtype) == mine[:1].cpu()).all()):
+                    different = name
+    if not compared or different:
+        what = f"'{different}' has other values" if different else "none of them is in the policy"
+        raise EmbodrlError(
+            f"lerobot did not load the weights of {file}: {what}",
+            "see what it printed in the log; the checkpoint may be of another version of lerobot",
+            code="lerobot-weights",
+        )

@@ -39,7 +39,12 @@ def test_a_setting_without_effect_is_noted(arguments: tuple[str, ...], key: str)
     [
         ("pi0", "model.architecture.hidden_size=64", "model.architecture", "openvla, openvla_oft have it"),
         ("pi0", "model.gr00t.head_dim=16", "model.gr00t", "gr00t has it"),
-        ("openvla", "model.flow.num_steps=8", "model.flow", "pi0, pi05, gr00t, gr00t_n1_7, smolvla have it"),
+        (
+            "openvla",
+            "model.flow.num_steps=8",
+            "model.flow",
+            "pi0, pi05, gr00t, gr00t_n1_6, gr00t_n1_7, smolvla have it",
+        ),
         ("openvla", "model.keep_stop_token=false", "model.keep_stop_token", "openvla_oft has it"),
     ],
 )

@@ -42,6 +42,7 @@ def test_the_layers_that_tensor_parallelism_cuts() -> None:
         "pi0": 4,
         "pi05": 4,
         "gr00t": 2,
+        "gr00t_n1_6": 2,
         "gr00t_n1_7": 2,
         "smolvla": 4,
     }  # pi: PaliGemma and the expert

@@ -16,7 +16,15 @@ from embodrl.models.registry import build_policy
 
 @pytest.mark.parametrize(
     ("family", "one_file"),
-    [("pi0", True), ("pi05", True), ("smolvla", True), ("openvla", False), ("gr00t", False), ("gr00t_n1_7", False)],
+    [
+        ("pi0", True),
+        ("pi05", True),
+        ("smolvla", True),
+        ("openvla", False),
+        ("gr00t", False),
+        ("gr00t_n1_6", False),
+        ("gr00t_n1_7", False),
+    ],
 )
 def test_pi_exports_are_one_file_that_everybody_may_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, one_file: bool

@@ -182,7 +182,8 @@ def test_config_survives_a_round_trip() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "names"),
     [
-        ({"model_type": "Gr00tN1d6"}, "checkpoint-family", ["'Gr00tN1d6'", "'Gr00tN1d7'"]),
+        ({"model_type": "Gr00tN1d6"}, "checkpoint-family", ["'gr00t_n1_6'", "'gr00t_n1_7'"]),
+        ({"model_type": "Gr00tN1d8"}, "checkpoint-family", ["'Gr00tN1d8'", "'Gr00tN1d7'"]),
         ({"model_type": "gr00t_n1_5"}, "checkpoint-family", ["'gr00t'", "'gr00t_n1_7'"]),
         ({"model_name": "nvidia/Cosmos-Reason3-8B"}, U, ["model_name"]),
         ({"state_history_length": 2}, U, ["state_history_length"]),
@@ -372,7 +373,7 @@ def test_the_middle_of_a_picture() -> None:
     ("kwargs", "wanted"),
     [
         ({}, ImageTransform(256, 243, True, True, False)),
-        ({"shortest_image_edge": None, "crop_fraction": None}, ImageTransform(256, 230, True, False, False)),
+        ({"shortest_image_edge": None, "crop_fraction": None}, ImageTransform(256, 230, True, True, False)),
         ({"use_albumentations": False, "letter_box_transform": True}, ImageTransform(256, 230, False, False, True)),
     ],
 )

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from expect import raises_code
+from safetensors.torch import save_file
 
 from embodrl.config import load_config
 from embodrl.config.rules.verbs import Verb
@@ -54,6 +55,9 @@ class Policy:
     def from_pretrained(cls, path, config, strict):
         assert strict
         return cls()
+    def state_dict(self):
+        import torch
+        return {"model.layer.weight": torch.ones(2, 3), "model.count": torch.tensor(1)}
     def eval(self):
         return self
     def reset(self):
@@ -99,8 +103,19 @@ def interpreter(path: Path, line: str) -> Path:
     return path
 
 
-def load(python: Path, directory: Path, facts: dict[str, object] | None = None, **changes: object) -> LeRobotPolicy:
+WEIGHTS = {"model.layer.weight": torch.ones(2, 3, dtype=torch.bfloat16)}
+
+
+def load(
+    python: Path,
+    directory: Path,
+    facts: dict[str, object] | None = None,
+    weights: dict[str, torch.Tensor] | None = WEIGHTS,
+    **changes: object,
+) -> LeRobotPolicy:
     (directory / "config.json").write_text(json.dumps({**FACTS, **(facts or {})}))
+    if weights is not None:
+        save_file(weights, directory / "model.safetensors")
     values = {"model_type": "lerobot", "model_path": str(directory), "python": str(python), "num_action_chunks": 2}
     config = model_settings("lerobot").model_validate({**values, "add_value_head": False, **changes})
     policy, report = build_policy(config, device="cpu", dtype=torch.float32, seed=5)
@@ -190,6 +205,19 @@ def test_policies_that_do_not_fit_are_refused(
     with pytest.raises(EmbodrlError) as refused:
         load(python, tmp_path, facts)
     assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    "weights", [None, {"layer.weight": torch.zeros(2, 3)}, {"of.another.version": torch.ones(2, 3)}]
+)
+def test_weights_that_lerobot_did_not_load_are_refused(
+    python: Path, tmp_path: Path, weights: dict[str, torch.Tensor] | None
+) -> None:
+    """Some of its policies print that they could not, and go on with random ones."""
+    with pytest.raises(EmbodrlError) as refused:
+        load(python, tmp_path, weights=weights)
+    assert refused.value.code == "lerobot-weights"
+    assert load(python, tmp_path, weights={"layer.weight": torch.ones(2, 3)})
 
 
 def test_an_interpreter_without_lerobot_is_named(tmp_path: Path) -> None:

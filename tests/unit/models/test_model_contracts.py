@@ -133,6 +133,25 @@ def test_rows_do_not_depend_on_their_company(family: str, method: str | None) ->
         np.testing.assert_allclose(alone.actions, greedy[row : row + 1], rtol=0, atol=1e-5)
 
 
+def test_an_l1_head_keeps_the_contract_of_what_acts_alone(tmp_path: Path) -> None:
+    """It has no log-probs to compare; rows, repetition, shapes and files are as for the others."""
+    policy = stir(build("openvla_oft", action_head="l1", add_value_head=False))
+
+    def act(one: VLAPolicy, rows: list[int]) -> np.ndarray:
+        seen = observation("openvla_oft").select(np.array(rows))
+        return one.predict_action_batch(seen, "eval", SAMPLING, compute_values=False).actions
+
+    together = act(policy, [0, 1, 2])
+    assert together.shape == (3, 2, 7) and together.dtype == np.float32 and np.isfinite(together).all()
+    assert np.abs(together[0] - together[1]).max() > 1e-3  # it does see its row
+    np.testing.assert_array_equal(act(policy, [0, 1, 2]), together)
+    for row in range(3):
+        np.testing.assert_allclose(act(policy, [row]), together[row : row + 1], rtol=0, atol=1e-5)
+    policy.save_pretrained(tmp_path / "saved")
+    again = build("openvla_oft", action_head="l1", add_value_head=False, model_path=str(tmp_path / "saved"))
+    np.testing.assert_allclose(act(again, [0, 1, 2]), together, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("family", "method"), VARIANTS)
 def test_padding_of_the_prompt(family: str, method: str | None) -> None:
     """The same weights with prompts padded to a greater length."""

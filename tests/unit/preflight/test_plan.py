@@ -112,6 +112,7 @@ def test_idle_gpus_and_crowded_cores_are_told():
         ["model=pi0"],
         ["model=pi0", "model.flow.method=flow_noise"],
         ["model=gr00t"],
+        ["model=gr00t_n1_6"],
         ["model=gr00t_n1_7"],
         ["model=smolvla"],
     ],

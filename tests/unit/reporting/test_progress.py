@@ -32,6 +32,22 @@ def test_what_an_earlier_process_has_done_is_not_in_the_rate(clock, capsys):
     assert capsys.readouterr().out.splitlines() == ["sft: 25/40 steps, 0.5/s, ETA 30 s  "]
 
 
+def test_what_interrupts_it_has_lines_of_its_own_and_is_not_in_the_rate(clock, capsys):
+    with Progress("sft", 40, "steps", "plain") as shown:
+        clock[0] = 110.0
+        shown.update(10)
+        with shown.within("evaluation", 8, "episodes") as inner:
+            clock[0] = 150.0
+            inner.update(8, "success 50%")
+        clock[0] = 160.0
+        shown.update(20)
+    assert capsys.readouterr().out.splitlines() == [
+        "sft: 10/40 steps, 1.0/s, ETA 30 s  ",
+        "evaluation: 8/8 episodes, 0.2/s, ETA 0 s  success 50%",
+        "sft: 20/40 steps, 1.0/s, ETA 20 s  ",
+    ]
+
+
 def test_off_says_nothing(clock, capsys):
     with Progress("collect", 2, "episodes", "off") as shown:
         shown.update(2)
