@@ -287,6 +287,8 @@ def test_lerobots_pi(
     assert num_parameters(policy) == PARAMETERS[variant]
     assert not policy.processor.config.antialias and "lerobot" in report.conventions["antialiased resizing"]
     assert load(variant, tmp_path, pi={"antialias": True})[0].processor.config.antialias
+    kept = policy.processor.prompt("push_it", np.zeros(1)) != policy.processor.prompt("push it", np.zeros(1))
+    assert kept == (variant == "pi0") == ("instructions cleaned" in report.conventions)
     if variant == "pi05":
         assert report.conventions[PADDING].startswith(padded), version
 
