@@ -30,7 +30,7 @@ from embodrl.models.common.adapters import adapter_names
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.gr00t.build_n1_7 import QwenTokenizer
 from embodrl.models.gr00t.config import Gr00tConfig
-from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config, public_config
+from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.openvla.config import OpenVLAConfig
@@ -505,7 +505,7 @@ def test_gr00t_n1_7_of_libero(stored: str, tmp_path: Path):
 @functools.cache
 def gr00t_n1_6_shapes() -> Shapes:
     with torch.device("meta"):
-        return shapes_of(Gr00tN16Model(public_config(Gr00tN16Config, 7)))
+        return shapes_of(Gr00tN16Model(Gr00tN16Config.public(7)))
 
 
 def test_gr00t_n1_6_of_libero(tmp_path: Path):
