@@ -7,10 +7,12 @@ import shlex
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from embodrl import __version__
 from embodrl.config.policy_card import CARD_FILE, policy_card
@@ -19,11 +21,11 @@ from embodrl.deployment import Deployment
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.lora import rounds_when_merged, save_adapters
+from embodrl.models.common.lora import adapter_factors, merged_state_dict, rounds_when_merged, save_adapters
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.storage.atomic import atomic_directory, read_regular_file
-from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
 from embodrl.storage.json_file import write_json_file
 
@@ -34,6 +36,7 @@ POLICY_DIR = "policy"
 ADAPTERS_DIR = "adapters"
 """In a policy: its adapters, apart from the weights that they are over."""
 BEST_POLICY_DIR = "policy_best"
+WEIGHTS_DIR = "weights"
 REPORT_FILE = "report.html"
 METRICS_BLOB = "metrics"
 MAX_REPORT_BYTES = 2**30
@@ -90,13 +93,49 @@ def has_results(run_dir: Path) -> bool:
     return listed
 
 
-def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy, state_num_bytes: int) -> int:
-    """Return what a run writes: its checkpoints, the best, one more while it is written, and weights sent by disk."""
-    total = (config.runner.keep_last_n + 1 + config.runner.keep_best) * state_num_bytes
-    if deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk":
-        weights = sum(t.numel() * t.element_size() for t in policy.state_dict().values())
-        total += (VERSIONS_KEPT + 1) * weights
-    return total
+def num_weights_on_disk(config: Config, deployment: Deployment) -> int:
+    """Return how many versions of the weights a run has on disk at one time, for rollouts in other processes."""
+    by_disk = deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk"
+    return (VERSIONS_KEPT + 1) * (by_disk + config.rollout.publish_weights)
+
+
+def exported_num_bytes(policy: VLAPolicy) -> int:
+    """Return about how many bytes ``export_policy`` writes: merged weights may take twice the memory of the policy."""
+    merged = _num_bytes(merged_state_dict(policy, deferred=True).values())
+    if not rounds_when_merged(policy):
+        return merged
+    pairs = (adapter_factors(layer) for layer in policy.modules())
+    return merged + sum(_num_bytes(pair) for pair in pairs if pair is not None)
+
+
+def check_disk_space(
+    run_dir: Path, config: Config, policy: VLAPolicy, state_num_bytes: int, *, keep_best: bool, num_weights: int = 0
+) -> None:
+    """Check that a run has space for its checkpoints, one more while it is written, its policies and sent weights.
+
+    What a resumed run has already written is part of that; the largest part is written beside the one it replaces.
+
+    Args:
+        run_dir: of the run.
+        config: of the run.
+        policy: that it exports.
+        state_num_bytes: of a checkpoint.
+        keep_best: it keeps the best checkpoint and policy, too.
+        num_weights: versions of the weights that it has on disk at one time.
+
+    Raises:
+        OutputError: the directory can't be written, or has too little free space.
+    """
+    exported = exported_num_bytes(policy)
+    total = (config.runner.keep_last_n + 1 + keep_best) * state_num_bytes + (1 + keep_best) * exported
+    total += num_weights * _num_bytes(policy.state_dict().values())
+    outputs = (run_dir / name for name in (CHECKPOINTS_DIR, POLICY_DIR, BEST_POLICY_DIR, WEIGHTS_DIR))
+    written = sum(path.stat().st_size for output in outputs for path in output.rglob("*") if path.is_file())
+    preflight(run_dir, max(total - written, state_num_bytes, exported))
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: Any) -> None:
