@@ -7,21 +7,26 @@ import shlex
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from embodrl import __version__
 from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.errors import EmbodrlError, OutputError
+from embodrl.hybrid_engines.weight_sync.buckets import num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.lora import adapter_factors, merged_state_dict, rounds_when_merged, save_adapters
+from embodrl.models.common.lora import (
+    OWN_HEADS,
+    adapter_factors,
+    merged_state_dict,
+    rounds_when_merged,
+    save_adapters,
+)
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.storage.atomic import atomic_directory, read_regular_file
@@ -36,7 +41,8 @@ POLICY_DIR = "policy"
 ADAPTERS_DIR = "adapters"
 """In a policy: its adapters, apart from the weights that they are over."""
 BEST_POLICY_DIR = "policy_best"
-WEIGHTS_DIR = "weights"
+PUBLISHED_DIR = "weights"
+WEIGHT_SYNC_DIR = "weight_sync"
 REPORT_FILE = "report.html"
 METRICS_BLOB = "metrics"
 MAX_REPORT_BYTES = 2**30
@@ -93,27 +99,34 @@ def has_results(run_dir: Path) -> bool:
     return listed
 
 
-def num_weights_on_disk(config: Config, deployment: Deployment) -> int:
-    """Return how many versions of the weights a run has on disk at one time, for rollouts in other processes."""
+def sent_num_bytes(config: Config, deployment: Deployment, policy: VLAPolicy) -> int:
+    """Return how many bytes of weights a run has on disk for other processes: a whole version, and trained weights."""
     by_disk = deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk"
-    return (VERSIONS_KEPT + 1) * (by_disk + config.rollout.publish_weights)
+    weights = policy.state_dict()
+    trained = sum(num_bytes(weights[name]) for name in trained_names(policy))
+    return (by_disk + config.rollout.publish_weights) * (
+        sum(map(num_bytes, weights.values())) + (VERSIONS_KEPT + 1) * trained
+    )
 
 
 def exported_num_bytes(policy: VLAPolicy) -> int:
-    """Return about how many bytes ``export_policy`` writes: merged weights may take twice the memory of the policy."""
-    merged = _num_bytes(merged_state_dict(policy, deferred=True).values())
-    if not rounds_when_merged(policy):
-        return merged
-    pairs = (adapter_factors(layer) for layer in policy.modules())
-    return merged + sum(_num_bytes(pair) for pair in pairs if pair is not None)
+    """Return the size of the tensors that ``export_policy`` writes: merged in float32, twice those of a bf16 policy."""
+    merged = merged_state_dict(policy, deferred=True)
+    total = sum(map(num_bytes, merged.values()))
+    if rounds_when_merged(policy):
+        pairs = (adapter_factors(layer) for layer in policy.modules())
+        total += sum(num_bytes(factor) for pair in pairs if pair is not None for factor in pair)
+        total += sum(num_bytes(merged[name]) for name in merged if name.partition(".")[0] in OWN_HEADS)
+    return total
 
 
 def check_disk_space(
-    run_dir: Path, config: Config, policy: VLAPolicy, state_num_bytes: int, *, keep_best: bool, num_weights: int = 0
+    run_dir: Path, config: Config, policy: VLAPolicy, state_num_bytes: int, *, keep_best: bool, sent: int = 0
 ) -> None:
     """Check that a run has space for its checkpoints, one more while it is written, its policies and sent weights.
 
-    What a resumed run has already written is part of that; the largest part is written beside the one it replaces.
+    What a resumed run has written already counts as part of that; a policy that exists is replaced by one that is
+    written beside it.
 
     Args:
         run_dir: of the run.
@@ -121,21 +134,18 @@ def check_disk_space(
         policy: that it exports.
         state_num_bytes: of a checkpoint.
         keep_best: it keeps the best checkpoint and policy, too.
-        num_weights: versions of the weights that it has on disk at one time.
+        sent: bytes of the weights that it keeps on disk for other processes.
 
     Raises:
         OutputError: the directory can't be written, or has too little free space.
     """
     exported = exported_num_bytes(policy)
-    total = (config.runner.keep_last_n + 1 + keep_best) * state_num_bytes + (1 + keep_best) * exported
-    total += num_weights * _num_bytes(policy.state_dict().values())
-    outputs = (run_dir / name for name in (CHECKPOINTS_DIR, POLICY_DIR, BEST_POLICY_DIR, WEIGHTS_DIR))
+    total = (config.runner.keep_last_n + 1 + keep_best) * state_num_bytes + (1 + keep_best) * exported + sent
+    outputs = (
+        run_dir / name for name in (CHECKPOINTS_DIR, POLICY_DIR, BEST_POLICY_DIR, PUBLISHED_DIR, WEIGHT_SYNC_DIR)
+    )
     written = sum(path.stat().st_size for output in outputs for path in output.rglob("*") if path.is_file())
     preflight(run_dir, max(total - written, state_num_bytes, exported))
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: Any) -> None:

@@ -282,7 +282,8 @@ def tiny_head(arch: Gr00tSizes, num_future_tokens: int = 0, text_every: int | No
 
     Args:
         arch: settings.
-        num_future_tokens, text_every: see ``ActionHeadSpec``.
+        num_future_tokens: as in ``ActionHeadSpec``.
+        text_every: as in ``ActionHeadSpec``.
     """
     vl = NO_TRANSFORMER
     if isinstance(arch, Gr00tFeatureBlocks):

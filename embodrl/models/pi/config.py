@@ -94,7 +94,8 @@ class PiConfig:
         relative_dims: this many leading action dimensions are relative to the state.
         normalization: how statistics are used.
         antialias: pictures are resized with it, as by openpi; not with lerobot.
-        raw_instruction: instructions are read as they are, as by lerobot's pi0 (without a state in the prompt only).
+        raw_instruction: keep underscores and line feeds of instructions, as lerobot's pi0 does (never with a state in the
+            prompt).
     """
 
     variant: Variant
