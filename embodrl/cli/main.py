@@ -10,6 +10,7 @@ from embodrl.cli import config, data, env, model, pipeline, plan
 from embodrl.cli.app import add, make_app, summary
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
+from embodrl.cli.compare import compare
 from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
@@ -79,6 +80,7 @@ for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
+add(app, compare)
 add(app, list_names, "list")
 add(app, doctor)
 add(app, bench)
