@@ -94,8 +94,7 @@ class PiConfig:
         relative_dims: this many leading action dimensions are relative to the state.
         normalization: how statistics are used.
         antialias: pictures are resized with it, as by openpi; not with lerobot.
-        raw_instruction: keep underscores and line feeds of instructions, as lerobot's pi0 does (never with a state in the
-            prompt).
+        raw_instruction: keep underscores and line feeds of instructions, as lerobot's pi0 does; pi0.5 never does.
     """
 
     variant: Variant
