@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ def _in_runs(problem: ConfigProblem, names: list[str], total: int) -> ConfigProb
     if len(names) == total:
         return problem
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return ConfigProblem(**vars(problem) | {"message": f"{problem.message} (in {shown})"})
+    return replace(problem, message=f"{problem.message} (in {shown})")
 
 
 def read_sweep(directory: Path) -> Sweep:
