@@ -48,14 +48,15 @@ def compare(
         if json_output:
             print(json.dumps(comparison_json(found), indent=2))
         else:
-            _print(found)
+            show_runs(found)
             if html is not None:
                 print(f"\n{html} has the curves")
 
     execute(action, debug)
 
 
-def _print(runs: Sequence[RunView]) -> None:
+def show_runs(runs: Sequence[RunView]) -> None:
+    """Print the figures of runs and the settings that differ."""
     from rich.console import Console
     from rich.table import Table
 

@@ -20,6 +20,7 @@ from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.resume import resume
 from embodrl.cli.sft import sft
+from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
 
 SIGNALLED = 128
@@ -73,6 +74,7 @@ add(app, evaluate, "eval")
 add(app, collect)
 add(app, convert)
 add(app, sft)
+add(app, sweep)
 add(app, resume)
 add(app, fetch)
 add(app, export)
