@@ -34,6 +34,8 @@ POLICY_DIR = "policy"
 ADAPTERS_DIR = "adapters"
 """In a policy: its adapters, apart from the weights that they are over."""
 BEST_POLICY_DIR = "policy_best"
+WEIGHTS_DIR = "weights"
+"""Versions that a run with ``rollout.publish_weights`` writes."""
 REPORT_FILE = "report.html"
 METRICS_BLOB = "metrics"
 MAX_REPORT_BYTES = 2**30

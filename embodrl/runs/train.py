@@ -39,6 +39,7 @@ from embodrl.runs.files import (
     LOG_FILE,
     METRICS_BLOB,
     POLICY_DIR,
+    WEIGHTS_DIR,
     export_policy,
     has_results,
     how_to_go_on,
@@ -71,7 +72,6 @@ from embodrl.workers.policy import configure_torch, num_generators, num_threads
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_DIR = "weights"
 # What others read from every row: null before the first rollout, and where nothing was trained.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
