@@ -10,6 +10,7 @@ from embodrl.cli import config, data, env, model, pipeline, plan
 from embodrl.cli.app import add, make_app, summary
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
+from embodrl.cli.compare import compare
 from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
@@ -20,6 +21,7 @@ from embodrl.cli.parity import parity
 from embodrl.cli.resume import resume
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
+from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
 
 SIGNALLED = 128
@@ -74,6 +76,7 @@ add(app, serve)
 add(app, collect)
 add(app, convert)
 add(app, sft)
+add(app, sweep)
 add(app, resume)
 add(app, fetch)
 add(app, export)
@@ -81,6 +84,7 @@ for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
+add(app, compare)
 add(app, list_names, "list")
 add(app, doctor)
 add(app, bench)

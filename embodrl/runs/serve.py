@@ -10,7 +10,7 @@ from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.files import WEIGHTS_DIR
+from embodrl.runs.files import PUBLISHED_DIR
 from embodrl.serving.server import PolicyServer
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
@@ -36,7 +36,7 @@ def serve(
         EmbodrlError: the policy can't be built.
     """
     config = loaded.config
-    weights_dir = run_dir / WEIGHTS_DIR if run_dir is not None and config.serve.follow else None
+    weights_dir = run_dir / PUBLISHED_DIR if run_dir is not None and config.serve.follow else None
 
     async def run() -> int:
         device = configure_torch(config, loaded.deployment.of("rollout")[0])

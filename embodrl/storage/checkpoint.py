@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
+CHECKPOINTS_DIR = "checkpoints"
 BEST = "best"
 _STAGING = ".staging_"
 _REPLACED = ".replaced_"
@@ -102,7 +103,7 @@ class CheckpointManager:
     """
 
     def __init__(self, directory: Path, keep_last_n: int) -> None:
-        self.root = Path(directory) / "checkpoints"
+        self.root = Path(directory) / CHECKPOINTS_DIR
         self.keep_last_n = keep_last_n
         self._known_bad: set[str] = set()
         link = self.root / BEST
@@ -288,7 +289,7 @@ def preflight(directory: Path, bytes_needed: int) -> None:
     if free < bytes_needed:
         raise OutputError(
             f"output directory {directory} has {format_size(free)} free;"
-            f" checkpoints need about {format_size(bytes_needed)}",
+            f" checkpoints and policies need about {format_size(bytes_needed)}",
             f"free disk space, lower runner.keep_last_n, or {ELSEWHERE}",
             code="disk-space",
         )

@@ -124,6 +124,31 @@ def test_light_meshes_hardly_change_the_picture_and_leave_collisions_alone() -> 
         stock.close()
 
 
+def test_the_reflection_table_changes_no_picture(env: Any) -> None:
+    import sapien
+
+    other = make(1, ["PushCube-v1"])
+    table = sapien.render.RenderTexture(np.full((1, 1, 2), 7.5, np.float32), dim=2, format="R32G32Sfloat")
+    try:
+        for sensor in other._fleet.any_sim().env._sensors.values():
+            sensor.camera._render_cameras[0].set_texture("BRDFLUT", table)
+        np.testing.assert_array_equal(start(other, seeds_of(3)).images[0], start(env, seeds_of(3, 4)).images[0])
+    finally:
+        other.close()
+
+
+@pytest.mark.long
+def test_pictures_are_those_with_the_reflection_table_of_sapien(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embodrl.envs.maniskill import sim
+
+    monkeypatch.setattr(sim, "omit_reflection_table", lambda *_: None)
+    stock = make(1, ["PushCube-v1"])
+    try:
+        np.testing.assert_array_equal(start(stock, seeds_of(3)).images[0], start(env, seeds_of(3, 4)).images[0])
+    finally:
+        stock.close()
+
+
 def robot_entities(env: Any) -> list[Any]:
     return [link._objs[0].entity for link in env._fleet.any_sim().env.agent.robot.links]
 

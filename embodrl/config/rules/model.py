@@ -239,6 +239,16 @@ def state_is_seen(context: Context) -> Iterator[Finding]:
         yield Finding("env.include_state", message, "leave it out")
 
 
+@note("model.model_type", "model.model_path", "env.include_state")
+def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
+    """A public checkpoint of a family that reads the robot's state was trained with it."""
+    config, family = context.config, context.family
+    reads = family is not None and family.uses_state is True
+    if config.model.model_path is not None and reads and not config.env.include_state:
+        message = f"{config.model.model_type} reads the robot's state, and gets none: env.include_state is false"
+        yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
+
+
 @note("model.model_type", "model.model_path", "model.warm_start", "model.num_action_chunks", "env")
 def policy_was_trained_for_this(context: Context) -> Iterator[Finding]:
     """A policy rarely solves a task, or sees through a camera, that it was not trained for."""

@@ -14,6 +14,7 @@ from embodrl.envs.maniskill.grasp import use_numpy_grasp_check
 from embodrl.envs.maniskill.rendering import (
     accept_pci_devices,
     decimate_robot,
+    omit_reflection_table,
     reduction_of,
     render_device_name,
     simplify_ground,
@@ -85,6 +86,10 @@ class ManiSkillSim:
             reconfiguration_freq=0,
         ).unwrapped
         self._place_cameras(cameras)
+        if device != "cuda":
+            cameras_of_all = (*self.env._sensors.values(), *self.env._human_render_cameras.values())
+            for scene in self.env.scene.sub_scenes:
+                omit_reflection_table(scene.render_system, cameras_of_all)
         if self.task.show_hidden:
             self.env._hidden_objects.clear()
         reduction = reduction_of(render_detail, mesh_decimation, device)

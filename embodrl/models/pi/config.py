@@ -94,6 +94,7 @@ class PiConfig:
         relative_dims: this many leading action dimensions are relative to the state.
         normalization: how statistics are used.
         antialias: pictures are resized with it, as by openpi; not with lerobot.
+        raw_instruction: keep underscores and line feeds of instructions, as lerobot's pi0 does; pi0.5 never does.
     """
 
     variant: Variant
@@ -110,6 +111,7 @@ class PiConfig:
     relative_dims: int = 0
     normalization: Normalization = BY_DEVIATION
     antialias: bool = True
+    raw_instruction: bool = False
 
     @property
     def adaptive_norm(self) -> bool:
@@ -266,6 +268,7 @@ def from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
         max_prompt_tokens=size(fields, "max_prompt_tokens", public.max_prompt_tokens, key="tokenizer_max_length"),
         padded_state_in_prompt=True,
         antialias=False,
+        raw_instruction=variant == "pi0",
     )
 
 

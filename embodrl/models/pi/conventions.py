@@ -47,11 +47,14 @@ def with_conventions(
         config = config.with_data_set(key)
         if config.relative_dims:
             origins["action dimensions relative to the state"] = f"{config.relative_dims} (data set {key})"
+    layout = "lerobot" if OWN_SECTION not in fields else CONFIG_FILE
     if settings.antialias is not None:
         config = replace(config, antialias=settings.antialias)
         origins["antialiased resizing"] = f"{_word(config.antialias)} ({_SETTING}antialias)"
     elif not config.antialias:
-        origins["antialiased resizing"] = f"no ({'lerobot' if OWN_SECTION not in fields else CONFIG_FILE})"
+        origins["antialiased resizing"] = f"no ({layout})"
+    if config.raw_instruction:
+        origins["instructions cleaned"] = f"no ({layout})"
     if config.variant != "pi05":
         return config, origins
     discrete, origin = _state_in_prompt(config, settings.discrete_state, fields, key)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 
 from embodrl.errors import WorkerError
 from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel, LocalChannel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised
+from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, RendezvousFiles, Running, raised
 from embodrl.scheduler.messages import CODEC
 from embodrl.scheduler.worker import WorkerContext, make_worker
 
@@ -79,7 +77,7 @@ class InlineLauncher(Launcher):
     """
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="embodrl-")
+        self._rendezvous = RendezvousFiles()
 
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
         return _InlineWorker(job)
@@ -88,7 +86,7 @@ class InlineLauncher(Launcher):
         return LocalChannel(name, capacity)
 
     def rendezvous(self, group: str) -> str:
-        return f"file://{Path(self._directory.name) / group}"
+        return self._rendezvous.init_method(group)
 
     def close(self) -> None:
-        self._directory.cleanup()
+        self._rendezvous.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from embodrl.cli.list import as_text, envs, models
+from embodrl.cli.listing import as_text, envs, models
 from embodrl.cli.main import app
 from embodrl.specs import ENVS, MODELS
 

@@ -23,6 +23,7 @@ from embodrl.cli.serve import arguments_of
 from embodrl.config import LoadedConfig
 from embodrl.config.rules import NOTES, RULES
 from embodrl.config.rules.verbs import Verb
+from embodrl.config.sweep import expand_sweep
 from embodrl.errors import ConfigError
 from embodrl.runs.load import load_config
 from embodrl.specs import ENVS, MODELS
@@ -83,6 +84,10 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
     monkeypatch.setattr("embodrl.config.load.fetch_facts", lambda tree, verb: ([], []))  # no network
     arguments = [STANDS_FOR.get(word, word) for word in command.arguments]
     path, rest = parse(arguments)
+    if path == ("sweep",):
+        runs = expand_sweep(rest["overrides"])
+        assert [problems_of(list(run.overrides), None, "train") for run in runs] == [{}] * len(runs)
+        return
     if path not in VERBS:
         assert "overrides" not in rest or path[0] in ("doctor", "bench", "data", "export", "list")
         return
