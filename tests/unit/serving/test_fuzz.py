@@ -5,7 +5,6 @@ The conversation that is changed is valid; what comes is changed bytes of it, cu
 
 import asyncio
 
-import aiohttp
 import numpy as np
 import pytest
 from served import TOKEN, raw, served, wanted, websocket
@@ -14,6 +13,8 @@ from test_openpi import observation
 from test_vla_eval import message, seen
 
 from embodrl.wire.codec import openpi_envelope, unpack
+
+aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 
 COUNTS = [
     pytest.param(60, id="60"),

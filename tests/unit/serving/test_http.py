@@ -5,12 +5,14 @@ import base64
 import json
 import re
 
-import aiohttp
 import numpy as np
+import pytest
 from served import TOKEN, raw, served, wanted
 
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.wire.codec import unpack
+
+aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 
 
 def picture(pixel: int) -> dict:

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import aiohttp
 import numpy as np
 import pytest
 from expect import raises_code
@@ -10,6 +9,8 @@ from served import TOKEN, raw, served, wanted, websocket
 
 from embodrl.errors import ServingError
 from embodrl.wire.codec import openpi_envelope, unpack
+
+aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 
 
 def picture(pixel: int) -> dict:
