@@ -35,7 +35,7 @@ class MeanPolicy(ToyPolicy):
     def predict_action_batch(self, observation: Observation, mode, sampling, generator=None, compute_values=True):
         assert mode == "eval"
         if "fail" in observation.instruction:
-            raise RuntimeError("a secret path /home/someone")
+            raise RuntimeError("a secret of the server")
         if "refuse" in observation.instruction:
             raise EmbodrlError("this instruction is refused", "say something else", code="test-refused")
         self.batches.append(observation.batch_size)
