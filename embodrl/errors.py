@@ -321,6 +321,14 @@ class MessageError(EmbodrlError):
     """A value can't be sent between processes."""
 
 
+class WireError(EmbodrlError):
+    """A message of a client or server of policies is malformed, too large, or lacks something."""
+
+
+class ServingError(EmbodrlError):
+    """A policy server can't start, or can't answer."""
+
+
 class ChannelError(EmbodrlError):
     """A channel can't do what is asked of it."""
 

@@ -19,6 +19,7 @@ from embodrl.cli.fetch import fetch
 from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.resume import resume
+from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
@@ -71,6 +72,7 @@ def about(
 
 add(app, train)
 add(app, evaluate, "eval")
+add(app, serve)
 add(app, collect)
 add(app, convert)
 add(app, sft)

@@ -38,6 +38,7 @@ EXTRAS = (
     Extra("vllm", ("vllm",), "vllm", "rollout=vllm"),
     Extra("megatron", ("megatron.core",), "megatron-core", "actor=megatron"),
     Extra("lora", ("peft",), "peft", "adapters in PEFT's layout"),
+    Extra("serve", ("aiohttp", "msgpack", "zmq", "PIL.Image"), "aiohttp", "`embodrl serve` and model=remote"),
     Extra("wandb", ("wandb",), "wandb", "W&B"),
 )
 

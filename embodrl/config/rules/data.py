@@ -54,9 +54,9 @@ def a_camera_of_the_data_for_each_of_the_policy(context: Context) -> Iterator[Fi
 
 @rule("env.env_type", "sft.eval_interval")
 def there_is_a_simulator(context: Context) -> Iterator[Finding]:
-    """Only `embodrl sft` runs on mere data, and only without evaluations."""
+    """Only `embodrl sft` (without evaluations) and `embodrl serve` run on mere data."""
     config, spec = context.config, context.simulator
-    if spec is None or spec.simulates or context.verb is None:
+    if spec is None or spec.simulates or context.verb in (None, "serve"):
         return
     hint = "name a simulator (env=NAME, see `embodrl list envs`)"
     if context.verb != "sft":
