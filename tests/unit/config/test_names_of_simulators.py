@@ -15,7 +15,7 @@ WORDS = re.compile(rf"\b(?:{NAMES.pattern})\b", re.IGNORECASE)
 
 
 CONVENTIONS = {("model.py", "libero"), ("serve.py", "gr00t")}
-"""``model.gripper``: how a checkpoint counts the gripper's opening, named after the data set that introduced it; and a
+"""``model.gripper``: how a checkpoint counts the gripper's opening, named after the dataset that introduced it; and a
 protocol of policy servers, named after the family that it comes from, which serves every family."""
 
 
