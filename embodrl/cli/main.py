@@ -22,6 +22,7 @@ from embodrl.cli.resume import resume
 from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
+from embodrl.cli.watch import watch
 
 SIGNALLED = 128
 """Exit codes above it are 128 + the signal that has stopped the command."""
@@ -83,6 +84,7 @@ for module, name in (
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, compare)
+add(app, watch)
 add(app, list_names, "list")
 add(app, doctor)
 add(app, bench)
