@@ -18,6 +18,7 @@ from embodrl.cli.export import export
 from embodrl.cli.fetch import fetch
 from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
+from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
 from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
@@ -83,6 +84,7 @@ for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
+add(app, profile)
 add(app, compare)
 add(app, watch)
 add(app, list_names, "list")

@@ -26,6 +26,7 @@ from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
+from embodrl.processes.trace import record, span
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
@@ -161,6 +162,7 @@ class Runner:
                     self._before = _Before(capture_rng(), generator_state(self.shuffle), self.rewards.state())
                     metrics = self.graph.run(self._context(), on_node=self._before_node)
                     self._count(metrics, start)
+                    record(f"iteration {self.iteration}", start, time.perf_counter())
                     self._complete()
             except InterruptedError:  # during a rollout: nothing was learned from it; or an evaluation, still pending
                 self._undo()
@@ -286,7 +288,8 @@ class Runner:
         last = self.iteration == runner.max_iterations
         due = runner.eval_at_start if self.iteration == 0 else last or self._divides(runner.eval_interval)
         if due:
-            row |= self._evaluate(last)
+            with span("evaluation"):
+                row |= self._evaluate(last)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
         written = self.metrics.log(row)
         self.pending, self.saved = None, False
