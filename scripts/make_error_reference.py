@@ -79,6 +79,8 @@ CURES = {
     "episode-timeout": "raise rollout.episode_timeout_s, or make the workflow faster",
     "reward": "fix the function: the message has its error; reward.on_error and reward.retries say what failures do",
     "message": "send plain types, arrays and tensors only",
+    "wire": "follow the hint in the message; docs/serving.md says what messages hold",
+    "serving": "follow the hint in the message",
     "channel": "open the channel before use, and close it once",
     "channel-closed": "the sender has ended; look at its log",
     "channel-timeout": "the other side is slow or has stopped; look at its log",

@@ -20,6 +20,7 @@ from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
+from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
@@ -73,6 +74,7 @@ def about(
 
 add(app, train)
 add(app, evaluate, "eval")
+add(app, serve)
 add(app, collect)
 add(app, convert)
 add(app, sft)

@@ -460,7 +460,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
         the exit code.
 
     Raises:
-        CheckpointError: this is no run, all its checkpoints are damaged, or its settings are lost.
+        CheckpointError: this is not a run, all its checkpoints are damaged, or its settings are lost.
         ConfigError: its settings were edited, or are invalid.
     """
     if not is_run(directory):

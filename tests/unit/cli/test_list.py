@@ -40,7 +40,7 @@ def test_every_family_has_its_facts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "lerobot"])
-def test_the_tiny_size_is_told_as_it_is(name: str) -> None:
+def test_the_tiny_size_is_reported_as_it_is(name: str) -> None:
     import torch
 
     from embodrl.config.schema import model_settings

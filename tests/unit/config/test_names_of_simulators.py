@@ -15,7 +15,7 @@ WORDS = re.compile(rf"\b(?:{NAMES.pattern})\b", re.IGNORECASE)
 
 
 CONVENTIONS = {("model.py", "libero")}
-"""``model.gripper``: how a checkpoint counts the gripper's opening, named after the data set that began it."""
+"""``model.gripper``: how a checkpoint counts the gripper's opening, named after the dataset that began it."""
 
 
 def texts(tree: ast.Module) -> list[tuple[int, str]]:

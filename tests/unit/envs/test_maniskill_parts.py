@@ -15,6 +15,7 @@ from embodrl.envs.maniskill.controller import quaternion_from_euler, quaternion_
 from embodrl.envs.maniskill.fleet import Journal
 from embodrl.envs.maniskill.grasp import angle_between
 from embodrl.envs.maniskill.rendering import reduction_of
+from embodrl.envs.maniskill.tasks import TASKS
 from embodrl.envs.pool.video import VideoWriter
 from embodrl.workers.env import env_kwargs
 
@@ -142,13 +143,15 @@ def test_journals_are_cut_at_events() -> None:
 class FakeSim:
     """Records what is replayed."""
 
+    task = TASKS["PushCube-v1"]
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, float]] = []
 
     def reset(self, seeds: np.ndarray, rows: np.ndarray) -> None:
         self.calls.append(("reset", float(seeds[0])))
 
-    def step(self, actions: np.ndarray) -> None:
+    def advance(self, actions: np.ndarray) -> None:
         assert actions.shape == (1, 7)
         self.calls.append(("step", float(actions[0, 0])))
 
