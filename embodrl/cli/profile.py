@@ -13,13 +13,14 @@ from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, loa
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from embodrl.config.schema import Config
     from embodrl.runs.profile import ProcessShare
 
 SHOWN = 4
-QUICK = {"runner.eval_interval": "0", "runner.eval_at_start": "false", "env.eval.num_episodes": "1"} | dict.fromkeys(
+QUICK = {"runner.eval_interval": "0", "runner.eval_at_start": "false"} | dict.fromkeys(
     ("actor.optim.critic_warmup_iterations", "actor.optim.lr_warmup_iterations"), "0"
 )
-"""Settings of a profile unless others are given: one episode evaluated at the end, and updates of the whole policy."""
+"""Settings of a profile unless others are given: no evaluation but the last, and updates of the whole policy."""
 
 
 def profile(
@@ -34,7 +35,7 @@ def profile(
     """Train some iterations and show where the time of every process goes.
 
     Writes a run with trace.json, a timeline for https://ui.perfetto.dev or chrome://tracing. Evaluation is cut to one
-    episode at the end unless its settings are given. Processes on other machines are not recorded.
+    episode per task at the end unless its settings are given. Processes on other machines are not recorded.
 
     \b
     Examples:
@@ -51,6 +52,8 @@ def profile(
         wanted = [*given, *quick, f"runner.max_iterations={iterations}"]
         loaded = load_measured(wanted, config, verb="train", trust=trust).with_absolute_paths()
 
+        if "env.eval.num_episodes" not in keys:
+            loaded = loaded.with_config(_briefly_evaluated(loaded.config))
         from embodrl.runs.profile import TRACE_FILE, read_events, shares
         from embodrl.runs.profile import profile as verb
 
@@ -62,6 +65,12 @@ def profile(
         return result.exit_code
 
     execute(action, debug)
+
+
+def _briefly_evaluated(config: Config) -> Config:
+    """Return the configuration with one episode per task at the end."""
+    brief = config.env.eval.model_copy(update={"num_episodes": len(config.env.tasks)})
+    return config.model_copy(update={"env": config.env.model_copy(update={"eval": brief})})
 
 
 def _print(found: Sequence[ProcessShare]) -> None:
