@@ -26,7 +26,7 @@ from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
-from embodrl.processes.trace import record, span
+from embodrl.processes.trace import record
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
@@ -288,8 +288,7 @@ class Runner:
         last = self.iteration == runner.max_iterations
         due = runner.eval_at_start if self.iteration == 0 else last or self._divides(runner.eval_interval)
         if due:
-            with span("evaluation"):
-                row |= self._evaluate(last)
+            row |= self._evaluate(last)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
         written = self.metrics.log(row)
         self.pending, self.saved = None, False
