@@ -202,7 +202,7 @@ async def serve(watch: Watch, host: str, port: int, on_ready: Callable[[str], No
         128 + the signal's number.
 
     Raises:
-        OutputError: the address can't be had.
+        OutputError: the address is not available.
     """
     runner = web.AppRunner(watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
