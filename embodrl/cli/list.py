@@ -89,7 +89,7 @@ def load_extensions(settings: list[str], config_file: Path | None = None, trust:
     problems = [
         ConfigProblem(
             argument.key,
-            "is no setting of `embodrl list`",
+            "is not a setting of `embodrl list`",
             str(argument.origin),
             "extensions",
             hint="give extensions=[MODULE,...], or no setting",

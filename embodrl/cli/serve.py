@@ -11,7 +11,7 @@ from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, loa
 def arguments_of(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
     """Return the policy's path, if any, and settings: ``policy=`` and ``protocol=`` are names of this command's own.
 
-    A policy that is no directory is a repository of the hub: ``model.model_path``.
+    A policy that is not a directory is a repository of the hub: ``model.model_path``.
     """
     path, rest = split_path(arguments)
     settings: list[str] = []

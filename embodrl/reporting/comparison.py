@@ -65,7 +65,7 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
     """Return the runs in or below directories, sorted by path; what lies inside a run is not searched.
 
     Raises:
-        OutputError: one of them is no directory, or holds no run.
+        OutputError: one of them is not a directory, or holds no run.
     """
     found: dict[Path, None] = {}
     for directory in directories:

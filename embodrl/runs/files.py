@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 LOG_FILE = "logs/embodrl.log"
 POLICY_DIR = "policy"
 ADAPTERS_DIR = "adapters"
-"""In a policy: its adapters, apart from the weights that they are over."""
+"""In a policy: its adapters, separate from their base model's weights."""
 BEST_POLICY_DIR = "policy_best"
 PUBLISHED_DIR = "weights"
 WEIGHT_SYNC_DIR = "weight_sync"
@@ -151,8 +151,8 @@ def check_disk_space(
 def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: Any) -> None:
     """Write the policy in its public layout, what it was trained for (``embodrl.json``) and checksums, atomically.
 
-    Adapters are merged. Those over weights in half precision are written apart, too (``adapters``): only so they act
-    as they were trained, since even a merged weight in float32 is rounded where it is multiplied.
+    Adapters are merged. Those over weights in half precision are also written separately (``adapters``): merged, even
+    in float32, they are rounded where they are multiplied, and would not act as they were trained.
 
     Args:
         policy: with the weights to write.
@@ -182,7 +182,7 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
 
 
 def base_of(config: Config) -> str | None:
-    """Return the model that the adapters of a run are over; None where its weights are nowhere to be had again."""
+    """Return the base model of a run's adapters; None where its weights can't be loaded again."""
     model = config.model
     return None if model.lora_path is not None else model.model_path or model.warm_start
 

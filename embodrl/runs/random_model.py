@@ -196,7 +196,7 @@ class _Weights:
     Args:
         seed: of the content.
         is_pi: Gemma's norms scale by 1 + weight.
-        advance: told the bytes written so far.
+        advance: called with the number of bytes written so far.
     """
 
     def __init__(self, seed: int, is_pi: bool, advance: Callable[[int], None]) -> None:

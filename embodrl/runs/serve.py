@@ -32,7 +32,7 @@ def serve(
 
     Raises:
         MissingDependencyError: a protocol's library is not installed.
-        ServingError: an address can't be had.
+        ServingError: an address is not available.
         EmbodrlError: the policy can't be built.
     """
     config = loaded.config

@@ -150,7 +150,7 @@ def policy_with_statistics(
         config: the run.
         demos: that statistics are computed from.
         path: of the file that they are written to, unless they are the checkpoint's.
-        tell: is told which they are.
+        tell: called with a line that says which they are.
 
     Raises:
         CheckpointError: see the family's builder.
@@ -210,7 +210,7 @@ def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:
         low, high = demos.actions.min(), demos.actions.max()
         raise EmbodrlError(
             f"actions in {settings.data_dir} ({low:g} to {high:g}) are out of the policy's range: {', '.join(wrong)}",
-            "sft.stats=data normalises them by statistics of the demonstrations; sft.max_clipped=1 trains all the same",
+            "sft.stats=data normalises them by statistics of the demonstrations; sft.max_clipped=1 trains anyway",
             code="sft-actions-out-of-range",
         )
 

@@ -216,7 +216,7 @@ def _chunks(output: PolicyOutput, infer_ms: float) -> list[Chunk]:
 
 
 def explain(error: Exception) -> str:
-    """Return what a client is told of an error: what is wrong and what to do, without the server's paths or stacks."""
+    """Return an error's message for a client: what is wrong and what to do, without the server's paths or stacks."""
     if isinstance(error, EmbodrlError):
         return f"{error.message} ({error.hint}) [{error.code}]" if error.hint else f"{error.message} [{error.code}]"
     logger.error("a request failed", exc_info=error)

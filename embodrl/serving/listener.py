@@ -117,12 +117,12 @@ class Listener(ABC):
         """Listen; return the port.
 
         Raises:
-            OSError: the address can't be had.
+            OSError: the address is not available.
         """
 
     @abstractmethod
     async def stop_accepting(self) -> None:
-        """Take no more connections; those that exist go on."""
+        """Take no more connections; those that exist stay open."""
 
     @abstractmethod
     async def close(self) -> None:

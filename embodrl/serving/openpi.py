@@ -40,7 +40,7 @@ class OpenpiListener(HttpListener):
                     continue
                 observation = self.keys.observation(unpack(frame.data, openpi_envelope))
                 chunk = await self.core.act(observation, client, self.name)
-            except Exception as error:  # noqa: BLE001 - told to the client; the connection goes on
+            except Exception as error:  # noqa: BLE001 - reported to the client; the connection stays open
                 self.core.metrics.count("errors_total", self.name)
                 await socket.send_str(explain(error))
                 if isinstance(error, EmbodrlError) and error.code == "server-stopping":

@@ -62,7 +62,7 @@ class PolicyServer:
             on_ready: called with the URL of each protocol.
 
         Raises:
-            ServingError: an address can't be had.
+            ServingError: an address is not available.
         """
         loop = asyncio.get_running_loop()
         self.core.warm_up(self.service.example())

@@ -43,7 +43,7 @@ class VlaEvalListener(HttpListener):
                 message = await asyncio.to_thread(_message, frame.data)  # pictures are decompressed there
                 sequence = message["seq"]
                 reply = await self._answer(message, session)
-            except Exception as error:  # noqa: BLE001 - told to the client; the connection goes on
+            except Exception as error:  # noqa: BLE001 - reported to the client; the connection stays open
                 self.core.metrics.count("errors_total", self.name)
                 reply = ("error", {"error": explain(error)})
             if reply is not None:

@@ -1,6 +1,6 @@
 """Newer weights for a policy that is being served: published by a run, or named by a client. See weight_sync/disk.py.
 
-Requests go on meanwhile: weights are staged in host memory and take the place of the old ones between two batches.
+Requests are still answered meanwhile: weights are staged in host memory and replace the old ones between two batches.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def stable_directory(text: object) -> Path:
     """Return the directory of versions that a client names: it, or one version in it.
 
     Raises:
-        ServingError: it is no absolute path of a directory.
+        ServingError: it is not the absolute path of a directory.
     """
     hint = 'send {"directory": DIR}, an absolute path on the server, with v000012/STABLE in it'
     if not isinstance(text, str) or not text.startswith("/"):

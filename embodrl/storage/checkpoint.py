@@ -127,7 +127,7 @@ class CheckpointManager:
                 partial.replace(link)
             else:
                 link.unlink(missing_ok=True)
-        except OSError as error:  # a file system without links: the checkpoint is kept all the same
+        except OSError as error:  # a file system without links: the checkpoint is kept anyway
             logger.warning("%s could not be linked to %s: %s", link, self._best, error)
 
     def save(
@@ -301,7 +301,7 @@ def _parts(
     """Return what each file consists of, as functions, so that only one tensor at a time is copied off the device."""
     for name in (*tensors, *blobs):
         assert _PART_NAME.fullmatch(name) and f"{name}.json" not in (STATE, MANIFEST), name
-    # Encoded here, so that a state that is no JSON fails before anything is written.
+    # Encoded here, so that a state that JSON can't hold fails before anything is written.
     encoded_state = json.dumps(state).encode()
     parts: dict[str, Callable[[], Iterator[bytes | memoryview]]] = {STATE: lambda: iter([encoded_state])}
     for name, group in tensors.items():

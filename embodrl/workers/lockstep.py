@@ -1,6 +1,6 @@
 """A group of environments that is run in lockstep, chunk by chunk.
 
-Legend: T policy steps (chunks), B environments of the stage, K values a chunk, H x W image.
+Legend: T policy steps (chunks), B environments of the stage, K values per chunk, H x W image.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.processes.trace import record
 from embodrl.specs import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
@@ -56,7 +57,7 @@ class EpisodeStats:
 
         Args:
             step: what the chunk led to.
-            acted: ``bool[B]``, environments whose episodes went on before it.
+            acted: ``bool[B]``, environments whose episodes were running before it.
             tasks: B of them, of these episodes.
         """
         done = step.done & acted
@@ -365,6 +366,7 @@ class LockstepRunner:
     def _lap(self, name: str, clock: float) -> float:
         now = time.perf_counter()
         setattr(self.seconds, name, getattr(self.seconds, name) + now - clock)
+        record("wait for simulators" if name == "env" else name, clock, now)
         return now
 
 

@@ -54,7 +54,7 @@ def noise(seed: int, chunk: int, num_envs: int = 2, scale: float = 0.5) -> np.nd
 
 
 def same(a: Any, b: Any) -> None:
-    """Assert that two EnvSteps agree to the bit."""
+    """Assert that two EnvSteps are bit-identical."""
     for name in ("reward", "valid", "terminated", "truncated", "success", "episode_return", "episode_seed"):
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
     np.testing.assert_array_equal(a.observation.images, b.observation.images)
@@ -266,7 +266,7 @@ def test_rewards_of_an_episode_sum_to_progress_plus_bonus(env: Any, mode: str) -
 # -- exact state ------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_from_the_middle_of_an_episode_continues_to_the_bit(env: Any) -> None:
+def test_a_state_from_the_middle_of_an_episode_continues_bit_exactly(env: Any) -> None:
     env.rebuild()
     start(env, seeds_of(1, 2))
     active = np.ones(2, np.bool_)

@@ -38,7 +38,7 @@ def raw_demonstrations_have_no_videos(context: Context) -> Iterator[Finding]:
         return
     for key in ("collect.fps", "collect.video_crf"):
         if context.by_user(key):
-            message = f"{key} belongs to LeRobot data sets, and collect.format is raw"
+            message = f"{key} belongs to LeRobot datasets, and collect.format is raw"
             yield Finding(key, message, "leave it out, or set collect.format=lerobot", others=("collect.format",))
 
 

@@ -2,7 +2,7 @@
 
 On a CPU every scene is a ManiSkill environment of one row, and its reward some fifty torch operations on single rows.
 The code of the tasks is written for batches: it runs here on a view whose attributes are those of all scenes, joined.
-No operation of it mixes rows, so that each row is what the scene alone gives, to the bit.
+No operation of it mixes rows, so that each row is bit-identical to what the scene alone gives.
 """
 
 from __future__ import annotations

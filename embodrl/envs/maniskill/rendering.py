@@ -85,7 +85,7 @@ def omit_reflection_table(system: sapien.render.RenderSystem, sensors: Iterable[
     """Give cameras a table of one texel, for which SAPIEN would integrate one of 512 x 512 texels.
 
     On a CPU that takes 6 s of every process, at its first picture. The table only weights light from an environment
-    map; without a map that light is 0 and pictures are the same to the bit. Scenes with a map keep SAPIEN's.
+    map; without a map that light is 0 and the pictures are bit-identical. Scenes with a map keep SAPIEN's.
     """
     import sapien
 

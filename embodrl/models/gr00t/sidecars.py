@@ -336,7 +336,7 @@ def _slices(
     found: list[tuple[slice, slice]] = []
     for name, reference in references.items():
         if reference not in of_state:
-            config.refuse(f"the action '{name}' is relative to '{reference}', which is no key of the state")
+            config.refuse(f"the action '{name}' is relative to '{reference}', which is not a key of the state")
         part, origin = of_action[name], of_state[reference]
         if part.stop - part.start != origin.stop - origin.start:
             config.refuse(f"the action '{name}' is relative to '{reference}', which has other dimensions")

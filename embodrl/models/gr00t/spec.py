@@ -194,7 +194,7 @@ SPEC = flow_family(
     Gr00tModelConfig,
     (RULES,),
     sizes="2.1 M (tiny), about 2.7 B",
-    actions=f"{ACTIONS}, encoders a robot",
+    actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
 )
 N1_7 = flow_family(
@@ -204,7 +204,7 @@ N1_7 = flow_family(
     Gr00tN17ModelConfig,
     (RULES_N1_7, CROPS),
     sizes="2.7 M (tiny), about 3.1 B",
-    actions=f"{ACTIONS}, encoders a robot",
+    actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
     suffix="_n1_7",
 )
@@ -215,7 +215,7 @@ N1_6 = flow_family(
     Gr00tN16ModelConfig,
     (RULES_N1_6, CROPS),
     sizes="1.9 M (tiny), about 3.3 B",
-    actions=f"{ACTIONS}, encoders a robot",
+    actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",
     suffix="_n1_6",
     has_recording=False,

@@ -3,7 +3,7 @@
 openpi's file (action_dim, action_horizon, the two Gemma variants, precision) leaves open which of the two models it is,
 the number of cameras and how prompts and actions were prepared in training; those are chosen in openpi's code by the
 name of the training configuration. What a checkpoint leaves open is filled in here, in ``PUBLIC`` and
-``with_data_set``; ``conventions`` decides between files, data sets and settings. The published checkpoints themselves
+``with_data_set``; ``conventions`` decides between files, datasets and settings. The published checkpoints themselves
 were not at hand.
 """
 
@@ -49,7 +49,7 @@ STATELESS = frozenset(
         "RLinf/pick_red",
     }
 )
-"""Data sets that openpi's or RLinf's configurations train pi0.5 on with ``discrete_state_input=False``."""
+"""Datasets that openpi's or RLinf's configurations train pi0.5 on with ``discrete_state_input=False``."""
 
 RELATIVE = {LIBERO: 6, "physical-intelligence/behavior": 6}
 """Leading action dimensions that openpi's or RLinf's configurations make pi0 predict relative to the state."""
@@ -134,7 +134,7 @@ class PiConfig:
         }
 
     def with_data_set(self, key: str) -> PiConfig:
-        """Return the configuration with what is known of the data set that a public checkpoint was trained on."""
+        """Return the configuration with what is known of the dataset that a public checkpoint was trained on."""
         if self.variant == "pi05":
             return replace(self, discrete_state=False) if key in STATELESS else self
         return replace(self, relative_dims=RELATIVE.get(key, 0))
@@ -232,7 +232,7 @@ def method(fields: Fields, name: str) -> Method:
 
 
 def from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
-    """Read config.json of lerobot's layout, without what its data set decides; raises as ``PiConfig.from_dict``."""
+    """Read config.json of lerobot's layout, without what its dataset decides; raises as ``PiConfig.from_dict``."""
     if fields.flag("use_relative_actions", False):
         raise CheckpointError(
             f"{fields.source}: lerobot's use_relative_actions is not supported",

@@ -85,7 +85,7 @@ class Job:
 
 
 class Running(ABC):
-    """A worker that was brought up; calls are answered in their order."""
+    """A worker that was started; calls are answered in their order."""
 
     @abstractmethod
     def started(self) -> Future[Outcome]:
@@ -135,7 +135,7 @@ class Launcher(ABC):
         """Reserve what the places of a group need, unless that has been done.
 
         Raises:
-            EmbodrlError: it can't be had.
+            EmbodrlError: it is not available.
         """
 
     def rendezvous(self, group: str) -> str:

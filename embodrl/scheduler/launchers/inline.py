@@ -32,7 +32,7 @@ class _InlineWorker(Running):
         self._worker = None
         try:
             self._worker = make_worker(job.worker_class, context, job.kwargs)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the start raises it
+        except Exception as error:  # noqa: BLE001 - the caller that waits for the start raises it
             self._started.set_exception(self._describe(error, "__init__"))
         else:
             self._started.set_result(Outcome(None, 0.0))
@@ -48,7 +48,7 @@ class _InlineWorker(Running):
             value = getattr(self._worker, method)(*args, **kwargs)
             seconds = time.perf_counter() - start
             future.set_result(Outcome(CODEC.copied(value), seconds))
-        except Exception as error:  # noqa: BLE001 - whoever waits for the result raises it
+        except Exception as error:  # noqa: BLE001 - the caller that waits for the result raises it
             future.set_exception(self._describe(error, method))
         return future
 

@@ -55,7 +55,7 @@ def logprobs(policy: VLAPolicy, family: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_apart_act_to_the_bit_and_are_read_by_peft(family: str, tmp_path: Path) -> None:
+def test_adapters_apart_act_bit_exactly_and_are_read_by_peft(family: str, tmp_path: Path) -> None:
     policy = trained(family, tmp_path / "base")
     lora.save_adapters(policy, tmp_path / "apart", str(tmp_path / "base"))
     again = made(family, warm_start=str(tmp_path / "base"), lora_path=str(tmp_path / "apart"), **LORA)

@@ -146,7 +146,7 @@ def test_openvla_of_libero(suite: str, tmp_path: Path, llama_tokenizer: Path):
         "openvla", tmp_path, unnorm_key=suite, num_action_chunks=1, gripper="libero", center_crop=True
     )
     assert num_parameters(policy) == 7_541_237_184 and policy.own_section()["resize_filter"] == "lanczos_jpeg"
-    assert report.conventions["resizing"] == f"lanczos_jpeg (data set {suite})"
+    assert report.conventions["resizing"] == f"lanczos_jpeg (dataset {suite})"
 
 
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_10"])
@@ -231,10 +231,10 @@ PARAMETERS = {"pi0": 3_238_048_528, "pi05": 3_353_433_872}
 @pytest.mark.parametrize(
     ("variant", "folder", "horizon", "conventions"),
     [
-        ("pi0", LIBERO, 50, {RELATIVE: f"6 (data set {LIBERO})"}),
-        ("pi05", LIBERO, 10, {IN_PROMPT: f"no (data set {LIBERO})"}),
-        ("pi05", METAWORLD, 5, {IN_PROMPT: f"no (data set {METAWORLD})"}),
-        ("pi0", f"assets/{LIBERO}", 50, {RELATIVE: f"6 (data set {LIBERO})"}),
+        ("pi0", LIBERO, 50, {RELATIVE: f"6 (dataset {LIBERO})"}),
+        ("pi05", LIBERO, 10, {IN_PROMPT: f"no (dataset {LIBERO})"}),
+        ("pi05", METAWORLD, 5, {IN_PROMPT: f"no (dataset {METAWORLD})"}),
+        ("pi0", f"assets/{LIBERO}", 50, {RELATIVE: f"6 (dataset {LIBERO})"}),
         ("pi05", "assets/droid", 50, {IN_PROMPT: "yes (default of pi0.5)", PADDING: "no (openpi)"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Damaged and made-up frames: each gets a readable error or an answer, and the server goes on.
+"""Damaged and made-up frames: each gets a readable error or an answer, and the server keeps running.
 
 The conversation that is changed is valid; what comes is changed bytes of it, cut pieces, and noise.
 """
