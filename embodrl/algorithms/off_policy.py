@@ -78,7 +78,8 @@ def soft_target(
     ``next_q`` holds, and leaves the entropy out of the backup where rewards are sparse (section 4 and appendix).
 
     Args:
-        returns, discount: ``float32[N]``; see ``NStep``.
+        returns: ``float32[N]``; see ``NStep``.
+        discount: ``float32[N]``, likewise.
         next_q: ``float32[E,N]``, of the target critics in the subset.
         next_logprobs: ``float32[N]``, of ``a'``.
         alpha: temperature.

@@ -195,7 +195,7 @@ class ReplayStores:
     demos: ReplayBuffer | None = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint: the online part, and what tells whether the demonstrations are the same."""
+        """Return the state for a checkpoint: the online part, and a checksum of the demonstrations."""
         known = {} if self.demos is None else {"demos": torch.tensor(self.demos.checksum())}
         return self.online.state() | known
 

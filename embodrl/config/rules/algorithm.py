@@ -36,6 +36,8 @@ def critic_is_complete(context: Context) -> Iterator[Finding]:
     algorithm = context.config.algorithm
     if algorithm.adv_type not in ADVANTAGES or algorithm.loss_type not in LOSSES:
         return
+    if context.estimator.off_policy != context.loss.off_policy:
+        return  # a rule of its own reports it
     adv, loss = context.estimator.needs_values, context.loss.needs_values
     both = ("algorithm.adv_type", "algorithm.loss_type")
     if adv and not loss:

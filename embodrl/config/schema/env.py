@@ -111,7 +111,8 @@ class EnvConfig(Section):
         " and goals (maniskill, toy), for baselines: a robot has no such sensors",
     )
     include_images: bool = Field(
-        default=True, description="false: nothing is drawn and pictures are black, for policies that read the state alone"
+        default=True,
+        description="false: nothing is drawn and pictures are black, for policies that read the state alone",
     )
     render_detail: Literal["auto", "full", "fast"] = Field(
         default="auto",

@@ -210,7 +210,7 @@ class ManiSkillSim:
         return to_numpy(self.env.render_rgb_array()).astype(np.uint8, copy=False)
 
     def state(self) -> NDArray[np.float32]:
-        """Joint positions (rad, m) and velocities: ``float32[N,S]``; followed by the task's part with ``full_state``."""
+        """Joint positions (rad, m) and velocities, and with ``full_state`` the task's part: ``float32[N,S]``."""
         robot = self.env.agent.robot
         if self._full_state:
             return to_numpy(self.env.get_obs(self.env.get_info())).astype(np.float32)

@@ -6,6 +6,7 @@ Shapes: E critics, B transitions of a batch, F features, C actions in a chunk, A
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ from embodrl.hybrid_engines.training.policy_engine import MAX_NONFINITE_IN_ROW, 
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
 from embodrl.models.base import OffPolicyActor, VLAPolicy
 from embodrl.models.common.q_head import QEnsemble
+
+logger = logging.getLogger(__name__)
 
 SECTION = "off_policy"
 """Of the engine's state: critics, targets, temperature, and the moments of their optimizer."""
@@ -80,6 +83,7 @@ class OffPolicyEngine(NativeTrainEngine):
         self.log_alpha = nn.Parameter(torch.tensor(math.log(settings.alpha), device=self.device))
         self.target_entropy = -float(chunk) if settings.target_entropy is None else settings.target_entropy
         self.num_updates = 0
+        self.nonfinite = {"critics": 0, "actor": 0}
         encoder = {id(p) for p in policy.encoder_parameters()}
         self.encoder_parameters = [p for p in self.policy_parameters if id(p) in encoder]
         self.actor_parameters = [p for p in self.policy_parameters if id(p) not in encoder]
@@ -145,7 +149,7 @@ class OffPolicyEngine(NativeTrainEngine):
             return loss, {"q_mean": q.detach().mean(0).sum() / total, "target_mean": target.sum() / total}
 
         loss, metrics = self._backward(loss_of, total, self.critic_parameters)
-        norm = self._step(self.learner, self.critic_parameters, loss)
+        norm = self._step("critics", self.learner, self.critic_parameters, loss)
         soft_update(self.target.parameters(), self.critic.parameters(), settings.tau)
         demos = float(batch["is_demo"].float().mean())
         return {"critic_loss": loss, "critic_grad_norm": norm, "demo_share": demos, **metrics}
@@ -163,7 +167,7 @@ class OffPolicyEngine(NativeTrainEngine):
             return losses.sum() / total, {"entropy": -logprobs.detach().sum() / total}
 
         loss, metrics = self._backward(loss_of, total, self.actor_parameters)
-        norm = self._step(self.optimizer, self.actor_parameters, loss)
+        norm = self._step("actor", self.optimizer, self.actor_parameters, loss)
         if self.settings.alpha_lr is not None:
             mean_logprob = torch.tensor(-metrics["entropy"], device=self.device)
             temperature_loss(self.log_alpha, mean_logprob, self.target_entropy).backward()
@@ -186,19 +190,20 @@ class OffPolicyEngine(NativeTrainEngine):
         loss, outputs = add_gradients(tasks, {p: p for p in parameters}, self.num_threads)
         return float(loss), {name: float(sum(output[name] for output in outputs)) for name in outputs[0]}
 
-    def _step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], loss: float) -> float:
+    def _step(self, who: str, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], loss: float) -> float:
         """Clip, step unless something is not finite, and clear; return the norm of the gradients before clipping."""
         norm = float(nn.utils.clip_grad_norm_(parameters, self.config.optim.clip_grad))
         if math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
-            self.nonfinite_in_row = 0
+            self.nonfinite[who] = 0
         else:
-            self.nonfinite_in_row += 1
+            self.nonfinite[who] += 1
+            logger.warning("loss of the %s %s, gradient norm %s: no update", who, loss, norm)
         optimizer.zero_grad(set_to_none=True)
-        if self.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
+        if self.nonfinite[who] >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
-                f"the loss or its gradient was not finite {self.nonfinite_in_row} times in a row; the weights are as"
-                " they were before",
+                f"the loss of the {who} or its gradient was not finite {self.nonfinite[who]} times in a row; the"
+                " weights are as they were before",
                 "lower actor.optim.lr and actor.optim.value_lr, and look for NaN in the observations and rewards",
             )
         return norm
@@ -222,7 +227,8 @@ class OffPolicyEngine(NativeTrainEngine):
         return super().shards() | {SECTION: kept}
 
     def counters(self) -> dict[str, int]:
-        return super().counters() | {"num_updates": self.num_updates}
+        counts = {f"nonfinite_{who}": count for who, count in self.nonfinite.items()}
+        return super().counters() | {"num_updates": self.num_updates} | counts
 
     @torch.no_grad()
     def load_state_dict(self, saved: EngineState) -> None:
@@ -244,7 +250,8 @@ class OffPolicyEngine(NativeTrainEngine):
             if parameter is None or key not in ADAM_STATE or (key != "step" and tensor.shape != parameter.shape):
                 raise _other_critics(name)
             self.learner.state[parameter][key] = tensor.to(self.device, copy=True)
-        self.num_updates = int(saved.state["num_updates"])
+        self.num_updates = saved.state["num_updates"]
+        self.nonfinite = {who: saved.state[f"nonfinite_{who}"] for who in self.nonfinite}
 
     def state_num_bytes(self) -> int:
         named = self._named()
