@@ -34,6 +34,7 @@ class SupportedModel(RegisteredName):
     SMOLVLA: ClassVar[SupportedModel]
     GAUSSIAN: ClassVar[SupportedModel]
     LEROBOT: ClassVar[SupportedModel]
+    REMOTE: ClassVar[SupportedModel]
 
     @classmethod
     def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:

@@ -21,6 +21,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
+from embodrl.runs.files import WEIGHT_SYNC_DIR
 from embodrl.runs.replay import make_stores
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
@@ -165,7 +166,7 @@ def build(
             kind,
             sender,
             list(channels_of(channels, "answers").values()),
-            run_dir.resolve() / "weight_sync",
+            run_dir.resolve() / WEIGHT_SYNC_DIR,
             "cuda" if uses_nccl(deployment) and sent_from.type == "cuda" else "cpu",
         )
         closing.callback(weights.close)

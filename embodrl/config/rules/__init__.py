@@ -21,6 +21,7 @@ from embodrl.config.rules import (
     rollout,
     rollout_processes,
     runner,
+    serve,
     simulators,
     sizes,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "rollout_processes",
     "run_rules",
     "runner",
+    "serve",
     "shipped_rules",
     "simulators",
     "sizes",

@@ -29,6 +29,7 @@ from embodrl.config.schema.section import (
     Section,
     Seed,
 )
+from embodrl.config.schema.serve import GrootKeysConfig, ServeConfig, ServeProtocol, WireKeysConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "FilterConfig",
     "Fraction",
     "FsdpConfig",
+    "GrootKeysConfig",
     "GroupRanks",
     "HardwareConfig",
     "KlConfig",
@@ -66,11 +68,14 @@ __all__ = [
     "SamplingConfig",
     "Section",
     "Seed",
+    "ServeConfig",
+    "ServeProtocol",
     "SftConfig",
     "SrpoConfig",
     "ValueHeadConfig",
     "VideoConfig",
     "VllmConfig",
+    "WireKeysConfig",
     "config_class",
     "defaults_of",
     "env_settings",
