@@ -21,9 +21,9 @@ HINT = "re-collect the demonstrations, or copy the whole directory once more"
 
 
 EXECUTED, REWARD, TERMINATED = "executed_action", "next.reward", "next.terminated"
-"""Columns of a data set that is more than something to imitate."""
+"""Columns of a dataset from which transitions can be made."""
 REWARDS = "rewards"
-"""In what says how a data set was made: the settings that its rewards follow from."""
+"""In what says how a dataset was made: the settings that its rewards follow from."""
 
 
 @dataclass
@@ -41,12 +41,12 @@ class Outcomes:
     terminated: NDArray[np.bool_]
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
-        """Return the columns of a data set."""
+        """Return the columns of a dataset."""
         return {EXECUTED: self.executed, REWARD: self.rewards, TERMINATED: self.terminated}
 
     @classmethod
     def of(cls, columns: Mapping[str, NDArray[np.generic]]) -> Outcomes | None:
-        """Return what columns of a data set hold; None if they are not all there."""
+        """Return what the columns of a dataset hold; None if they are not all there."""
         if not {EXECUTED, REWARD, TERMINATED} <= columns.keys():
             return None
         flags = columns[TERMINATED].reshape(-1).astype(np.bool_)
@@ -93,7 +93,7 @@ class Demos:
         tasks: one per episode.
         seeds: reset seed of each episode in its simulator, None where it is not known.
         success: whether each episode solved its task, None where it is not known.
-        outcomes: of all frames; None if the data set does not tell.
+        outcomes: of all frames; None if the dataset does not have them.
     """
 
     images: NDArray[np.uint8]

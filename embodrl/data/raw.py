@@ -39,7 +39,7 @@ FORMAT = 1
 COLUMNS = {"images": (np.uint8, 5), "state": (np.float32, 2), "actions": (np.float32, 2)}
 """Type and number of axes of each column."""
 OUTCOMES = {EXECUTED: (np.float32, 2), REWARD: (np.float32, 1), TERMINATED: (np.bool_, 1)}
-"""The same of those that not every data set has."""
+"""The same of those that not every dataset has."""
 
 
 class RawWriter(DatasetWriter):

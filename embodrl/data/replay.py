@@ -2,7 +2,7 @@
 
 A frame is an observation and, if one was acted upon, the chunk that followed. The next frame of the ring is what the
 chunk led to, so that every observation is kept once. An episode ends with a frame that terminated, or with the last
-observation, upon which nobody acted: after a truncation, at the end of a rollout, or before a chunk that was lost.
+observation, for which there is no action: after a truncation, at the end of a rollout, or before a chunk that was lost.
 
 Shapes: T policy steps, B environments, N frames, C actions in a chunk, A action dimensions, n chunks of a return.
 """
@@ -211,7 +211,7 @@ class ReplayStores:
         if (None if before is None else int(before)) != now:
             raise CheckpointError(
                 "the demonstrations are not those that the run began with",
-                "resume with algorithm.off_policy.demos as it was, and the data set unchanged",
+                "resume with algorithm.off_policy.demos as it was, and the dataset unchanged",
                 code="replay-other-demos",
             )
         self.online.load_state(left)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodrl.config.schema import Config
+from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import REWARDS, Demos, Outcomes
 from embodrl.data.facts import RAW_INDEX
 from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
@@ -54,7 +54,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     online = ReplayBuffer(settings.capacity, int(settings.memory_gb * GB))
     if settings.demos is None:
         return ReplayStores(online)
-    config = config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": settings.demos})})
+    config = config.model_copy(update={"sft": SftConfig(data_dir=settings.demos)})
     check_robot(config)
     _check_rewards(Path(settings.demos).expanduser(), config)
     demos = load_configured_demos(config)
@@ -105,7 +105,7 @@ def demo_frames(demos: Demos, outcomes: Outcomes, policy: VLAPolicy) -> dict[str
     """Return demonstrations as frames of a replay buffer, with a chunk from every frame on.
 
     An episode of L frames becomes C episodes, which begin at its first C frames and move on by chunks: every frame is
-    kept once. Where an episode was not terminated its last chunk is not used, as nobody knows what it led to.
+    kept once. Where an episode was not terminated its last chunk is not used: what it led to is not recorded.
     """
     size = policy.num_action_chunks
     order = np.concatenate([*_every_offset(demos.last, size)])

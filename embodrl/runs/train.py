@@ -109,13 +109,8 @@ class Runner:
         lock: RunLock,
     ) -> None:
         self.config, self.deployment, self.run_dir = config, deployment, run_dir
-        self.policy, self.engine, self.rollouts, self.rewards = (
-            parts.policy,
-            parts.engine,
-            parts.rollouts,
-            parts.rewards,
-        )
-        self.collector, self.stores = parts.rollouts.collector, parts.stores
+        self.policy, self.engine, self.stores = parts.policy, parts.engine, parts.stores
+        self.rollouts, self.rewards, self.collector = parts.rollouts, parts.rewards, parts.rollouts.collector
         self.metrics, self.console, self.stop, self.lock = metrics, console, stop, lock
         self.graph = graph
         runner = config.runner

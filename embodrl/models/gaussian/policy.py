@@ -1,4 +1,4 @@
-"""A small Gaussian policy: it acts, is trained by PPO and its kin, by imitation, and off-policy.
+"""A small Gaussian policy: trained by PPO and its variants, by imitation, or off-policy.
 
 Shapes: B batch, C actions in a chunk, A action dimensions, F features.
 """

@@ -97,7 +97,7 @@ def frozen_vision_was_trained(context: Context) -> Iterator[Finding]:
 
 @RULES.note("env.tasks", "model.model_type")
 def gaussian_policy_reads_no_instruction(context: Context) -> Iterator[Finding]:
-    """Several tasks can be told apart only by what is seen."""
+    """Several tasks can be distinguished only by what is seen."""
     if len(context.config.env.tasks) > 1:
         message = f"the policy reads no instruction, so that it can't tell the {len(context.config.env.tasks)} tasks"
         yield Finding("env.tasks", f"{message} apart unless they look different", "train one policy a task")

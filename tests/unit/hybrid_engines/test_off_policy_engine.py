@@ -35,7 +35,7 @@ def engine_of(config: Config, seed: int = 0) -> OffPolicyEngine:
 
 
 def buffer_of(count: int, seed: int = 0) -> ReplayBuffer:
-    """Episodes of five chunks, the last observation of which nobody acted upon."""
+    """Episodes of five chunks, with a last observation for which there is no action."""
     random = torch.Generator().manual_seed(seed)
     acted = torch.arange(count) % 6 < 5
     buffer = ReplayBuffer(10_000, 10**9)

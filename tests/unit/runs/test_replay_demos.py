@@ -96,7 +96,7 @@ def test_chunks_begin_at_every_frame() -> None:
         (2, [2, 0], [True, False], True, True),  # solved in its first action
         (1, [1, 2], both, True, True),
         (10, [0, 1], both, False, True),
-        (12, [0, 0], [False, False], False, False),  # nobody knows what came after 13
+        (12, [0, 0], [False, False], False, False),  # what came after 13 is not recorded
         (11, [1, 2], both, False, True),
         (13, [0, 0], [False, False], False, False),
     ]
