@@ -48,6 +48,6 @@ class Context:
         """
         if self.replay is None:
             raise PipelineError(
-                "the run has no replay buffer", "set algorithm.loss_type to an off-policy loss", code="pipeline-order"
+                "the run has no replay buffer", "set algorithm.loss_type to an off-policy loss", code="replay-missing"
             )
         return self.replay
