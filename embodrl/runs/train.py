@@ -113,8 +113,7 @@ class Runner:
         self.policy, self.engine, self.stores = parts.policy, parts.engine, parts.stores
         self.rollouts, self.rewards, self.collector = parts.rollouts, parts.rewards, parts.rollouts.collector
         self.metrics, self.console, self.stop, self.lock = metrics, console, stop, lock
-        self.graph = graph
-        runner = config.runner
+        self.graph, runner = graph, config.runner
         self.needs_reference = config.algorithm.kl.coef > 0
         self.phases = MemoryPhases(config, parts.rollouts, parts.engine)
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
@@ -216,8 +215,8 @@ class Runner:
             logger.error("%s", what_is_left(self.run_dir, self.iteration))
 
     def _context(self) -> Context:
-        parts = (self.engine, self.collector, self.rewards, self.shuffle, self.stores)
-        return Context(self.config, self.iteration, *parts)
+        engine, rewards = self.engine, self.rewards
+        return Context(self.config, self.iteration, engine, self.collector, rewards, self.shuffle, self.stores)
 
     def _count(self, metrics: Metrics, start: float) -> None:
         """Count an iteration that began at ``start`` (``time.perf_counter``); its metrics are pending.
@@ -360,8 +359,8 @@ class Runner:
             "rewards": bool(self.rewards.state()),
         }
         try:
-            tensors = saved.tensors | rollouts.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
-            tensors |= {} if self.stores is None else {REPLAY: self.stores.state()}
+            kept = {"rewards": self.rewards.state(), REPLAY: self.stores.state() if self.stores else {}}
+            tensors = saved.tensors | rollouts.tensors | {name: part for name, part in kept.items() if part}
             write_shards = self.engine.save_shards if sharded else None
             blobs = rollouts.blobs | {METRICS_BLOB: zlib.compress(self.metrics.content, 1)}
             path = self.checkpoints.save(self.iteration, tensors, state, blobs, write_shards)
