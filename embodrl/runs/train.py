@@ -107,12 +107,8 @@ class Runner:
         lock: RunLock,
     ) -> None:
         self.config, self.deployment, self.run_dir = config, deployment, run_dir
-        self.policy, self.engine, self.rollouts, self.rewards = (
-            parts.policy,
-            parts.engine,
-            parts.rollouts,
-            parts.rewards,
-        )
+        self.policy, self.engine = parts.policy, parts.engine
+        self.rollouts, self.rewards = parts.rollouts, parts.rewards
         self.collector = parts.rollouts.collector
         self.metrics, self.console, self.stop, self.lock = metrics, console, stop, lock
         self.graph = graph
@@ -164,6 +160,10 @@ class Runner:
                     self._complete()
             except InterruptedError:  # during a rollout: nothing was learned from it; or an evaluation, still pending
                 self._undo()
+            except (SystemExit, KeyboardInterrupt):  # of what hangs, such as a reward, the same is true
+                if not self.stop.late or self._updating:
+                    raise
+                self._undo()
         if not self.saved:
             with self.stop.saving():
                 self._save()
@@ -179,7 +179,7 @@ class Runner:
         """Save the last complete iteration if the block raises; name an exit of custom code."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # a user's function may raise anything; raised again
+        except BaseException as error:  # a user's function may raise anything; raised again
             if self.stop:  # there was no time, or what holds the state hangs
                 self._say_what_is_lost()
             elif not lost_trainers(self.engine):
