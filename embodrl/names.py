@@ -112,7 +112,7 @@ def import_workflow(path: str) -> Any:
 
 @contextmanager
 def exits_named(what: str) -> Generator[None, None, None]:
-    """Turn an exit of custom code, or what else it raises that is no Exception, into an error that names it.
+    """Turn an exit of custom code, or anything that it raises and that is not an Exception, into an error that names it.
 
     ``sys.exit`` raises SystemExit, which would end the run with its status and no message; ``os._exit`` would end it
     at once. Forked children, other threads and embodrl's own code (such as a second SIGTERM) leave as usual.
@@ -147,7 +147,7 @@ def exits_named(what: str) -> Generator[None, None, None]:
     except (Exception, KeyboardInterrupt):  # Ctrl-C comes from wherever the interpreter is
         raise
     except BaseException as error:
-        text = f"{what} raised {type(error).__name__}, which is no Exception: {error}"
+        text = f"{what} raised {type(error).__name__}, which is not an Exception: {error}"
         raise EmbodrlError(text, "raise an Exception that says what is wrong", code="function-exit") from error
     finally:
         os._exit = leave
