@@ -112,7 +112,7 @@ def import_workflow(path: str) -> Any:
 
 @contextmanager
 def exits_named(what: str) -> Generator[None, None, None]:
-    """Turn an exit of custom code, or anything that it raises and that is not an Exception, into an error that names it.
+    """Turn an exit of custom code, or what it raises and is not an Exception, into an error that names it.
 
     ``sys.exit`` raises SystemExit, which would end the run with its status and no message; ``os._exit`` would end it
     at once. Forked children, other threads and embodrl's own code (such as a second SIGTERM) leave as usual.

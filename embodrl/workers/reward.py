@@ -278,7 +278,7 @@ def _ended(code: object) -> RuntimeError:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return what a function raised as an error of it: what is not an Exception would end the run, or cancel its loop."""
+    """Return what a function raised as an error of it: another BaseException would end the run, or cancel its loop."""
     if isinstance(error, SystemExit):
         return _ended(error.code).with_traceback(error.__traceback__)
     if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future can hold
