@@ -23,6 +23,7 @@ from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EmbodrlE
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import EngineState, counters_of
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
+from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
@@ -74,6 +75,7 @@ from embodrl.workers.policy import configure_torch, num_generators, num_threads
 
 logger = logging.getLogger(__name__)
 
+REPLAY = "replay"
 # What others read from every row: null before the first rollout, and where nothing was trained.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
@@ -108,16 +110,10 @@ class Runner:
         lock: RunLock,
     ) -> None:
         self.config, self.deployment, self.run_dir = config, deployment, run_dir
-        self.policy, self.engine, self.rollouts, self.rewards = (
-            parts.policy,
-            parts.engine,
-            parts.rollouts,
-            parts.rewards,
-        )
-        self.collector = parts.rollouts.collector
+        self.policy, self.engine, self.stores = parts.policy, parts.engine, parts.stores
+        self.rollouts, self.rewards, self.collector = parts.rollouts, parts.rewards, parts.rollouts.collector
         self.metrics, self.console, self.stop, self.lock = metrics, console, stop, lock
-        self.graph = graph
-        runner = config.runner
+        self.graph, runner = graph, config.runner
         self.needs_reference = config.algorithm.kl.coef > 0
         self.phases = MemoryPhases(config, parts.rollouts, parts.engine)
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
@@ -164,7 +160,10 @@ class Runner:
                     self._count(metrics, start)
                     record(f"iteration {self.iteration}", start, time.perf_counter())
                     self._complete()
-            except InterruptedError:  # during a rollout: nothing was learned from it; or an evaluation, still pending
+            except (InterruptedError, SystemExit, KeyboardInterrupt) as error:
+                # Nothing was learned from the rollout, or from a reward that hangs; an evaluation is still pending.
+                if not isinstance(error, InterruptedError) and (self._updating or not self.stop.late):
+                    raise
                 self._undo()
         if not self.saved:
             with self.stop.saving():
@@ -181,9 +180,10 @@ class Runner:
         """Save the last complete iteration if the block raises; name an exit of custom code."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # a user's function may raise anything; raised again
+        except BaseException as error:  # a user's function may raise anything; raised again
             if self.stop:  # there was no time, or what holds the state hangs
-                self._say_what_is_lost()
+                if self.iteration and not self.saved:
+                    logger.error("%s", what_is_left(self.run_dir, self.iteration))
             elif not lost_trainers(self.engine):
                 self._save_complete_state()
             if isinstance(error, SystemExit) and not self.stop:
@@ -214,12 +214,9 @@ class Runner:
             why = str(error) or type(error).__name__
             logger.error("the state after iteration %d could not be saved: %s", self.iteration, why)
 
-    def _say_what_is_lost(self) -> None:
-        if self.iteration and not self.saved:
-            logger.error("%s", what_is_left(self.run_dir, self.iteration))
-
     def _context(self) -> Context:
-        return Context(self.config, self.iteration, self.engine, self.collector, self.rewards, self.shuffle)
+        engine, rewards = self.engine, self.rewards
+        return Context(self.config, self.iteration, engine, self.collector, rewards, self.shuffle, self.stores)
 
     def _count(self, metrics: Metrics, start: float) -> None:
         """Count an iteration that began at ``start`` (``time.perf_counter``); its metrics are pending.
@@ -257,7 +254,7 @@ class Runner:
     def _before_node(self, node: Node) -> None:
         if node.role in TRAIN_ROLES:
             self.phases.enter("train")
-        self._updating = self._updating or node.role == "train"
+        self._updating = self._updating or node.role in CHANGES
         self._show_phase(node.name, node.role)
 
     def _show_phase(self, name: str, role: str) -> None:
@@ -362,7 +359,8 @@ class Runner:
             "rewards": bool(self.rewards.state()),
         }
         try:
-            tensors = saved.tensors | rollouts.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
+            kept = {"rewards": self.rewards.state(), REPLAY: self.stores.state() if self.stores else {}}
+            tensors = saved.tensors | rollouts.tensors | {name: part for name, part in kept.items() if part}
             write_shards = self.engine.save_shards if sharded else None
             blobs = rollouts.blobs | {METRICS_BLOB: zlib.compress(self.metrics.content, 1)}
             path = self.checkpoints.save(self.iteration, tensors, state, blobs, write_shards)
@@ -383,7 +381,7 @@ class Runner:
         if state.flag("sharded", False):
             self.engine.load_shards(checkpoint.path, counters)
         else:
-            names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
+            names = (*self.engine.sections, *(("reference",) if self.needs_reference else ()))
             self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, counters))
         self.collector.update_weights(self.engine.weights(), self.engine.version)
         rollouts = state.fields("rollout")
@@ -400,6 +398,8 @@ class Runner:
             raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint, code=error.code) from error
         if state.flag("rewards", False):
             self.rewards.load_state(checkpoint.tensors("rewards"))
+        if self.stores is not None:
+            self.stores.load_state(checkpoint.tensors(REPLAY))
         restore_rng(dict(state.fields("rng").content))
         restore_generator(self.shuffle, state.text("shuffle"))
         faults = state.fields("faults")
