@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from embodrl.errors import EmbodrlError, user_location
-from embodrl.processes.guard import end_family, family
+from embodrl.processes.ending import owns_process
+from embodrl.processes.guard import CALM, PAUSE, end_family, family, keep_time, release_signals, watch_signals
 from embodrl.processes.liveness import Activity, hurry
 
 TIMEOUT_S = 10.0
@@ -39,7 +40,8 @@ class StopSignal:
     The process ends in time even if the main thread waits for a process that hangs, or for native code: a thread gets
     the signals from the interpreter's C handler and keeps the time. Late in it, the main thread is interrupted by an
     exception; near its end, everything is killed. What is being saved (``saving``) has as long as it makes
-    progress. If native code holds the interpreter lock, so that no thread runs, the second signal kills this process.
+    progress. If native code holds the interpreter lock, so that no thread runs, the guard keeps the time, or the second
+    signal kills this process.
 
     Args:
         timeout_s: seconds from the first signal to the end.
@@ -72,6 +74,8 @@ class StopSignal:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run is to outlive its terminal
             self._before[number] = signal.getsignal(number)
+        if owns_process():
+            watch_signals(self._pipe[0], self._timeout_s * _END_AFTER)
         self.arm()
         self._thread.start()
         return self
@@ -91,6 +95,7 @@ class StopSignal:
             signal.signal(number, handler)
         os.write(self._pipe[1], _END)
         self._thread.join()
+        release_signals()
         for descriptor in self._pipe:
             os.close(descriptor)
         hurry.clear()
@@ -116,15 +121,27 @@ class StopSignal:
     def saving(self) -> Iterator[None]:
         """While it is entered, the time stands still as long as this process or one it has started makes progress."""
         self._saving = True
+        self._keep_time(PAUSE)  # writers of weights hold the interpreter lock
         try:
             yield
         finally:
             self._saving = False
+            self._keep_time(self._timeout_s if self.number else CALM)
+
+    def _keep_time(self, seconds: float) -> None:
+        if owns_process():
+            keep_time(PAUSE if self._saving else seconds)
+
+    def _read(self) -> bytes:
+        """Return the number of a signal; the guard is told before, as it takes a byte that is left for a hang."""
+        select.select([self._pipe[0]], [], [])
+        self._keep_time(self._timeout_s * _END_AFTER)
+        return os.read(self._pipe[0], 1)
 
     def _watch(self) -> None:
         """Keep the time from the first signal on."""
-        while (first := os.read(self._pipe[0], 1)) not in (*_SIGNALS_AS_BYTES, _END):
-            continue  # the pipe gets every signal that Python handles
+        while (first := self._read()) not in (*_SIGNALS_AS_BYTES, _END):
+            self._keep_time(CALM)  # the pipe gets every signal that Python handles
         if first == _END:
             return
         hurry.set()  # processes that hang are given up sooner
@@ -139,6 +156,7 @@ class StopSignal:
                 if got in _SIGNALS_AS_BYTES and not asked_again:  # the user's, not the one below
                     left_s = min(left_s, _AT_ONCE_S)
                     raise_s = 0.0
+            self._keep_time(left_s + 1.0)
             now = time.monotonic()
             if not (self._saving and raise_s and activity.progressed()):
                 left_s -= now - before
