@@ -89,10 +89,10 @@ def watch_signals(wakeup: int, seconds: float) -> None:
 
 
 def keep_time(seconds: float) -> None:
-    """Tell the guard when to end this process, unless it is told another time before.
+    """Set when the guard is to end this process; a later call replaces the time.
 
     Args:
-        seconds: from now; ``CALM``: after the next signal; ``PAUSE``: not until it is told otherwise.
+        seconds: from now; ``CALM``: after the next signal; ``PAUSE``: not until a later call.
     """
     _send(seconds)
 

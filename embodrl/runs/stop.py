@@ -133,7 +133,7 @@ class StopSignal:
             keep_time(PAUSE if self._saving else seconds)
 
     def _read(self) -> bytes:
-        """Return the number of a signal; the guard is told before, as it takes a byte that is left for a hang."""
+        """Return the number of a signal; the guard gets a time before, as it takes an unread byte for a hang."""
         select.select([self._pipe[0]], [], [])
         self._keep_time(self._timeout_s * _END_AFTER)
         return os.read(self._pipe[0], 1)

@@ -46,7 +46,7 @@ def test_a_signal_ends_a_process_whose_interpreter_lock_is_held(number: signal.S
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == (-signal.SIGTERM if number == signal.SIGTERM else -signal.SIGKILL)
+    assert process.returncode in (-number, -signal.SIGKILL)  # a handler that has run takes the signal again
     assert "code: stopped-unsaved" in stderr
 
 
