@@ -65,7 +65,7 @@ def about(
       130  stopped by Ctrl-C
       143  stopped by SIGTERM
 
-    A stopped training saves a checkpoint first; `embodrl resume RUN` continues it. Shell completion of presets and
+    A stopped training saves a checkpoint first, unless it hangs; `embodrl resume RUN` continues it. Shell completion of presets and
     settings: `embodrl --install-completion`.
     """
 

@@ -340,7 +340,7 @@ def _train(
         for line in add_provenance(directory, loaded.to_yaml(), old_settings, trainer.step):
             progress.message(line)
         settings_text = write_settings(directory, loaded.to_yaml(), changes_so_far(directory))
-        stop.graceful = True
+        stop.can_save(f"`embodrl resume {directory}` continues from its last checkpoint")
         try:
             trainer.run(settings_text)
         except EmbodrlError as error:

@@ -127,6 +127,7 @@ class Runner:
         # The metrics of an iteration that lacks its evaluation, and is not logged yet.
         self.pending: Row | None = dict(ROW_0) if runner.eval_at_start else None
         self.saved = False
+        self._last_saved: Path | None = None
         self._settings = ""
         self._before: _Before | None = None  # within an iteration, until its update begins
         self._updating = False
@@ -146,7 +147,7 @@ class Runner:
             settings: of the run, for checkpoints.
         """
         self._settings = settings
-        self.stop.graceful = True
+        self.stop.can_save(_resume_hint(self.run_dir, self._last_saved))
         if self.config.rollout.publish_weights:
             self.publisher = WeightPublisher(self.run_dir / PUBLISHED_DIR, self.policy, self.engine.version)
         self._publish()
@@ -179,7 +180,11 @@ class Runner:
         """Save the last complete iteration if the block raises; name an exit of custom code."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # a user's function may raise anything; raised again
+        except (
+            Exception,
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # a user's function may raise anything; raised again
             if self.stop:  # there was no time, or what holds the state hangs
                 self._say_what_is_lost()
             elif not lost_trainers(self.engine):
@@ -253,6 +258,9 @@ class Runner:
         self._before, self._updating = None, False
 
     def _before_node(self, node: Node) -> None:
+        """Enter the memory phase of a node; before an update, a stop undoes the iteration, as within its rollout."""
+        if self.stop and not self._updating:
+            raise InterruptedError
         if node.role in TRAIN_ROLES:
             self.phases.enter("train")
         self._updating = self._updating or node.role == "train"
@@ -367,7 +375,8 @@ class Runner:
         except OutputError as error:
             logger.error("%s", error)
             return
-        self.saved = True
+        self.saved, self._last_saved = True, path
+        self.stop.can_save(_resume_hint(self.run_dir, path))
         self.console.message(f"saved {path}")
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -403,7 +412,7 @@ class Runner:
         faults = state.fields("faults")
         vars(self.rollouts.faults).update({name: faults.integer(name) for name in faults})
         self.iteration, self.env_steps = state.integer("iteration"), state.integer("env_steps")
-        self.pending, self.saved = _pending(state), True
+        self.pending, self.saved, self._last_saved = _pending(state), True, checkpoint.path
 
 
 @dataclass(frozen=True)
@@ -413,6 +422,12 @@ class _Before:
     rng: dict[str, Any]
     shuffle: str
     rewards: dict[str, Tensor]
+
+
+def _resume_hint(run_dir: Path, saved: Path | None) -> str:
+    if saved is None:
+        return "rerun the command (no checkpoint was saved yet)"
+    return f"`embodrl resume {run_dir}` continues from {saved}"
 
 
 def _pending(state: Fields) -> Row | None:

@@ -77,8 +77,8 @@ class RunnerConfig(Section):
     )
     stop_timeout_s: PositiveFloat = Field(
         default=10.0,
-        description="seconds from the first SIGTERM, SIGINT or SIGHUP to the end of the run, which saves meanwhile if"
-        " it reaches the end of its step in time; a checkpoint that is being written is completed",
+        description="seconds without progress after SIGTERM, SIGINT or SIGHUP until the run ends without saving; an"
+        " update that advances is finished, and a checkpoint that is being written is completed",
     )
     checkpoint_format: Literal["auto", "full", "sharded"] = Field(
         default="auto",

@@ -47,6 +47,7 @@ from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rat
 from embodrl.hybrid_engines.training.sharded_checkpoint import load_state, save_state
 from embodrl.hybrid_engines.training.sharding import held, whole
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.liveness import report_work
 from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
 
@@ -322,6 +323,7 @@ class PolicyTrainEngine(TrainEngine):
             where = f"the gradients of {where}" if where else "the loss alone"
             logger.warning("loss %s, gradient norm %s: no update; not finite: %s", float(loss), grad_norm, where)
         self._clear_gradients()
+        report_work()
         if self.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
                 f"the loss or its gradient was not finite {self.nonfinite_in_row} times in a row, the last time"
@@ -421,6 +423,7 @@ class PolicyTrainEngine(TrainEngine):
             micro = inputs[rows].to(self.device, non_blocking=True)
             with torch.no_grad(), autocast(self.precision, self.device):
                 output = evaluate(micro.forward_inputs, sampling, compute_entropy=False, compute_values=with_values)
+            report_work()
             parts = [output.logprobs.float().flatten(1)]
             if with_values:
                 assert output.values is not None
