@@ -17,6 +17,7 @@ import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 _BEAT_S = 0.5
 _BEAT = struct.Struct("<QQ")  # beats, and pieces of work that were completed
@@ -46,7 +47,7 @@ class Limits:
 
 class _Work:
     completed = 0
-    watched: weakref.WeakSet[Liveness] = weakref.WeakSet()
+    watched: ClassVar[weakref.WeakSet[Liveness]] = weakref.WeakSet()
 
 
 def report_work() -> None:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from embodrl.errors import EmbodrlError, user_location
-from embodrl.processes.guard import end_family, family
 from embodrl.processes.ending import owns_process
+from embodrl.processes.guard import end_family, family
 from embodrl.processes.liveness import Activity, completed_work, hurry
 
 TIMEOUT_S = 10.0
