@@ -54,6 +54,7 @@ class MetaWorldSimulator(Simulator):
     action_low = (-1.0,) * 4
     action_high = (1.0,) * 4
     state_dim = STATE_DIM
+    is_seeded = True
 
     def __init__(
         self,
