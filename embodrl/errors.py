@@ -325,6 +325,10 @@ class WireError(EmbodrlError):
     """A message of a client or server of policies is malformed, too large, or lacks something."""
 
 
+class RemotePolicyError(EmbodrlError):
+    """A policy server can't be reached, refuses an observation, or answers what does not fit."""
+
+
 class ServingError(EmbodrlError):
     """A policy server can't start, or can't answer."""
 

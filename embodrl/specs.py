@@ -406,6 +406,7 @@ MODELS = Registry(
         "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "lerobot": "embodrl.models.lerobot.spec:SPEC",
+        "remote": "embodrl.models.remote.spec:SPEC",
     },
 )
 

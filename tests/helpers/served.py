@@ -40,7 +40,7 @@ class MeanPolicy(ToyPolicy):
             raise EmbodrlError("this instruction is refused", "say something else", code="test-refused")
         self.batches.append(observation.batch_size)
         means = observation.images.mean(axis=(1, 2, 3, 4)) + [len(text) / 10 for text in observation.instruction]
-        means = means + float(self.offset) + observation.state.sum(axis=1)
+        means = means + self.offset.item() + observation.state.sum(axis=1)
         actions = means[:, None, None] + np.arange(CHUNK)[None, :, None] + np.zeros((1, 1, DIM))
         return PolicyOutput(actions.astype(np.float32), torch.zeros(actions.shape), None, {})
 

@@ -50,7 +50,7 @@ def wire_keys_fit(context: Context) -> Iterator[Finding]:
             if 0 in sizes or sum(sizes) != config.model.action_dim:
                 message = f"has parts of {sizes} values, and an action has {config.model.action_dim}"
                 hint = "write each part as NAME:DIMS"
-                yield Finding("serve.gr00t.actions", message, hint, others=("model.action_dim",))
+                yield Finding(f"serve.{name}.actions", message, hint, others=("model.action_dim",))
 
 
 @rule("serve.execution_horizon", "model.num_action_chunks")
@@ -75,7 +75,7 @@ def tls_has_both_files(context: Context) -> Iterator[Finding]:
         if path is not None and what_is(path) != "file":
             yield Finding(key, f"there is no file '{path}'", "give a file in PEM")
     if serve.tls_cert is not None and "gr00t" in serve.protocols:
-        message = "GR00T's protocol has no TLS"
+        message = "a protocol over ZMQ has no TLS"
         yield Finding("serve.tls_cert", message, "serve it in a process of its own", others=("serve.protocols",))
 
 
