@@ -17,6 +17,7 @@ from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem, user_lo
 from embodrl.names import exits_named
 from embodrl.pipelines.checks import NodeSpec, check_nodes, resolve, sorted_names, upstream
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
+from embodrl.processes.trace import record
 
 if TYPE_CHECKING:
     from embodrl.pipelines.context import Context
@@ -166,7 +167,9 @@ class Graph:
             result, failed = self._attempt(node, context, [outputs[name] for name in node.deps], may_stop)
             value, found = self._outcome(node, result)
             metrics |= found
-            metrics[f"time/{node.name}_s"] = time.perf_counter() - clock
+            now = time.perf_counter()
+            metrics[f"time/{node.name}_s"] = now - clock
+            record(node.name, clock, now)
             retries += failed
             if waiting[node.name]:
                 outputs[node.name] = value

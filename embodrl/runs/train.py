@@ -26,6 +26,7 @@ from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
+from embodrl.processes.trace import record
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
@@ -162,6 +163,7 @@ class Runner:
                     self._before = _Before(capture_rng(), generator_state(self.shuffle), self.rewards.state())
                     metrics = self.graph.run(self._context(), on_node=self._before_node)
                     self._count(metrics, start)
+                    record(f"iteration {self.iteration}", start, time.perf_counter())
                     self._complete()
             except InterruptedError:  # during a rollout: nothing was learned from it; or an evaluation, still pending
                 self._undo()

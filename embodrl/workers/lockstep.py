@@ -19,6 +19,7 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.processes.trace import record
 from embodrl.specs import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
@@ -365,6 +366,7 @@ class LockstepRunner:
     def _lap(self, name: str, clock: float) -> float:
         now = time.perf_counter()
         setattr(self.seconds, name, getattr(self.seconds, name) + now - clock)
+        record("wait for simulators" if name == "env" else name, clock, now)
         return now
 
 

@@ -36,6 +36,7 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("collect",): "collect",
     ("plan", "train"): "plan",
     ("serve",): "serve",
+    ("profile",): "train",
     ("config", "validate"): None,
     ("config", "show"): None,
     ("pipeline", "show"): None,
