@@ -1,6 +1,6 @@
 """Advantages and returns of a rollout.
 
-Legend: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C),
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C),
 S reward steps (T at chunk level, T*C at action level).
 """
 

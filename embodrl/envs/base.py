@@ -1,6 +1,6 @@
 """The interface of every simulator: a batch of environments that steps in chunks.
 
-Legend: B environments, C actions in a chunk, A action dimensions.
+Shapes: B environments, C actions in a chunk, A action dimensions.
 """
 
 from __future__ import annotations

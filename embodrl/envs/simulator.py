@@ -1,6 +1,6 @@
 """One environment of one task, and B of them as a VectorEnv.
 
-Legend: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
+Shapes: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ ROLES: dict[str, str] = {
 }
 ENDS = ("train", "sync", "sink")
 """Roles of nodes that no other node has to depend on."""
-TAKEN = ("env", "policy", "total", "eval")
+RESERVED_NAMES = ("env", "policy", "total", "eval")
 """Names whose times are metrics with another meaning."""
 
 
@@ -117,7 +117,7 @@ def _check_name(spec: NodeSpec) -> Iterator[PipelineProblem]:
             "use lower-case letters, digits and _, e.g. reward_shaping",
             code="pipeline-node-name",
         )
-    elif spec.name in TAKEN:
+    elif spec.name in RESERVED_NAMES:
         message = f"its time would be the metric time/{spec.name}_s, which means something else"
         yield PipelineProblem(spec.name, message, "choose another name", code="pipeline-node-taken")
 

@@ -3,7 +3,7 @@
 A thread of the child counts up in a memory file; whatever stops all threads (SIGSTOP, native code that never releases
 the interpreter lock, a frozen machine) stops the count. A silent process is only called hung if the kernel confirms it:
 it is stopped, or uses neither processor nor disk. One that computes while it holds the lock gets ``stall_s``, as does
-one that lives but makes no progress in a call (a collective whose peer never comes, say).
+one that lives but makes no progress in a call (e.g. a collective whose peer never comes).
 
 The parent reads the memory file with ``pread`` instead of mapping it: a child that shrinks it can't cause a bus error.
 """
@@ -212,7 +212,7 @@ class Liveness:
             return f"hangs (state {use.state}): {silent}; native code holds the interpreter lock"
         if self._stalled_s >= self.limits.stall_s:
             stalled = self._stalled_s
-            if self._family.progressed():  # a simulator that it waits for, say
+            if self._family.progressed():  # e.g. a simulator that it waits for
                 self._stalled_s = 0.0
                 return ""
             return (

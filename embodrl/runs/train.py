@@ -42,15 +42,15 @@ from embodrl.runs.files import (
     POLICY_DIR,
     PUBLISHED_DIR,
     check_disk_space,
+    drop_missing_warm_start,
     export_policy,
     has_results,
-    how_to_go_on,
+    resume_hint,
     run_directory,
     saved_metrics,
     sent_num_bytes,
     summary_lines,
-    what_is_left,
-    without_lost_warm_start,
+    unsaved_run_message,
 )
 from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
@@ -148,7 +148,7 @@ class Runner:
             settings: of the run, for checkpoints.
         """
         self._settings = settings
-        self.stop.can_save(_resume_hint(self.run_dir, self._last_saved))
+        self.stop.can_save(_hint_after(self.run_dir, self._last_saved))
         if self.config.rollout.publish_weights:
             self.publisher = WeightPublisher(self.run_dir / PUBLISHED_DIR, self.policy, self.engine.version)
         self._publish()
@@ -221,7 +221,7 @@ class Runner:
 
     def _say_what_is_lost(self) -> None:
         if self.iteration and not self.saved:
-            logger.error("%s", what_is_left(self.run_dir, self.iteration))
+            logger.error("%s", unsaved_run_message(self.run_dir, self.iteration))
 
     def _context(self) -> Context:
         return Context(self.config, self.iteration, self.engine, self.collector, self.rewards, self.shuffle)
@@ -307,7 +307,7 @@ class Runner:
             self._keep_best(written.get("eval/success_rate"))
         if last or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
-            self.collector.forget_history()
+            self.collector.reset_history()
             with self.stop.saving():
                 self._save()
             self._rest()
@@ -378,7 +378,7 @@ class Runner:
             logger.error("%s", error)
             return
         self.saved, self._last_saved = True, path
-        self.stop.can_save(_resume_hint(self.run_dir, path))
+        self.stop.can_save(_hint_after(self.run_dir, path))
         self.console.message(f"saved {path}")
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -426,7 +426,7 @@ class _Before:
     rewards: dict[str, Tensor]
 
 
-def _resume_hint(run_dir: Path, saved: Path | None) -> str:
+def _hint_after(run_dir: Path, saved: Path | None) -> str:
     if saved is None:
         return "rerun the command (no checkpoint was saved yet)"
     return f"`embodrl resume {run_dir}` continues from {saved}"
@@ -498,7 +498,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
         if problems:
             raise CheckpointError(
                 f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
-                "start a new run; remove the checkpoints to start this one over",
+                "start a new run, or delete its checkpoints/ to restart this one",
                 code="checkpoint-missing",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
@@ -566,7 +566,7 @@ def _execute(
         try:
             with ExitStack() as closing:  # in reverse order, and all of them, whatever fails
                 console.phase("starting simulators")
-                weights_from = config if checkpoint is None else without_lost_warm_start(config)
+                weights_from = config if checkpoint is None else drop_missing_warm_start(config)
                 parts = build(config, weights_from, deployment, run_dir, device, stopped, closing)
                 stop.arm()
                 saved = None if checkpoint is None else saved_metrics(checkpoint)
@@ -592,7 +592,7 @@ def _execute(
             elif runner is not None and lost_trainers(runner.engine):
                 raise TrainersLostError(error) from error
             if not isinstance(error, (ConfigError, OutputError)):
-                error.add_hint(how_to_go_on(run_dir))
+                error.add_hint(resume_hint(run_dir))
             raise
         lock.check()
         _close(config, run_dir, runner, parts, console)
@@ -604,7 +604,7 @@ def _close(config: Config, run_dir: Path, runner: Runner, parts: Parts, console:
     if runner.finished:
         export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
     if not runner.saved:
-        logger.error("%s", what_is_left(run_dir, runner.iteration))
+        logger.error("%s", unsaved_run_message(run_dir, runner.iteration))
     if rows := read_metrics(run_dir / METRICS_FILE):
         console.message(f"report: {write_report(run_dir)}")
         if runner.finished:

@@ -214,8 +214,8 @@ class RolloutProcess(Worker):
         return self.engine.random_state()
 
     @dispatch()
-    def forget_history(self) -> None:
-        self.collector.forget_history()
+    def reset_history(self) -> None:
+        self.collector.reset_history()
 
     @dispatch()
     def restore(self, carried: Snapshot) -> None:

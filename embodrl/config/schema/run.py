@@ -67,7 +67,7 @@ class RunnerConfig(Section):
         description="updates that rollouts may run ahead: 0 takes turns, 1 runs the next rollout while training, more"
         " let rollouts run freely; best with algorithm.decoupled",
     )
-    seed: Seed = Field(default=0, description="of everything random")
+    seed: Seed = Field(default=0, description="global random seed")
     eval_interval: NonNegativeInt = Field(
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
     )

@@ -486,7 +486,7 @@ class PolicyTrainEngine(TrainEngine):
         }
 
     def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors of the state as they are held, without copies; {} of a section that there is not."""
+        """Return tensors of the state as they are held, without copies; {} of a section that does not exist."""
         self.onload()
         if section == "optimizer":
             trained = self.trained()
@@ -510,12 +510,12 @@ class PolicyTrainEngine(TrainEngine):
 
     def load_state_dict(self, saved: EngineState) -> None:
         check_fit(saved.tensors, self.state_shapes())
-        self.begin_load()
+        self.start_load()
         for section, tensors in saved.tensors.items():
             self.put(section, tensors)
         self.set_counters(saved.state)
 
-    def begin_load(self) -> None:
+    def start_load(self) -> None:
         """Forget the moments."""
         self.onload()
         self.optimizer.state.clear()
@@ -543,7 +543,7 @@ class PolicyTrainEngine(TrainEngine):
             self._take_masters(tensors)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return where this process's parts of a checked state are to be written; see ``put_parts``.
+        """Return where this process's parts of a checked state are to be written; see ``load_parts``.
 
         Args:
             section: of the state.
@@ -565,7 +565,7 @@ class PolicyTrainEngine(TrainEngine):
         key, _, owner = name.partition(".")
         return key != MASTER or trained[owner] in self.masters
 
-    def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
+    def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
         """Use what was written into the tensors of ``room``; here they are the state itself."""
         if section == "policy":
             self._take_masters(parts)
