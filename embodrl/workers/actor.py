@@ -23,8 +23,6 @@ from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, TrainEngine
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
-from embodrl.hybrid_engines.training.megatron.core import start
-from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
@@ -32,7 +30,6 @@ from embodrl.hybrid_engines.training.sharded_checkpoint import (
     FileFacts,
 )
 from embodrl.models.base import VLAPolicy
-from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
@@ -111,6 +108,11 @@ def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> Pol
     options = EngineOptions.of(config)
     if config.actor.training_backend == "fsdp":
         return FsdpTrainEngine(policy, options, mesh)
+    # Only here: importing them takes longer than a simulator needs to start.
+    from embodrl.hybrid_engines.training.megatron.core import start
+    from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
+    from embodrl.models.openvla.policy import OpenVLAPolicy
+
     assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
     start(config.actor.tensor_parallel_size)
     return MegatronTrainEngine(policy, config.model, options, mesh)
