@@ -311,7 +311,7 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
     if not isinstance(estimate, Advantages):
         raise EmbodrlError(
             f"adv_type '{name}' returned {type(estimate).__name__}",
-            "return embodrl.algorithms.advantages.Advantages(advantages, returns, valid)",
+            "return embodrl.Advantages(advantages, returns, valid)",
             code="advantage-result",
         )
     num_steps, num_envs, chunk = batch.rewards.shape

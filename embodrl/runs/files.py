@@ -195,9 +195,14 @@ def saved_metrics(checkpoint: Checkpoint) -> bytes | None:
 def resume_hint(run_dir: Path) -> str:
     """Say what the user can do with a run that an error has ended."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
+    return hint_from(run_dir, None if checkpoint is None else checkpoint.path)
+
+
+def hint_from(run_dir: Path, checkpoint: Path | None) -> str:
+    """Say how a run with this checkpoint as its newest continues."""
     if checkpoint is None:
         return "rerun the command (no checkpoint was saved yet)"
-    return f"`embodrl resume {run_dir}` continues from {checkpoint.path}"
+    return f"`embodrl resume {run_dir}` continues from {checkpoint}"
 
 
 def unsaved_run_message(run_dir: Path, iteration: int) -> str:

@@ -31,7 +31,6 @@ from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics
-from embodrl.reporting.report import write_report
 from embodrl.reporting.sinks import MetricsLogger
 from embodrl.runs.build import Parts, build, check_machine
 from embodrl.runs.files import (
@@ -39,24 +38,23 @@ from embodrl.runs.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
     METRICS_BLOB,
-    POLICY_DIR,
     PUBLISHED_DIR,
     check_disk_space,
     drop_missing_warm_start,
     export_policy,
     has_results,
+    hint_from,
     resume_hint,
     run_directory,
     saved_metrics,
     sent_num_bytes,
-    summary_lines,
     unsaved_run_message,
 )
 from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
 from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
-from embodrl.runs.result import TrainResult, already_complete
+from embodrl.runs.result import TrainResult, already_complete, conclude
 from embodrl.runs.settings import (
     STATE_KEY,
     is_run,
@@ -148,7 +146,7 @@ class Runner:
             settings: of the run, for checkpoints.
         """
         self._settings = settings
-        self.stop.can_save(_hint_after(self.run_dir, self._last_saved))
+        self.stop.can_save(hint_from(self.run_dir, self._last_saved))
         if self.config.rollout.publish_weights:
             self.publisher = WeightPublisher(self.run_dir / PUBLISHED_DIR, self.policy, self.engine.version)
         self._publish()
@@ -182,11 +180,7 @@ class Runner:
         """Save the last complete iteration if the block raises; name an exit of custom code."""
         try:
             yield
-        except (
-            Exception,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # a user's function may raise anything; raised again
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # of a user's function: anything; raised again
             if self.stop:  # there was no time, or what holds the state hangs
                 self._say_what_is_lost()
             elif not lost_trainers(self.engine):
@@ -378,7 +372,7 @@ class Runner:
             logger.error("%s", error)
             return
         self.saved, self._last_saved = True, path
-        self.stop.can_save(_hint_after(self.run_dir, path))
+        self.stop.can_save(hint_from(self.run_dir, path))
         self.console.message(f"saved {path}")
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -424,12 +418,6 @@ class _Before:
     rng: dict[str, Any]
     shuffle: str
     rewards: dict[str, Tensor]
-
-
-def _hint_after(run_dir: Path, saved: Path | None) -> str:
-    if saved is None:
-        return "rerun the command (no checkpoint was saved yet)"
-    return f"`embodrl resume {run_dir}` continues from {saved}"
 
 
 def _pending(state: Fields) -> Row | None:
@@ -595,21 +583,6 @@ def _execute(
                 error.add_hint(resume_hint(run_dir))
             raise
         lock.check()
-        _close(config, run_dir, runner, parts, console)
+        done, finished, saved = runner.iteration, runner.finished, runner.saved
+        conclude(config, run_dir, parts.policy, console, done, finished=finished, saved=saved)
     return TrainResult(run_dir, code, parts.policy)
-
-
-def _close(config: Config, run_dir: Path, runner: Runner, parts: Parts, console: Console) -> None:
-    """Export the policy, write the report, and print what a user needs next."""
-    if runner.finished:
-        export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
-    if not runner.saved:
-        logger.error("%s", unsaved_run_message(run_dir, runner.iteration))
-    if rows := read_metrics(run_dir / METRICS_FILE):
-        console.message(f"report: {write_report(run_dir)}")
-        if runner.finished:
-            console.phase("finished")
-            for line in summary_lines(run_dir, rows):
-                console.message(line)
-    if not runner.finished and runner.saved:
-        console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")

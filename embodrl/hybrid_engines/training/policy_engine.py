@@ -105,8 +105,7 @@ class PolicyTrainEngine(TrainEngine):
         self.device = torch.device(device)
         self.policy, self.options, self.config = policy, options, options.config
         self.precision: Precision = resolve_precision(self.config.precision, self.device)
-        self.version = 0
-        self.nonfinite_in_row = 0
+        self.version = self.nonfinite_in_row = 0
         groups = policy.trainable_groups()
         self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
@@ -374,8 +373,6 @@ class PolicyTrainEngine(TrainEngine):
     def onload(self) -> None:
         """Bring back what ``offload`` took off the device."""
         self.memory.onload()
-
-    # -- log-probs ----------------------------------------------------------------------------------------------------
 
     def proximal(
         self, batch: TrajectoryBatch, algorithm: AlgorithmConfig, every_chunk: bool = False
