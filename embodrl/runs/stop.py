@@ -21,7 +21,7 @@ from embodrl.processes.liveness import Activity, completed_work, hurry
 
 TIMEOUT_S = 10.0
 _AT_ONCE_S = 2.0
-_RAISE_AFTER, _END_AFTER = 0.7, 0.9  # of the timeout
+_RAISE_AFTER, _END_AFTER = 0.6, 0.9  # of the timeout
 _LOOK_S = 0.2
 _END = b"\0"
 # The last three announce a preemption or a limit of CPU time on clusters, or come from Ctrl-\\.
@@ -51,12 +51,14 @@ class StopSignal:
 
     Attributes:
         number: of the first signal; 0 without one.
+        late: that signal, once what was under way did not end in time and was interrupted; what there is may still be
+            saved.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.number = 0
+        self.late = 0
         self._hint: str | None = None
-        self._late = 0
         self._owns_process = owns_process()
         self._timeout_s = timeout_s
         self._saving = False
@@ -108,8 +110,8 @@ class StopSignal:
         for descriptor in self._pipe:
             os.close(descriptor)
         hurry.clear()
-        if self._late and isinstance(error, (KeyboardInterrupt, SystemExit)):
-            raise self._not_saved(self._late) from error
+        if self.late and isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise self._not_saved(self.late) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         signal.signal(number, self._handle)  # as it was for one signal only, see _arm_once
@@ -162,7 +164,7 @@ class StopSignal:
                 left_s -= now - before
             before = now
             if left_s < raise_s and not asked_again:
-                asked_again, self._late = True, first[0]
+                asked_again, self.late = True, first[0]
                 signal.pthread_kill(threading.main_thread().ident or 0, first[0])
         self._end(first[0])
 
