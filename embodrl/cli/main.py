@@ -67,8 +67,8 @@ def about(
       130  stopped by Ctrl-C
       143  stopped by SIGTERM
 
-    A stopped training saves a checkpoint first; `embodrl resume RUN` continues it. Shell completion of presets and
-    settings: `embodrl --install-completion`.
+    A stopped training saves a checkpoint first, unless it hangs; `embodrl resume RUN` continues it. Shell completion of
+    presets and settings: `embodrl --install-completion`.
     """
 
 

@@ -86,4 +86,4 @@ def test_a_simulator_that_sends_garbage_again_and_again_stops_the_run(tmp_path: 
             for _ in range(3):
                 pool.call_one(0, "break_next", {"fault": "sends noise"})
                 pool.step(ACTIONS)
-        assert "given up after 2 restarts" in raised.value.message and "envs 0-1" in raised.value.message
+        assert "stopped after 2 restarts" in raised.value.message and "envs 0-1" in raised.value.message
