@@ -44,7 +44,8 @@ class StopSignal:
     is finished. What is being saved (``saving``) has as long as it makes progress.
 
     The command line ends itself as well, and if native code holds the interpreter lock, so that no thread runs, the
-    guard or the second signal kills it. A process of the user's that has imported embodrl is never ended: there the block raises.
+    guard or the second signal kills it. A process of the user's that has imported embodrl is never ended: there the
+    block raises.
 
     Args:
         timeout_s: seconds from the first signal, or the last completed piece of work, to the end.
