@@ -227,7 +227,7 @@ class MetricsLogger:
             except MissingDependencyError:
                 raise
             except Exception as error:  # noqa: BLE001  a tracker raises what it likes, and must not cost a run
-                logger.warning("%s is off for this run, it could not be started: %s", name, error)
+                logger.warning("%s is disabled for this run: it could not be started: %s", name, error)
         return trackers
 
     def log(self, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
