@@ -27,6 +27,7 @@ from embodrl.processes.ending import own_process
 from embodrl.processes.guard import VARIABLE, family
 from embodrl.runs.stop import StopSignal
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
 if sys.argv[1] == "command line":
     own_process()
 environ = os.environ | {VARIABLE: family()}
@@ -81,10 +82,11 @@ def test_an_update_that_advances_is_finished() -> None:
 
 
 HANGS = """
-import ctypes, threading, time
+import ctypes, signal, threading, time
 from embodrl.processes.ending import own_process
 from embodrl.runs.stop import StopSignal
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 own_process()
 with StopSignal(timeout_s=1.0) as stop:
     stop.can_save("resume it")
