@@ -19,7 +19,6 @@ import typer
 
 from embodrl.cli.app import complete_settings
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
-from embodrl.processes.ending import own_process
 from embodrl.reporting.terminal import safe_streams
 from embodrl.storage.atomic import FILE_SIZE_HINT
 
@@ -151,7 +150,6 @@ def leaving(debug: bool = False) -> Iterator[Outcome]:
         typer.Exit: 0 ok, 2 configuration or usage, 1 any other error, 130 SIGINT, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
-    own_process()
     outcome = Outcome()
     with safe_streams():
         try:

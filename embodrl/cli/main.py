@@ -25,6 +25,7 @@ from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
 from embodrl.cli.watch import watch
+from embodrl.processes.ending import own_process
 
 SIGNALLED = 128
 """Exit codes above it are 128 + the signal that has stopped the command."""
@@ -97,6 +98,7 @@ add(app, parity)
 
 def main() -> None:
     """Run the command line. What a signal has stopped ends soon: its time is limited."""
+    own_process()  # not where the commands are called by a process of somebody else, such as a test
     try:
         app(prog_name="embodrl")
     except SystemExit as leaving:
