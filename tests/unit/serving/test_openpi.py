@@ -141,7 +141,7 @@ def test_connections_share_a_batch_and_one_that_breaks_off_does_not_matter():
             server.core.pause()
             for pixel, socket in enumerate(sockets):
                 await socket.send_bytes(observation(pixel))
-            while server.core._in_flight < 3:
+            while len(server.core._under_way) < 3:
                 await asyncio.sleep(0.001)
             third._conn.close()  # without a word
             server.core.resume()
@@ -159,7 +159,7 @@ def test_stopping_answers_what_is_under_way_and_closes_the_connections():
             await socket.receive_bytes(timeout=10)
             server.core.pause()
             await socket.send_bytes(observation(5))
-            while not server.core._in_flight:
+            while not len(server.core._under_way):
                 await asyncio.sleep(0.001)
             server.server.stop()
             found = unpack(await socket.receive_bytes(timeout=10), openpi_envelope)["actions"]
