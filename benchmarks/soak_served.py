@@ -64,12 +64,14 @@ class Server:
         name: of its log.
         output: directory for the log.
         token: that clients need.
+        settings: further ones.
     """
 
-    def __init__(self, name: str, output: Path, token: str) -> None:
-        self.name, self.lives, self.codes = name, 0, list[int | None]()
+    def __init__(self, name: str, output: Path, token: str, *settings: str) -> None:
+        self.name, self.lives = name, 0
         self.port = free_ports(len(PROTOCOLS))
         settings = (
+            *settings,
             *("env=toy", "env.cameras=[{height:16,width:16}]", f"protocol={','.join(PROTOCOLS)}"),
             *(f"serve.port={self.port}", f"serve.token={token}"),
         )
@@ -223,19 +225,22 @@ async def rude(server: Server, dice: random.Random, abandoned: Counter[str]) -> 
     return kind
 
 
-def disconnect(server: Server, dice: random.Random) -> bool:
-    """Shut down one of the connections of a server; return whether it had one."""
-    connections = [c for c in psutil.Process(server.of.pid).net_connections("tcp") if c.status == "ESTABLISHED"]
-    if not connections:
-        return False
+def connections(server: Server) -> list[int]:
+    """Return the descriptors of a server's connections."""
+    found = psutil.Process(server.of.pid).net_connections("tcp")
+    return [one.fd for one in found if one.status == psutil.CONN_ESTABLISHED]
+
+
+def shut_down(server: Server, descriptor: int) -> bool:
+    """Shut down a connection; return whether it was there."""
     pidfd = os.pidfd_open(server.of.pid)
     try:
-        descriptor = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, dice.choice(connections).fd, 0)
+        taken = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
     finally:
         os.close(pidfd)
-    if descriptor < 0:
+    if taken < 0:
         return False
-    with socket.socket(fileno=descriptor) as shared:
+    with socket.socket(fileno=taken) as shared:
         shared.shutdown(socket.SHUT_RDWR)
     return True
 
@@ -319,7 +324,8 @@ class ServedSoak:
         if fault == "rude":
             return await rude(server, self.dice, self.rude)
         if fault == "disconnect":
-            return fault if disconnect(server, self.dice) else ""
+            there = connections(server)
+            return fault if there and shut_down(server, self.dice.choice(there)) else ""
         if fault == "slow":
             over = threading.Event()
             inflict("slow", process, False, over)

@@ -30,7 +30,7 @@ class RemoteConfig(ModelConfig):
     )
     answer_timeout_s: PositiveFloat = Field(default=60.0, description="for the connection, and for each answer")
     reconnect_timeout_s: NonNegativeFloat = Field(
-        default=30.0, description="seconds in which a server that is gone is connected to again; 0: not at all"
+        default=120.0, description="seconds in which a server that is gone is connected to again; 0: not at all"
     )
 
 

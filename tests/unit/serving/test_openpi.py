@@ -12,6 +12,7 @@ from expect import raises_code
 from served import TOKEN, raw, served, wanted, websocket
 
 from embodrl.errors import ServingError
+from embodrl.serving import listener
 from embodrl.wire.codec import openpi_envelope, unpack
 
 aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
@@ -238,3 +239,14 @@ def test_idle_connections_do_not_delay_a_client():
         assert server.policy.batches == [1, 1, 1]
 
     run(test, max_wait_ms=10_000.0)
+
+
+def test_clients_that_do_not_read_do_not_delay_the_end(monkeypatch):
+    monkeypatch.setattr(listener, "CLOSE_S", 0.02)
+
+    async def test():
+        async with contextlib.AsyncExitStack() as clients, served("openpi") as server:
+            for _ in range(3):
+                await clients.enter_async_context(websocket(server.urls["openpi"]))
+
+    asyncio.run(test())
