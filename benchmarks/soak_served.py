@@ -44,7 +44,7 @@ from embodrl.types import Observation
 HERE = Path(__file__).parent
 PROTOCOLS = ("openpi", "http", "gr00t")
 SCHEMES = {"openpi": "ws", "http": "http", "gr00t": "tcp"}
-READY_S, END_S, RECONNECT_S = 240.0, 60.0, 240.0
+READY_S, END_S, RECONNECT_S = 900.0, 60.0, 900.0
 STOPPED_S, SLOW_S, LONG_S = (2.0, 10.0), 10.0, 45.0
 MIB, SAMPLE_S, WARM_UP, MAX_GROWTH = 1 << 20, 5.0, 0.25, 0.05
 CLIENTS_PER_PROTOCOL, OBSERVATIONS, PAUSE_S = 2, 8, (0.1, 1.0)
@@ -173,11 +173,8 @@ class Customer:
         self.ledger.asked += 1
         start = time.monotonic()
         try:
-            if self._client is None:
-                client = CLIENTS[self._config.url.partition("://")[0]](self._config)  # pyright: ignore
-                await client.connect()
-                self._client = client
-            found = (await self._client.act(observation(number)))[0]
+            client = self._client = self._client or await self._connected()
+            found = (await client.act(observation(number)))[0]
         except RemotePolicyError as error:
             self.ledger.errors[error.code or "none"] += 1
             await self.leave()
@@ -187,6 +184,21 @@ class Customer:
             self.ledger.answered += is_right
             self.ledger.wrong += not is_right
         self.ledger.longest_s = max(self.ledger.longest_s, time.monotonic() - start)
+
+    async def _connected(self) -> Client:
+        """Return a client; only one that is connected waits for a server that is away."""
+        deadline = time.monotonic() + RECONNECT_S
+        while True:
+            client = CLIENTS[str(self._config.url).partition("://")[0]](self._config)
+            try:
+                await client.connect()
+            except RemotePolicyError:
+                await client.close()
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(1)
+            else:
+                return client
 
     async def leave(self) -> None:
         """End the connection."""
