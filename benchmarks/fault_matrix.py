@@ -36,7 +36,7 @@ import psutil
 from embodrl.bench.hardware import describe_hardware
 from embodrl.storage.json_file import write_json_file
 
-CELL_S = 180.0
+CELL_S = 600.0
 DETECTED_S = 30.0
 """Longest time that a fault may go unnoticed at default settings."""
 SERVER = "policy server"
@@ -44,7 +44,7 @@ SERVER = "policy server"
 ENDS = {("driver", "kill"): -9, ("driver", "stop"): 143, ("driver", "memory"): 1, ("driver", "disconnect"): 129}
 ENDS[SERVER, "stop"] = 1  # the evaluation ends and names the server
 """Exit codes of runs that can't continue; all others have to, and end with 143 after SIGTERM."""
-FIRST_ITERATION_S = 120.0
+FIRST_ITERATION_S = 600.0
 _PIDFD_GETFD = 438
 SETTINGS = (
     (Path(__file__).parent / "smallest_run.yaml").read_text()
