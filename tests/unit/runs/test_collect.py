@@ -104,7 +104,7 @@ def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:
 
 
 class Policy:
-    """An engine: chunk k has two actions, k/100 in one dimension and 0 or 1 in another; drawn with log-probs -k, -k-1."""
+    """An engine: chunk k has two actions, k/100 in one dimension and 0, 1 in another, of log-probs -k and -k-1."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -156,7 +156,7 @@ def test_a_policy_is_recorded_step_by_step(tmp_path: Path, sample: bool) -> None
 
 
 def test_a_policy_that_hardly_succeeds_is_recorded_only_with_its_failures(tmp_path: Path) -> None:
-    with raises_code(EmbodrlError, "policy-fails"):
+    with raises_code("policy-fails"):
         record(config(tmp_path, "collect.num_episodes=100"))
 
 
