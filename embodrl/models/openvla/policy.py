@@ -77,6 +77,7 @@ class OpenVLAPolicy(TokenPolicy):
         prefix, prefix_mask = self.prompt_embeddings(inputs)
         known = self.model.language_model.model.embed_tokens(inputs["action_tokens"].flatten(1)[:, :-1])
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, known.shape[1]), value=1)
-        hidden = self.model.hidden_states(torch.cat([prefix, known.to(prefix.dtype)], dim=1), mask)
         length = prefix.shape[1]
-        return hidden[:, length - 1 :], self._features(hidden[:, :length], prefix_mask)
+        first = length - 1 if self.value_input == "prompt_end" else 0
+        hidden = self.model.hidden_states(torch.cat([prefix, known.to(prefix.dtype)], dim=1), mask, first)
+        return hidden[:, length - 1 - first :], self._features(hidden[:, : length - first], prefix_mask)

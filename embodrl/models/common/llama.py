@@ -1,0 +1,197 @@
+"""Llama's decoder with the parameter names of transformers' LlamaForCausalLM.
+
+Not that class itself: it computes the last layer's outputs of tokens that nobody reads, and takes many passes over
+activations that leave the cache of a core; at width 128 forward and backward take twice as long. Results are the same
+but for rounding (tested).
+
+Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Shapes: B batch, S tokens, D hidden size, H query
+heads, G key and value heads, E head dimension, M MLP units.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from embodrl.models.common.attention import attention
+from embodrl.models.common.fused import rms_norm, rotate, swiglu
+
+FUSE_BELOW_WIDTH = 1024
+"""Up to here it pays to copy weights side by side, so that one product takes the place of several."""
+
+
+def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the type that a product with a weight is computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``[...,D]`` to ``[...,D]``, in the given type; None for that of ``x`` and the weight."""
+        return rms_norm(x, self.weight, self.eps, dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, heads = config.hidden_size, config.num_attention_heads
+        groups = config.num_key_value_heads or heads
+        self.head_dim = width // heads
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, groups * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int) -> Tensor:
+        """``[B,S,D]`` to ``[B,S-first,D]``; see ``Layer``."""
+        if first:
+            q = self.q_proj(x[:, first:])
+            k, v = several(x, self.k_proj, self.v_proj)
+        else:
+            q, k, v = several(x, self.q_proj, self.k_proj, self.v_proj)
+        cos, sin = rope
+        q = rotate(self._heads(q), cos[:, first:], sin[:, first:])
+        k, v = rotate(self._heads(k), cos, sin), self._heads(v)
+        return self.o_proj(attention(q, k, v, mask, causal=causal).transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class Mlp(nn.Module):
+    """Two layers gated by SiLU."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[...,D]`` to ``[...,D]``."""
+        return self.down_proj(swiglu(*several(x, self.gate_proj, self.up_proj)))
+
+
+class Layer(nn.Module):
+    """A pre-norm decoder layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int = 0
+    ) -> Tensor:
+        """Return the outputs ``[B,S-first,D]`` of the tokens from ``first`` on.
+
+        Args:
+            x: ``[B,S,D]``.
+            rope: cosines and sines ``[B,S,E]`` (B may be 1).
+            mask: ``bool``, broadcastable to ``[B,1,S-first,S]``; None: all that ``causal`` lets a token see.
+            causal: without a mask, a token sees no later one; only if ``first`` is 0.
+            first: of the outputs.
+        """
+        dtype = compute_dtype(x, self.mlp.down_proj.weight)
+        attended = self.self_attn(self.input_layernorm(x, dtype), rope, mask, causal, first)
+        x = x[:, first:] + attended
+        return x + self.mlp(self.post_attention_layernorm(x, dtype))
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers and the final norm.
+
+    Args:
+        config: dimensions; ``is_causal`` False lets every token see every other.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.causal = bool(getattr(config, "is_causal", True))
+        self.gradient_checkpointing = False
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """Return the hidden states ``[B,S-first,D]`` of the tokens from ``first`` on, after the final norm.
+
+        Args:
+            inputs_embeds: ``[B,S,D]``.
+            attention_mask: ``bool[B,1,S or 1,S]``; None where every token sees all that the model lets it see.
+            position_ids: ``int64[B,S]``; None counts from 0.
+            first: no outputs of the tokens before are computed in the last layer.
+        """
+        x, length = inputs_embeds, inputs_embeds.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(length, device=x.device)[None]
+        rope = self.rotary_emb(x, position_ids=position_ids)
+        for layer in self.layers[:-1]:
+            x = self._run(layer, x, rope, attention_mask, self.causal and attention_mask is None, 0)
+        causal = self.causal and attention_mask is None and not first
+        x = self._run(self.layers[-1], x, rope, self._last_mask(attention_mask, length, first, x.device), causal, first)
+        return self.norm(x)
+
+    def _last_mask(self, mask: Tensor | None, length: int, first: int, device: torch.device) -> Tensor | None:
+        if not first or (mask is None and not self.causal):
+            return mask
+        if mask is None:
+            return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None, first:]
+        return mask if mask.shape[2] == 1 else mask[:, :, first:]
+
+    def _run(self, layer: nn.Module, *arguments: object) -> Tensor:
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(layer, *arguments, use_reentrant=False))
+        return layer(*arguments)
+
+
+class Llama(nn.Module):
+    """A language model; its output layer is called by whoever reads logits.
+
+    Args:
+        config: dimensions.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+def several(x: Tensor, *modules: nn.Linear) -> tuple[Tensor, ...]:
+    """Return the outputs of linear layers ``[...,out]`` for the same ``x``; one product where weights are small."""
+    if x.shape[-1] < FUSE_BELOW_WIDTH and all(_is_plain(module) for module in modules):
+        weight = torch.cat([module.weight for module in modules])
+        return F.linear(x, weight).split([module.out_features for module in modules], dim=-1)
+    return tuple(module(x) for module in modules)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer is its weight: without adapters, hooks, or parts in other processes."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not module._forward_pre_hooks
