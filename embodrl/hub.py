@@ -66,6 +66,11 @@ class HubName:
         return f"{prefix}{self.repository}{f'@{self.revision}' if self.revision else ''}"
 
     @property
+    def is_dataset(self) -> bool:
+        """Whether it holds demonstrations, and no model."""
+        return self.kind == "dataset"
+
+    @property
     def is_commit(self) -> bool:
         """Whether the revision can't come to mean something else."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None

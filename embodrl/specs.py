@@ -389,6 +389,8 @@ ENVS = Registry(
         for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "dataset")
     },
 )
+BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
+"""Names of those that models without weights have."""
 MODELS = Registry(
     "model",
     ModelSpec,

@@ -66,6 +66,7 @@ CURES = {
     "cpu-unavailable": "choose cores that the process may use (see taskset -p), or let embodrl choose",
     "bench-env-failed": "see the last words of the simulator in the message",
     "gymnasium-id": "correct env.id, or name the package that registers it",
+    "prompt-too-long": "shorten the instruction, or raise max_prompt_tokens where the hint names it",
     "system-error": "the message has the operating system's reason: free disk space or memory, or choose another path",
     "worker": "look at RUN/logs; the message names the worker",
     "worker-died": "look at RUN/logs and at the kernel's log (out of memory?)",

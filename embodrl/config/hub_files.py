@@ -34,7 +34,7 @@ def fetch_facts(tree: Node, verb: Verb | None) -> tuple[list[ConfigProblem], lis
         if node is None or not isinstance(value, str) or what_is(value):
             continue
         name = parse_dataset(value) if key == DATA_KEY else parse(value)
-        if name is None or (key != DATA_KEY and name.kind == "dataset"):
+        if name is None or (key != DATA_KEY and name.is_dataset):
             continue
         try:
             place = fetch(name, DATASET_FACTS if key == DATA_KEY else MODEL_FACTS)

@@ -10,6 +10,7 @@ from embodrl.data.demos import HINT, damaged
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import read_fields
 from embodrl.hub import DATASET_FACTS, cached, parse_dataset
+from embodrl.storage.integrity import check_checksums
 
 RAW_INDEX = "index.json"
 LARGEST_SIDE = 256
@@ -70,6 +71,7 @@ def read_facts(directory: Path) -> DatasetFacts:
     if (directory / layout.INFO).parent.is_dir():
         from embodrl.data.lerobot_reader import read_info
 
+        check_checksums(directory, [layout.INFO])
         info = read_info(directory)
         sizes = {name: feature.size for name, feature in info.features.items()}
         cameras = {name.removeprefix(layout.IMAGES): info.features[name].picture_size for name in info.cameras}
@@ -77,7 +79,18 @@ def read_facts(directory: Path) -> DatasetFacts:
         return DatasetFacts(cameras, sizes.get(layout.ACTION, 0), state_dim, info.fps, info.robot_type)
     if not (directory / RAW_INDEX).is_file():
         raise missing(directory)
+    check_checksums(directory, [RAW_INDEX])
     return _raw_facts(directory)
+
+
+def check_shard(path: Path) -> None:
+    """Refuse a file that the index of a ``raw`` data set names and that is not there.
+
+    Raises:
+        FileDamagedError: names both: either may be what was changed.
+    """
+    if not path.is_file():
+        raise damaged(path, f"it is missing, and {RAW_INDEX} names it")
 
 
 def _raw_facts(directory: Path) -> DatasetFacts:
@@ -85,6 +98,7 @@ def _raw_facts(directory: Path) -> DatasetFacts:
 
     index = read_fields(directory / RAW_INDEX, FileDamagedError, HINT)
     path = directory / Path(index.objects("episodes")[0].text("shard") if index.objects("episodes") else "none").name
+    check_shard(path)
     try:
         with safe_open(path, framework="np") as shard:
             shapes = {name: list(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118

@@ -370,7 +370,7 @@ class _Loading:
                 for frame, encoded in enumerate(table.pictures(key, rows)):
                     what = f"episode {episode.number}, frame {frame}: {key}"
                     picture = _decode(table.path, what, encoded, features[key].picture_size)
-                    self.images[start + frame, view] = _resized(picture, self.size)
+                    self.images[start + frame, view] = resized(picture, self.size)
         return vectors, instructions
 
     def _fill_from_videos(self, view: int, key: str) -> None:
@@ -392,7 +392,7 @@ class _Loading:
                         needed = f"{first + episode.length} are needed for episode {episode.number}"
                         raise damaged(path, f"it ends after {at} frames, and {needed}")
                     if at >= first:
-                        self.images[start + at - first, view] = _resized(frame, self.size)
+                        self.images[start + at - first, view] = resized(frame, self.size)
                     at += 1
 
 
@@ -455,7 +455,7 @@ def _decode(path: Path, what: str, encoded: bytes, size: tuple[int, int]) -> NDA
         raise damaged(path, f"{what} can't be decoded: {error}") from error
 
 
-def _resized(frame: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+def resized(frame: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
     """Return ``uint8[H,W,3]``, by a bilinear filter as wide as the reduction; what has that size stays as it is."""
     if frame.shape[:2] == size:
         return frame

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
 from embodrl.data.demos import HINT, MAX_FRAMES, Demos, Episode, check_numbers, damaged
-from embodrl.data.facts import RAW_INDEX, missing
+from embodrl.data.facts import RAW_INDEX, check_shard, missing
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import Fields, read_fields
 from embodrl.storage.files import write_safetensors
@@ -163,8 +163,7 @@ def _file_name(entry: Fields) -> str:
 
 
 def _load_shard(path: Path) -> dict[str, Array]:
-    if not path.is_file():
-        raise damaged(path, f"it is missing, and {INDEX} names it")
+    check_shard(path)
     try:
         shard = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:

@@ -132,6 +132,10 @@ def _replay(
         check_robot(config)
     except EmbodrlError as error:
         findings.append(DataFinding("error", error.code, error.message, error.hint))
+    wanted = [camera.name for camera in config.env.cameras]
+    # Without names, in the format raw, the cameras are those of the environment in its order.
+    recorded = list(facts.cameras) if is_lerobot(directory) else wanted[: len(facts.cameras)]
+    findings += camera_findings(recorded, wanted)
     tasks = list(config.env.tasks)
     rows = [n for n, seed in enumerate(demos.seeds) if seed is not None and demos.tasks[n] in tasks][:episodes]
     if facts.action_dim != config.model.action_dim or not rows:
@@ -139,7 +143,7 @@ def _replay(
         message = f"the demonstrations can't be replayed in {config.env.env_type}: {why}"
         hint = "replay demonstrations of `embodrl collect` with the env, env.tasks and cameras of their collection"
         return None, [*findings, DataFinding("warning", "replay-impossible", message, hint)]
-    result = _run_open_loop(demos, config, rows, tasks)
+    result = _run_open_loop(demos, config, rows, tasks, recorded)
     if result.success < 0.5 * result.recorded_success:
         message = f"replayed, {result.success:.0%} of {result.episodes} episodes succeed, not"
         message += f" {result.recorded_success:.0%} as recorded"
@@ -155,13 +159,53 @@ def _replay(
     return result, findings
 
 
-def _run_open_loop(demos: Demos, config: Config, rows: list[int], tasks: list[str]) -> Replay:
+def camera_findings(recorded: list[str], wanted: list[str]) -> list[DataFinding]:
+    """Compare the cameras of a data set with those of an environment, by name and order; a single one needs no name."""
+    missing = [name for name in wanted if name not in recorded]
+    if missing and not len(recorded) == len(wanted) == 1:
+        message = f"the environment's cameras are {', '.join(wanted)}; the data have {', '.join(recorded) or 'none'}"
+        hint = "set sft.cameras to the data's cameras, in the order of env.cameras"
+        return [DataFinding("warning", "camera-missing", message, hint)]
+    order = [name for name in recorded if name in wanted]
+    if not missing and order != wanted:
+        message = f"the data have {', '.join(order)}, in another order than the environment: {', '.join(wanted)}"
+        hint = "`embodrl sft` takes them by name; give other software the environment's order"
+        return [DataFinding("warning", "camera-order", message, hint)]
+    return []
+
+
+def picture_difference(before: NDArray[np.uint8], seen: NDArray[np.uint8], views: list[int]) -> float | None:
+    """Return the mean absolute difference of pictures ``[N,V,H,W,3]``, the second reduced to the size of the first.
+
+    Args:
+        before: of the data, with their cameras.
+        seen: of the environment, with its cameras.
+        views: place in ``before`` of each camera of ``seen``.
+
+    Returns:
+        None where the cameras are others.
+    """
+    if len(views) != seen.shape[1]:
+        return None
+    from embodrl.data.lerobot_reader import resized
+
+    size = (before.shape[2], before.shape[3])
+    if seen.shape[2:4] != size:
+        frames = [resized(frame, size) for row in seen for frame in row]
+        seen = np.stack(frames).reshape(*seen.shape[:2], *size, 3)
+    return float(np.abs(before[:, views].astype(np.float64) - seen).mean())
+
+
+def _run_open_loop(demos: Demos, config: Config, rows: list[int], tasks: list[str], recorded: list[str]) -> Replay:
     from embodrl.workers.env import check_simulator, make_pool
 
     check_simulator(config)
     width = config.env.num_processes
     solved: list[bool] = []
     differences: list[float] = []
+    wanted = [camera.name for camera in config.env.cameras]
+    single = len(recorded) == len(wanted) == 1
+    views = [0] if single else [recorded.index(name) for name in wanted if name in recorded]
     with make_pool(config, width, max_chunk=1, auto_reset=False, ignore_terminations=False) as pool:
         for first in range(0, len(rows), width):
             group = rows[first : first + width]
@@ -170,17 +214,17 @@ def _run_open_loop(demos: Demos, config: Config, rows: list[int], tasks: list[st
             seen = pool.reset(seeds, np.array([tasks.index(demos.tasks[n]) for n in padded], np.int32)).images
             spans = [np.flatnonzero(demos.episode == n) for n in padded]
             before = demos.images[[span[0] for span in spans]]
-            if before.shape == seen.shape:
-                differences.append(float(np.abs(before.astype(np.float64) - seen)[: len(group)].mean()))
+            difference = picture_difference(before[: len(group)], seen[: len(group)], views)
+            differences += [] if difference is None else [difference]
             success = np.zeros(width, np.bool_)
             for step in range(max(len(span) for span in spans)):
                 active = np.array([step < len(span) for span in spans])
                 actions = np.stack([demos.actions[span[min(step, len(span) - 1)]] for span in spans])
                 success |= pool.step(np.clip(actions, -1, 1)[:, None], active).success & active
             solved += success[: len(group)].tolist()
-    recorded = [demos.success[n] is not False for n in rows]
-    difference = float(np.mean(differences)) if differences else None
-    return Replay(len(rows), float(np.mean(solved)), float(np.mean(recorded)), difference)
+    succeeded = [demos.success[n] is not False for n in rows]
+    mean = float(np.mean(differences)) if differences else None
+    return Replay(len(rows), float(np.mean(solved)), float(np.mean(succeeded)), mean)
 
 
 def _compare(policy_dir: Path, directory: Path, overrides: list[str]) -> tuple[PolicyErrors | None, list[DataFinding]]:

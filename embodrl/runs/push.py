@@ -12,8 +12,11 @@ from embodrl.errors import HubError, UsageError
 from embodrl.fields import Fields, read_fields
 from embodrl.hub import HubName, explained, parse
 from embodrl.pipelines.select import default_name
+from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.runs.eval_output import JSON_FILE, VIDEO_DIR
 from embodrl.runs.files import base_of
+from embodrl.runs.sft import METRICS_FILE as SFT_METRICS
+from embodrl.runs.sft import is_sft_run
 from embodrl.storage.atomic import read_regular_file
 from embodrl.storage.checkpoint import Checkpoint
 
@@ -76,14 +79,17 @@ def push(name: HubName, policy: Path, checkpoint: Checkpoint, config: Config, pu
     run_dir = checkpoint.path.parent.parent
     files |= dict(_records(run_dir, config))
     evaluation = _evaluation(run_dir)
-    files[CARD] = _card(name, config, checkpoint.step, licence, evaluation, list(files)).encode()
+    how = f"`{config.pipeline.name or default_name(config)}`, iteration {checkpoint.step}"
+    if is_sft_run(run_dir):
+        how = f"fine-tuning on demonstrations (`embodrl sft`), step {checkpoint.step}"
+    files[CARD] = _card(name, config, how, licence, evaluation, list(files)).encode()
     api = HfApi(library_name="embodrl")
     operations = [CommitOperationAdd(path, content) for path, content in files.items()]
     with explained(name):
         api.create_repo(name.repository, private=not public, exist_ok=True)
         try:
             return api.create_commit(
-                name.repository, operations, commit_message=f"Policy of iteration {checkpoint.step}"
+                name.repository, operations, commit_message=f"Policy of step {checkpoint.step}"
             ).commit_url
         except (RuntimeError, ValueError) as error:
             if isinstance(error, OSError):  # an answer of the hub, which is explained
@@ -97,7 +103,7 @@ def push(name: HubName, policy: Path, checkpoint: Checkpoint, config: Config, pu
 
 def _records(run_dir: Path, config: Config) -> Iterator[tuple[str, Path | bytes]]:
     yield CONFIG, _without_home(to_yaml(config, None)).encode()
-    metrics = run_dir / "metrics.jsonl"
+    metrics = run_dir / (SFT_METRICS if is_sft_run(run_dir) else METRICS_FILE)
     if metrics.is_file():
         yield METRICS, read_regular_file(metrics, MAX_METRICS_BYTES)
     newest = max(run_dir.glob(f"eval-*/{JSON_FILE}"), default=None)
@@ -119,7 +125,7 @@ def _without_home(text: str) -> str:
     return text.replace(str(Path.home()), "~")
 
 
-def _card(name: HubName, config: Config, step: int, licence: str, evaluation: Fields | None, files: list[str]) -> str:
+def _card(name: HubName, config: Config, how: str, licence: str, evaluation: Fields | None, files: list[str]) -> str:
     """Return the card: YAML that the hub reads, and a text."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -139,12 +145,11 @@ def _card(name: HubName, config: Config, step: int, licence: str, evaluation: Fi
         model_name=name.repository.partition("/")[2],
         eval_results=results,
     )
-    algorithm = config.pipeline.name or default_name(config)
     rows = {
         "family": f"`{model.model_type}`",
         "base model": "random weights" if base_of(config) is None else f"`{_without_home(str(base_of(config)))}`",
         "environment": f"`{env.env_type}`: {', '.join(env.tasks)}",
-        "training": f"`{algorithm}`, iteration {step}, seed {config.runner.seed}",
+        "training": f"{how}, seed {config.runner.seed}",
         "embodrl": __version__,
     }
     if evaluation is not None and rate is not None:
@@ -154,7 +159,7 @@ def _card(name: HubName, config: Config, step: int, licence: str, evaluation: Fi
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     setting = "model.lora_path" if adapters else "model.model_path"
     use = f"embodrl eval env={env.env_type} model={model.model_type} {setting}={name.repository}"
-    records = {CONFIG: "configuration", METRICS: "metrics of every iteration", JSON_FILE: "evaluation"}
+    records = {CONFIG: "configuration", METRICS: "metrics of training", JSON_FILE: "evaluation"}
     listed = "".join(f"- `{path}`: {what}\n" for path, what in records.items() if path in files)
     videos = "".join(f"- [{path}]({path})\n" for path in files if path.startswith(VIDEO_DIR))
     return (

@@ -20,6 +20,7 @@ from embodrl.config.schema import model_settings
 from embodrl.errors import CheckpointError, OutputError
 from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common import checkpoint
+from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.gr00t.config import PUBLIC as GR00T
 from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
@@ -176,12 +177,7 @@ def _take_tokenizer(policy: VLAPolicy, directory: Path) -> None:
         assert isinstance(policy, PiPolicy | FastPolicy | SmolVlaPolicy)
         found = policy.processor.tokenizer = JsonTokenizer(directory / JSON_FILE)
         rows = policy.model.config.vocab_size
-    if found.vocab_size > rows:
-        raise CheckpointError(
-            f"the tokenizer of {directory} has {found.vocab_size} ids, the model {rows}",
-            "use the model's own tokenizer, with --size public",
-            code="tokenizer-mismatch",
-        )
+    check_vocabulary(directory, found.vocab_size, rows, "use the model's own tokenizer, with --size public")
 
 
 def _check_space(directory: Path, needed: int) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, WorkerDied
@@ -17,8 +16,6 @@ from embodrl.runs.settings import last_settings
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 class TrainersLostError(Exception):
@@ -42,15 +39,36 @@ def lost_trainers(engine: TrainEngine) -> bool:
     return False
 
 
-def with_restarts(
+class Attempt:
+    """A try of a run. As a context it catches the loss of the training processes.
+
+    Attributes:
+        checkpoint: where it begins; None for the start.
+        old_settings: those of the process or try before; None for a new run.
+        lost: the error that it has caught.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None, old_settings: str | None) -> None:
+        self.checkpoint, self.old_settings = checkpoint, old_settings
+        self.lost: EmbodrlError | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self.lost = error.error if isinstance(error, TrainersLostError) else None
+        return self.lost is not None
+
+
+def attempts(
     config: Config,
     run_dir: Path,
     checkpoint: Checkpoint | None,
     old_settings: str | None,
     check_directory: Callable[[], None],
-    execute: Callable[[Checkpoint | None, str | None], Result],
-) -> Result:
-    """Execute a run, and again from its newest checkpoint as often as ``actor.max_restarts`` allows.
+) -> Iterator[Attempt]:
+    """Yield the tries of a run, as many as ``actor.max_restarts`` allows: ``for attempt in ...: with attempt: return``.
+
+    A loop and not a callback, so that the frames between a command and its gradients stay few.
 
     Args:
         config: the run.
@@ -58,7 +76,6 @@ def with_restarts(
         checkpoint: where it begins first; None for the start.
         old_settings: those of the process before, if the run is resumed.
         check_directory: raises if the run has lost its directory.
-        execute: gets the checkpoint and the settings of the process before; raises TrainersLostError.
 
     Raises:
         EmbodrlError: the training processes were lost too often, or all checkpoints are damaged.
@@ -66,10 +83,10 @@ def with_restarts(
     budget = RestartBudget(config.actor.max_restarts, config.cluster.restart_window_s)
     restarted = False
     while True:
-        try:
-            return execute(checkpoint, old_settings)
-        except TrainersLostError as lost:
-            error = lost.error
+        attempt = Attempt(checkpoint, old_settings)
+        yield attempt
+        error, attempt.lost = attempt.lost, None
+        assert error is not None
         if not budget.take():
             if restarted:
                 error.add(f"given up after {budget} of the training processes")

@@ -43,7 +43,7 @@ from embodrl.runs.files import (
 )
 from embodrl.runs.lock import LOCK_FILE, RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
-from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
+from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.settings import STATE_KEY, load_saved, write_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.specs import ENVS
@@ -255,10 +255,10 @@ def _run(
 ) -> int:
     """As ``_execute``; training processes that are lost are restarted."""
 
-    def execute(checkpoint: Checkpoint | None, old_settings: str | None) -> int:
-        return _execute(loaded, directory, lock, checkpoint, old_settings)
-
-    return with_restarts(loaded.config, directory, checkpoint, old_settings, lock.check, execute)
+    for attempt in attempts(loaded.config, directory, checkpoint, old_settings, lock.check):
+        with attempt:
+            return _execute(loaded, directory, lock, attempt.checkpoint, attempt.old_settings)
+    raise AssertionError("attempts ends by raising")
 
 
 def _execute(

@@ -52,7 +52,7 @@ from embodrl.runs.files import (
 from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
-from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
+from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.result import TrainResult, already_complete
 from embodrl.runs.settings import (
     STATE_KEY,
@@ -438,7 +438,10 @@ def train(loaded: LoadedConfig) -> TrainResult:
             )
         preflight(run_dir, LEAST_FREE_BYTES)
         with RunLog(run_dir / LOG_FILE):
-            return _continue(loaded, run_dir, lock, None, None)
+            for attempt in attempts(config, run_dir, None, None, lock.check):
+                with attempt:
+                    return _execute(loaded, run_dir, lock, attempt.checkpoint, attempt.old_settings)
+    raise AssertionError("attempts ends by raising")
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -497,14 +500,13 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
 
 
 def _continue(
-    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None
+    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str
 ) -> TrainResult:
     """As ``_execute``; training processes that are lost are restarted."""
-
-    def execute(checkpoint: Checkpoint | None, old_settings: str | None) -> TrainResult:
-        return _execute(loaded, run_dir, lock, checkpoint, old_settings)
-
-    return with_restarts(loaded.config, run_dir, checkpoint, old_settings, lock.check, execute)
+    for attempt in attempts(loaded.config, run_dir, checkpoint, old_settings, lock.check):
+        with attempt:
+            return _execute(loaded, run_dir, lock, attempt.checkpoint, attempt.old_settings)
+    raise AssertionError("attempts ends by raising")
 
 
 def _last_logged(checkpoint: Checkpoint) -> int:

@@ -30,6 +30,7 @@ STATS = {
     "openvla": "dataset_statistics.json",
     "pi0": "assets/maniskill/norm_stats.json",
     "gr00t": "experiment_cfg/metadata.json",
+    "gr00t_n1_7": "statistics.json",
 }
 Edit = Callable[[Path], None]
 
@@ -130,6 +131,8 @@ ACTION = ("maniskill", "action")
 PI_STATS = (STATS["pi0"], "norm_stats", "actions")
 ROBOT = (STATS["gr00t"], "new_embodiment", "statistics", "action", "action")
 HEAD = (CONFIG, "action_head_cfg")
+KWARGS = ("processor_config.json", "processor_kwargs")
+LATER = (*KWARGS, "modality_configs", "new_embodiment")
 FILE = "policy-file"
 
 CASES: list[tuple[str, str, Edit, str, tuple[str, ...]]] = [
@@ -186,6 +189,25 @@ CASES: list[tuple[str, str, Edit, str, tuple[str, ...]]] = [
     ("one deviation", "pi0", value(*PI_STATS, "std", to=[1.0]), FILE, (STATS["pi0"], "std")),
     ("NaN of a robot", "gr00t", value(*ROBOT, "min", 0, to=NAN), FILE, (STATS["gr00t"], "min[0]")),
     ("reversed robot", "gr00t", value(*ROBOT, "max", 0, to=-9.0), FILE, (STATS["gr00t"], "max[0]")),
+    (
+        "NaN of N1.7",
+        "gr00t_n1_7",
+        value("statistics.json", *LATER[3:], "action", "action", "q01", 0, to=NAN),
+        FILE,
+        ("q01[0]",),
+    ),
+    ("too few positions", "gr00t_n1_7", value(CONFIG, "max_seq_len", to=1), FILE, ("max_seq_len",)),
+    ("no kwargs", "gr00t_n1_7", value(*KWARGS, to=[]), FILE, ("processor_kwargs",)),
+    ("history as number", "gr00t_n1_7", value(*LATER, "state", "delta_indices", to=7), FILE, ("delta_indices",)),
+    ("endless picture", "gr00t_n1_7", value(*KWARGS, "shortest_image_edge", to=10**6), FILE, ("shortest_image_edge",)),
+    ("keys as number", "gr00t_n1_7", value(*LATER, "action", "modality_keys", to=3), FILE, ("modality_keys",)),
+    (
+        "robot as text",
+        "gr00t_n1_7",
+        value("embodiment_id.json", "new_embodiment", to="1"),
+        FILE,
+        ("embodiment_id.json",),
+    ),
     # shards and links
     ("a shard above", "openvla", index({"a": "../outside.safetensors"}), FILE, (INDEX, "../outside.safetensors")),
     ("an absolute shard", "openvla", index({"a": "/etc/x.safetensors"}), FILE, (INDEX, "/etc/x.safetensors")),
@@ -204,18 +226,18 @@ CASES: list[tuple[str, str, Edit, str, tuple[str, ...]]] = [
         "8-bit floats",
         "pi0",
         tensor(lambda weight: weight.to(torch.float8_e4m3fn)),
-        "checkpoint",
+        "weights-quantised",
         ("float8", "state_proj"),
     ),
-    ("integers", "pi0", tensor(lambda weight: weight.to(torch.int64)), "checkpoint", ("int64", "state_proj")),
-    ("another shape", "pi0", tensor(lambda weight: weight[:1]), "checkpoint", ("state_proj",)),
-    ("weights cut short", "openvla", truncated, "checkpoint", (WEIGHTS,)),
-    ("a header of exabytes", "openvla", text(WEIGHTS, b"\xff" * 7 + b"\x7f" + b"{}"), "checkpoint", (WEIGHTS,)),
+    ("integers", "pi0", tensor(lambda weight: weight.to(torch.int64)), "weights-quantised", ("int64", "state_proj")),
+    ("another shape", "pi0", tensor(lambda weight: weight[:1]), "weights-mismatch", ("state_proj",)),
+    ("weights cut short", "openvla", truncated, "policy-file", (WEIGHTS,)),
+    ("a header of exabytes", "openvla", text(WEIGHTS, b"\xff" * 7 + b"\x7f" + b"{}"), "policy-file", (WEIGHTS,)),
     (
         "a nested header",
         "openvla",
         text(WEIGHTS, (10**5).to_bytes(8, "little") + b"[" * 10**5),
-        "checkpoint",
+        "policy-file",
         (WEIGHTS,),
     ),
     # tokenizer

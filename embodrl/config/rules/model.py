@@ -9,7 +9,7 @@ from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN, card_differences
 from embodrl.config.rules.base import Context, Finding, note, rule, what_is
 from embodrl.hub import parse
 from embodrl.names import nearest
-from embodrl.specs import MODELS, ModelSpec
+from embodrl.specs import BUILT_IN_STATISTICS, MODELS, ModelSpec
 
 
 def _names(specs: Iterable[ModelSpec]) -> str:
@@ -52,7 +52,7 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
     elif what_is(path) == "file":
         message, hint = f"'{path}' is a file", "give the directory that holds config.json and *.safetensors"
         yield Finding("model.model_path", message, hint, allowed)
-    elif (name := parse(path)) is None or name.kind == "dataset":
+    elif (name := parse(path)) is None or name.is_dataset:
         message, hint = (
             f"there is no directory '{path}'",
             "give the directory of the checkpoint, or OWNER/NAME of the hub",
@@ -102,10 +102,6 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
             hint = f"write it to a directory first: embodrl export {model.warm_start} outputs/my-policy"
         message = f"'{model.warm_start}' holds no policy" if found else f"there is no directory '{model.warm_start}'"
         yield Finding("model.warm_start", message, hint, "builtin, an existing directory, null", near)
-
-
-BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
-"""Names of those that models without weights have."""
 
 
 @rule("model.unnorm_key", "model.model_path", "model.warm_start")

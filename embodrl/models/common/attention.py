@@ -21,12 +21,12 @@ BLOCK_SCORES = 1 << 19
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Return ``softmax(q k^T / sqrt(E)) v`` as ``[B,H,Q,E]``, in the type that autocast asks for.
+    """Return ``softmax(q k^T / sqrt(E)) v`` as ``[B,H,Q,F]``, in the type that autocast asks for.
 
     Args:
         q: ``[B,H,Q,E]``.
         k: ``[B,G,S,E]``, where G divides H.
-        v: as ``k``.
+        v: ``[B,G,S,F]``; F is E as a rule.
         mask: ``bool``, broadcastable to ``[B,H,Q,S]``; True where the query may see the key.
         causal: a query sees no later key; only with Q = S and without a mask.
     """
@@ -63,7 +63,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         groups, keep = k.shape[1], any(ctx.needs_input_grad)
         # Heads that share keys are rows of one product, so that the keys need not be repeated.
         q, k, v = q.reshape(batch * groups, -1, width), k.flatten(0, 1), v.flatten(0, 1)
-        out, kept = torch.empty_like(q), []
+        out, kept = v.new_empty(len(q), q.shape[1], v.shape[-1]), []
         for samples, rows in _blocks(batch, groups, q.shape[1] * k.shape[1]):
             scores = torch.bmm(q[rows], k[rows].transpose(-1, -2))
             if bias is not None:
@@ -75,12 +75,12 @@ class _BlockwiseAttention(torch.autograd.Function):
                 kept.append(weights)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.batch, ctx.heads = batch, heads
-        return out.view(batch, heads, length, width)
+        return out.view(batch, heads, length, -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, *kept = ctx.saved_tensors
-        d_out = gradients[0].reshape(q.shape)
+        d_out = gradients[0].reshape(*q.shape[:2], -1)
         d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         start = 0
         for weights in kept:
@@ -92,8 +92,8 @@ class _BlockwiseAttention(torch.autograd.Function):
             torch.bmm(d_scores, k[rows], out=d_q[rows])
             torch.bmm(d_scores.transpose(-1, -2), q[rows], out=d_k[rows])
         batch, heads = ctx.batch, ctx.heads
-        shapes = ((batch, heads, -1, q.shape[-1]), (batch, -1, *k.shape[1:]))
-        return d_q.view(shapes[0]), d_k.view(shapes[1]), d_v.view(shapes[1]), None
+        d_q = d_q.view(batch, heads, -1, q.shape[-1])
+        return d_q, d_k.view(batch, -1, *k.shape[1:]), d_v.view(batch, -1, *v.shape[1:]), None
 
 
 def _blocks(batch: int, groups: int, scores: int) -> Iterator[tuple[slice, slice]]:

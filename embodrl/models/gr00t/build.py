@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import OWN_SECTION
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.gr00t.config import METADATA_FILE, NEW_EMBODIMENT, Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
@@ -119,12 +119,7 @@ def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
         hint = f"put {', '.join(EAGLE_FILES[1:5])} of {EAGLE_TOKENIZER} in the directory of the weights"
         place = fetch_tokenizer(EAGLE_TOKENIZER, EAGLE_FILES, directory, hint)
     tokenizer = load_chat_tokenizer(place)
-    if tokenizer.vocab_size > config.qwen.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer of {place} has {tokenizer.vocab_size} tokens, the model {config.qwen.vocab_size}",
-            "use the model's own tokenizer",
-            code="tokenizer-mismatch",
-        )
+    check_vocabulary(place, tokenizer.vocab_size, config.qwen.vocab_size)
     return tokenizer
 
 

@@ -18,6 +18,7 @@ from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN16Model, Gr00tN17Model
@@ -226,12 +227,7 @@ def _tokenizer(directory: Path, config: Gr00tN17Config, version: Version) -> Cha
             )
         place = fetch_tokenizer(version.fetched, TOKENIZER_FILES, directory, f"{hint}; its page grants access")
     tokenizer = load_chat_tokenizer(place, version.tokenizer)
-    if tokenizer.vocab_size > config.qwen.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer of {place} has {tokenizer.vocab_size} tokens, the model {config.qwen.vocab_size}",
-            "use the model's own tokenizer",
-            code="tokenizer-mismatch",
-        )
+    check_vocabulary(place, tokenizer.vocab_size, config.qwen.vocab_size)
     return tokenizer
 
 

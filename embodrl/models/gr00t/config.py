@@ -365,7 +365,7 @@ def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
         size(head, "max_state_dim"),
         size(head, "action_horizon"),
     )
-    return replace(
+    spec = replace(
         spec,
         num_embodiments=size(head, "num_embodiments", spec.num_embodiments, key="max_num_embodiments"),
         num_future_tokens=size(head, "num_future_tokens", spec.num_future_tokens, key="num_target_vision_tokens"),
@@ -375,6 +375,9 @@ def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
         noise_beta_beta=head.number("noise_beta_beta", spec.noise_beta_beta, low=1e-3, high=1e3),
         noise_s=head.number("noise_s", spec.noise_s, low=1e-3, high=1e3),
     )
+    if spec.max_seq_len < spec.action_horizon:
+        head.refuse(f"'max_seq_len' is {spec.max_seq_len}, below 'action_horizon' = {spec.action_horizon}")
+    return spec
 
 
 def _reject_other_models(fields: Fields) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
 from embodrl.models.common.images import crop_side_and_resize
+from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, FileTokenizer, read_tokenizer
 from embodrl.models.gr00t.robots import JoinedStats
 from embodrl.types import Observation
@@ -168,13 +169,9 @@ class Gr00tProcessor:
         if key not in self._rows:
             ids = self.tokenizer.encode(self.chat(instruction, num_images))
             text = len(ids) - num_images * self.num_patches
+            hint = f"set {self.section}.max_prompt_tokens={text} or more"
+            check_prompt(instruction, text, self.max_prompt_tokens, hint)
             space = self.max_prompt_tokens - text
-            if space < 0:
-                raise EmbodrlError(
-                    f"the prompt for '{instruction}' has {text} tokens; at most {self.max_prompt_tokens} fit",
-                    f"set {self.section}.max_prompt_tokens={text} or more",
-                    code="prompt-too-long",
-                )
             self._rows[key] = ([PAD_ID] * space + ids, [0] * space + [1] * len(ids))
         return self._rows[key]
 
@@ -188,10 +185,7 @@ class Gr00tProcessor:
             EmbodrlError: no camera, a prompt that does not fit, or a state of other dimensions than the statistics.
         """
         batch, num_images = observation.images.shape[:2]
-        if num_images == 0:
-            raise EmbodrlError(
-                "GR00T sees cameras, the observation has none", "configure one in env.cameras", code="num-cameras"
-            )
+        check_cameras(num_images)
         images = torch.tensor(observation.images, device=device).flatten(0, 1)  # a copy: the source may be reused
         images = self.resized(images)
         rows = [self.prompt_row(text, num_images) for text in observation.instruction]

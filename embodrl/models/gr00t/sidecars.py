@@ -160,7 +160,8 @@ class Sidecars:
         name = choose_key(known, key, source, "statistics of the robot")
         config, statistics = configs.fields(name), self.statistics[name]
         for part in ("video", "state", "language"):
-            if len(config.fields(part, {}).content.get("delta_indices") or (0,)) != 1:  # pyright: ignore[reportArgumentType]
+            indices = config.fields(part, {})
+            if "delta_indices" in indices and len(indices.items("delta_indices")) != 1:
                 _refuse(config, f"'{part}' has a history, which is not supported")
         state = self._state(config.fields("state"), statistics.fields("state", {}))
         action, references = self._action(config.fields("action"), statistics)

@@ -111,7 +111,7 @@ class Gr00tN17ModelConfig(FlowModelConfig):
     )
 
 
-RULES, RULES_N1_6, RULES_N1_7 = RuleSet(), RuleSet(), RuleSet()
+RULES, RULES_N1_6, RULES_N1_7, CROPS = RuleSet(), RuleSet(), RuleSet(), RuleSet()
 
 
 @RULES.rule("model.model_type", "model.model_path", "model.gr00t", "model.num_action_chunks", "model.action_dim")
@@ -179,15 +179,12 @@ def gr00t_crops_by_its_own_setting(context: Context) -> Iterator[Finding]:
         yield Finding("model.center_crop", message, "leave it out", others=("model.gr00t.crop_side",))
 
 
-def _crops_as_its_files_say(context: Context) -> Iterator[Finding]:
+@CROPS.note("model.model_type", "model.center_crop")
+def gr00t_crops_as_its_files_say(context: Context) -> Iterator[Finding]:
     """GR00T N1.6 and N1.7 crop by their processor_config.json."""
     if context.config.model.center_crop:
         message = "has no effect: this GR00T cuts the middle as processor_config.json says, by 0.95 at tiny size"
         yield Finding("model.center_crop", message, "leave it out")
-
-
-for _rules in (RULES_N1_6, RULES_N1_7):
-    _rules.note("model.model_type", "model.center_crop")(_crops_as_its_files_say)
 
 
 SPEC = flow_family(
@@ -205,7 +202,7 @@ N1_7 = flow_family(
     "gr00t",
     "GR00T N1.7: Qwen3-VL and a flow-matching diffusion transformer",
     Gr00tN17ModelConfig,
-    (RULES_N1_7,),
+    (RULES_N1_7, CROPS),
     sizes="2.7 M (tiny), about 3.1 B",
     actions=f"{ACTIONS}, encoders a robot",
     checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
@@ -216,7 +213,7 @@ N1_6 = flow_family(
     "gr00t",
     "GR00T N1.6: SigLIP 2, Qwen3 and a flow-matching diffusion transformer of twice the depth",
     Gr00tN16ModelConfig,
-    (RULES_N1_6,),
+    (RULES_N1_6, CROPS),
     sizes="1.9 M (tiny), about 3.3 B",
     actions=f"{ACTIONS}, encoders a robot",
     checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodrl.errors import EmbodrlError
 from embodrl.models.common.images import center_crop_area, jpeg_round_trip, resize_bicubic, resize_lanczos
+from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.types import Observation
 
@@ -59,13 +59,9 @@ class OpenVLAProcessor:
         """
         if instruction not in self._rows:
             ids = self.tokenizer.encode(PROMPT.format(instruction=instruction.lower()))
+            hint = f"set model.architecture.max_prompt_tokens={len(ids)} or more"
+            check_prompt(instruction, len(ids), self.max_prompt_tokens, hint)
             space = self.max_prompt_tokens - len(ids)
-            if space < 0:
-                raise EmbodrlError(
-                    f"the prompt for '{instruction}' has {len(ids)} tokens; at most {self.max_prompt_tokens} fit",
-                    f"set model.architecture.max_prompt_tokens={len(ids)} or more",
-                    code="prompt-too-long",
-                )
             row = [ids[0], *([self.pad_token_id] * space), *ids[1:]]
             self._rows[instruction] = (row, [1, *([0] * space), *([1] * (len(ids) - 1))])
         return self._rows[instruction]
@@ -93,11 +89,6 @@ class OpenVLAProcessor:
         Raises:
             EmbodrlError: several cameras, or a prompt that does not fit.
         """
-        if observation.images.shape[1] != 1:
-            raise EmbodrlError(
-                f"OpenVLA sees one camera, the observation has {observation.images.shape[1]}",
-                "configure one camera in env.cameras",
-                code="num-cameras",
-            )
+        check_cameras(observation.images.shape[1], 1)
         images = self.resize(observation.images[:, 0], device)
         return {"images": images, **self.prompts(observation.instruction, device)}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.errors import EmbodrlError
+from embodrl.models.common.limits import check_cameras
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.openvla.processing import OpenVLAProcessor
 from embodrl.models.openvla_oft.config import MAX_IMAGES, ProprioStats
@@ -87,12 +88,7 @@ class OpenVLAOFTProcessor(OpenVLAProcessor):
                 another size.
         """
         batch, cameras = observation.images.shape[:2]
-        if not 1 <= cameras <= MAX_IMAGES:
-            raise EmbodrlError(
-                f"OpenVLA-OFT sees 1 to {MAX_IMAGES} cameras, the observation has {cameras}",
-                "configure env.cameras",
-                code="num-cameras",
-            )
+        check_cameras(cameras, MAX_IMAGES)
         images = self.resize(observation.images.reshape(-1, *observation.images.shape[2:]), device)
         inputs = {"images": images.unflatten(0, (batch, cameras)), **self.prompts(observation.instruction, device)}
         if self.proprio is not None:

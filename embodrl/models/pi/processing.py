@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.images import resize_with_pad
+from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.pi.config import PiConfig
 from embodrl.models.pi.stats import Scaling, cut
 from embodrl.models.pi.tokenizer import TextTokenizer
@@ -54,12 +55,7 @@ class PiProcessor:
             EmbodrlError: too many cameras, too large a state, or a prompt that does not fit.
         """
         batch, cameras = observation.images.shape[:2]
-        if not 1 <= cameras <= self.config.num_images:
-            raise EmbodrlError(
-                f"the model has room for {self.config.num_images} cameras, the observation has {cameras}",
-                f"configure 1 to {self.config.num_images} cameras in env.cameras",
-                code="num-cameras",
-            )
+        check_cameras(cameras, self.config.num_images)
         size = self.config.siglip.image_size
         copied = np.array(observation.images, order="C")  # the source may be a buffer that is used again
         images = torch.from_numpy(copied).to(device).flatten(0, 1)
@@ -131,13 +127,9 @@ class PiProcessor:
         return self._prompts[instruction]
 
     def _fitting(self, ids: list[int], instruction: str) -> list[int]:
-        if len(ids) > self.config.max_prompt_tokens:
-            raise EmbodrlError(
-                f"the prompt for '{instruction}' has {len(ids)} tokens; at most {self.config.max_prompt_tokens} fit",
-                f"shorten the instruction, or set {self.section}.max_prompt_tokens={len(ids)} for a model without a"
-                " checkpoint",
-                code="prompt-too-long",
-            )
+        setting = f"{self.section}.max_prompt_tokens={len(ids)}"
+        hint = f"shorten the instruction, or set {setting} for a model without a checkpoint"
+        check_prompt(instruction, len(ids), self.config.max_prompt_tokens, hint)
         return ids
 
     def _padded(self, state: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from embodrl.errors import CheckpointError, MissingDependencyError, PolicyFileError
 from embodrl.models.common.hub import fetch_tokenizer
+from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer
 from embodrl.models.pi.stats import lerobot_steps
 
@@ -114,12 +115,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
             f" {directory}; to fetch it, accept its licence on the hub and log in (`hf auth login`)"
         )
         tokenizer = JsonTokenizer(fetch_tokenizer(repository, [JSON_FILE], directory, hint) / JSON_FILE)
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"the tokenizer of {directory} has {tokenizer.vocab_size} ids, the model {vocab_size}",
-            f"use the tokenizer of {PALIGEMMA}",
-            code="tokenizer-mismatch",
-        )
+    check_vocabulary(directory, tokenizer.vocab_size, vocab_size, f"use the tokenizer of {PALIGEMMA}")
     return tokenizer
 
 

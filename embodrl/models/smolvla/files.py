@@ -13,11 +13,11 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of
 from embodrl.models.common.hub import fetch_tokenizer
+from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.pi.config import Normalization
 from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
 from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
@@ -105,12 +105,8 @@ def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
         hint = f"put {JSON_FILE} of {config.vlm_name} in {directory}"
         path = fetch_tokenizer(config.vlm_name, [JSON_FILE], directory, hint) / JSON_FILE
     tokenizer = JsonTokenizer(path)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{path} has {tokenizer.vocab_size} ids, the model {config.vocab_size}",
-            f"use the tokenizer of {config.vlm_name}",
-            code="tokenizer-mismatch",
-        )
+    hint = f"use the tokenizer of {config.vlm_name}"
+    check_vocabulary(path.parent, tokenizer.vocab_size, config.vocab_size, hint)
     return tokenizer
 
 

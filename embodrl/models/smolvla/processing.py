@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.errors import EmbodrlError
+from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.pi.stats import Scaling, cut
 from embodrl.models.pi.tokenizer import TextTokenizer
 from embodrl.models.smolvla.config import SmolVlaConfig
@@ -45,13 +46,7 @@ class SmolProcessor:
             EmbodrlError: too many cameras, too large a state, or a prompt that does not fit.
         """
         batch, cameras = observation.images.shape[:2]
-        most = len(self.config.cameras) or MAX_CAMERAS
-        if not 1 <= cameras <= most:
-            raise EmbodrlError(
-                f"the model was trained with {most} cameras, the observation has {cameras}",
-                f"configure 1 to {most} cameras in env.cameras",
-                code="num-cameras",
-            )
+        check_cameras(cameras, len(self.config.cameras) or MAX_CAMERAS)
         prompts = [self._prompt(text) for text in observation.instruction]
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ids = torch.zeros(batch, self.config.max_prompt_tokens, dtype=torch.int64)
@@ -99,9 +94,6 @@ class SmolProcessor:
         """Return the ids of the instruction and a line feed; too long ones are refused, where lerobot cuts them."""
         if instruction not in self._prompts:
             ids = self.tokenizer.encode(instruction if instruction.endswith("\n") else f"{instruction}\n")
-            if len(ids) > self.config.max_prompt_tokens:
-                most = self.config.max_prompt_tokens
-                message = f"the prompt for '{instruction}' has {len(ids)} tokens; at most {most} fit"
-                raise EmbodrlError(message, "shorten the instruction", code="prompt-too-long")
+            check_prompt(instruction, len(ids), self.config.max_prompt_tokens, "shorten the instruction")
             self._prompts[instruction] = ids
         return self._prompts[instruction]

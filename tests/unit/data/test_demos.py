@@ -6,6 +6,7 @@ from expect import raises_code
 from safetensors.numpy import load_file, save_file
 
 from embodrl.data.demos import Episode
+from embodrl.data.facts import read_facts
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
 from embodrl.errors import FileDamagedError, FileFormatError
@@ -137,6 +138,25 @@ def damage(directory, kind):
         index.write_text(json.dumps(content))
     elif kind == "episodes of another kind":
         index.write_text(json.dumps(content | {"episodes": [3]}))
+
+
+def test_what_is_read_first_of_all_is_checked_first(tmp_path):
+    write(tmp_path)
+    index = tmp_path / "index.json"
+    index.write_text(index.read_text().replace("shard_0001", "shard_0002"))
+    with raises_code("file-damaged") as refused:
+        read_facts(tmp_path)
+    assert "index.json: the content differs" in refused.value.message
+
+
+def test_without_checksums_an_index_is_named_with_the_shard_that_it_names(tmp_path):
+    write(tmp_path)
+    without_checksums(tmp_path)
+    index = tmp_path / "index.json"
+    index.write_text(index.read_text().replace("shard_0000", "xhard_0000"))
+    with raises_code("file-damaged") as refused:
+        read_facts(tmp_path)
+    assert "index.json" in refused.value.message and "xhard_0000" in refused.value.message
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])

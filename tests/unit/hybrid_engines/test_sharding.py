@@ -41,6 +41,7 @@ def test_the_layers_that_tensor_parallelism_cuts() -> None:
         "openvla_oft": 2,
         "pi0": 4,
         "pi05": 4,
+        "pi0_fast": 2,
         "gr00t": 2,
         "gr00t_n1_6": 2,
         "gr00t_n1_7": 2,

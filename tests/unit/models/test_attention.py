@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from embodrl.models.common import attention as module
 from embodrl.models.common.attention import attention
 
-BATCH, HEADS, WIDTH = 5, 4, 8
+BATCH, HEADS, WIDTH, VALUE_WIDTH = 5, 4, 8, 6
 
 
 def inputs(groups: int, queries: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     noise = torch.Generator().manual_seed(0)
-    shapes = ((BATCH, queries, HEADS, WIDTH), (BATCH, keys, groups, WIDTH), (BATCH, keys, groups, WIDTH))
+    shapes = ((BATCH, queries, HEADS, WIDTH), (BATCH, keys, groups, WIDTH), (BATCH, keys, groups, VALUE_WIDTH))
     tensors = [torch.randn(shape, generator=noise).to(dtype).transpose(1, 2).requires_grad_() for shape in shapes]
     return tensors[0], tensors[1], tensors[2]
 

@@ -8,7 +8,12 @@ import torch
 
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
-from embodrl.runs.data_check import _policy_findings, policy_errors  # pyright: ignore[reportPrivateUsage]
+from embodrl.runs.data_check import (
+    _policy_findings,  # pyright: ignore[reportPrivateUsage]
+    camera_findings,
+    picture_difference,
+    policy_errors,
+)
 from embodrl.types import PolicyOutput
 
 
@@ -52,3 +57,29 @@ def test_errors_are_those_of_each_dimension(factor: tuple[float, float], codes: 
     np.testing.assert_allclose(errors.out_of_range, (np.abs(data.actions) > 1.5).mean(0))
     config = SimpleNamespace(sft=Config().sft)
     assert {finding.code for finding in _policy_findings(errors, policy, data, config)} == codes
+
+
+@pytest.mark.parametrize(
+    ("recorded", "wanted", "codes"),
+    [
+        (["agentview", "wrist"], ["agentview", "wrist"], []),
+        (["wrist", "side", "agentview"], ["agentview", "wrist"], ["camera-order"]),
+        (["top", "wrist"], ["agentview", "wrist"], ["camera-missing"]),
+        (["top"], ["agentview"], []),
+        ([], ["agentview"], ["camera-missing"]),
+    ],
+)
+def test_cameras_are_compared_with_those_of_the_environment(recorded: list[str], wanted: list[str], codes: list[str]):
+    assert [finding.code for finding in camera_findings(recorded, wanted)] == codes
+
+
+def test_pictures_are_compared_camera_by_camera_and_at_one_size():
+    rng = np.random.default_rng(0)
+    small = rng.integers(0, 200, (2, 3, 4, 6, 3), dtype=np.uint8)
+    large = small.repeat(8, axis=2).repeat(8, axis=3)
+    assert picture_difference(small, small[:, [2, 0]], [2, 0]) == 0
+    assert picture_difference(small, small[:, [2, 0]] + np.uint8(7), [2, 0]) == 7
+    assert picture_difference(small, small[:, [2, 0]], [0, 2]) > 20
+    same, other = (picture_difference(small, large[:, places], [2, 0]) for places in ([2, 0], [0, 2]))
+    assert same is not None and other is not None and same < 0.6 * other
+    assert picture_difference(small, small, [0, 1]) is None

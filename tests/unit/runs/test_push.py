@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,11 @@ from typing import Any, cast
 import pytest
 import yaml
 from fake_hub import FakeHub, serving
+from typer.testing import CliRunner
 
+from embodrl.cli.main import app
 from embodrl.config import load_config
+from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError
 from embodrl.hub import HubName
 from embodrl.runs.push import check_push, push
@@ -116,3 +120,29 @@ def test_refused_before_the_export(server: FakeHub, monkeypatch: pytest.MonkeyPa
         check_push("me/name", public=False)
     assert refused.value.code == "hub-access"
     assert not server.requests
+
+
+def test_the_command(server: FakeHub, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`embodrl export --push` checks the name first, exports, and uploads what was exported."""
+    config = load_config(["env=toy"]).config
+    checkpoint = SimpleNamespace(path=run / "checkpoints" / "step_3", step=3)
+
+    def export(source: Path, directory: Path, *_: object) -> tuple[object, Config]:
+        shutil.copytree(source / "policy", directory)
+        return checkpoint, config
+
+    monkeypatch.setattr("embodrl.runs.export.export_checkpoint", export)
+    refused = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "no"), "--push", "no-owner"])
+    assert refused.exit_code == 2 and not (tmp_path / "no").exists()
+    arguments = ["export", str(run), str(tmp_path / "out"), "--push", "me/push-cube", "--license", "mit"]
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 0 and f"{server.url}/me/push-cube/commit/" in answer.output, answer.output
+    assert content(server)["model.safetensors"] == b"weights" and b"license: mit" in content(server)["README.md"]
+
+
+def test_a_run_of_fine_tuning_says_so(server: FakeHub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodrl.runs.push.is_sft_run", lambda directory: directory == run)
+    (run / "sft_metrics.jsonl").write_text('{"step": 3}')
+    pushed(run)
+    assert b"fine-tuning on demonstrations" in content(server)["README.md"]
+    assert content(server)["training/metrics.jsonl"] == b'{"step": 3}'

@@ -8,7 +8,7 @@ from expect import raises_code
 
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError, WorkerDied, WorkerRaised
-from embodrl.runs.recovery import TrainersLostError, lost_trainers, with_restarts
+from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.settings import write_settings
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 
@@ -30,7 +30,10 @@ def restarted(
 ) -> str | None:
     """Execute a new run, which writes its settings before anything can be lost."""
     write_settings(run_dir, "runner: {seed: 1}\n", [])
-    return with_restarts(config, run_dir, None, None, check, lambda saved, old: execute(saved, old is not None))
+    for attempt in attempts(config, run_dir, None, None, check):
+        with attempt:
+            return execute(attempt.checkpoint, attempt.old_settings is not None)
+    raise AssertionError("attempts ends by raising")
 
 
 def config(max_restarts: int) -> Config:

@@ -1,0 +1,39 @@
+"""Checks of what a policy is given against what it has room for, the same for all families."""
+
+from __future__ import annotations
+
+from embodrl.errors import CheckpointError, EmbodrlError
+
+
+def check_cameras(found: int, most: int | None = None) -> None:
+    """Refuse an observation with no camera, or with more than ``most``; None is any number.
+
+    Raises:
+        EmbodrlError: see above.
+    """
+    if found < 1 or (most is not None and found > most):
+        allowed = "1 or more" if most is None else "1" if most == 1 else f"1 to {most}"
+        message = f"the policy takes {allowed} cameras, the observation has {found}"
+        raise EmbodrlError(message, f"configure {allowed} in env.cameras", code="num-cameras")
+
+
+def check_prompt(instruction: str, num_tokens: int, most: int, hint: str) -> None:
+    """Refuse an instruction whose prompt has more than ``most`` tokens.
+
+    Raises:
+        EmbodrlError: see above.
+    """
+    if num_tokens > most:
+        message = f"the prompt for '{instruction}' has {num_tokens} tokens; at most {most} fit"
+        raise EmbodrlError(message, hint, code="prompt-too-long")
+
+
+def check_vocabulary(source: object, num_ids: int, most: int, hint: str = "use the model's own tokenizer") -> None:
+    """Refuse a tokenizer with more ids than the model has embeddings.
+
+    Raises:
+        CheckpointError: see above; names ``source``.
+    """
+    if num_ids > most:
+        message = f"the tokenizer of {source} has {num_ids} ids, the model {most}"
+        raise CheckpointError(message, hint, code="tokenizer-mismatch")
