@@ -4,8 +4,8 @@ Not that class itself: it computes the last layer's outputs of tokens that nobod
 activations that leave the cache of a core; at width 128 forward and backward take twice as long. Results are the same
 but for rounding (tested).
 
-Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Shapes: B batch, S tokens, D hidden size, H query
-heads, G key and value heads, E head dimension, M MLP units.
+Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Shapes: B batch, S tokens, D hidden size,
+H query heads, G key and value heads, E head dimension, M MLP units.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int) -> Tensor:
-        """``[B,S,D]`` to ``[B,S-first,D]``; see ``Layer``."""
+        """``[B,S,D]`` to ``[B,S-first,D]``; see ``LlamaLayer``."""
         if first:
             q = self.q_proj(x[:, first:])
             k, v = several(x, self.k_proj, self.v_proj)
@@ -77,18 +77,18 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two layers gated by SiLU."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[...,D]`` to ``[...,D]``."""
         return self.down_proj(swiglu(*several(x, self.gate_proj, self.up_proj)))
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     """A pre-norm decoder layer."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -96,7 +96,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int = 0
@@ -128,7 +128,7 @@ class LlamaModel(nn.Module):
         self.causal = bool(getattr(config, "is_causal", True))
         self.gradient_checkpointing = False
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
@@ -153,16 +153,11 @@ class LlamaModel(nn.Module):
         rope = self.rotary_emb(x, position_ids=position_ids)
         for layer in self.layers[:-1]:
             x = self._run(layer, x, rope, attention_mask, self.causal and attention_mask is None, 0)
-        causal = self.causal and attention_mask is None and not first
-        x = self._run(self.layers[-1], x, rope, self._last_mask(attention_mask, length, first, x.device), causal, first)
+        mask = attention_mask
+        if first and (self.causal or mask is not None):
+            mask = last_rows(mask, length, first, x.device)
+        x = self._run(self.layers[-1], x, rope, mask, self.causal and mask is None, first)
         return self.norm(x)
-
-    def _last_mask(self, mask: Tensor | None, length: int, first: int, device: torch.device) -> Tensor | None:
-        if not first or (mask is None and not self.causal):
-            return mask
-        if mask is None:
-            return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None, first:]
-        return mask if mask.shape[2] == 1 else mask[:, :, first:]
 
     def _run(self, layer: nn.Module, *arguments: object) -> Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
@@ -182,6 +177,20 @@ class Llama(nn.Module):
         self.config = config
         self.model = LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+def last_rows(mask: Tensor | None, length: int, first: int, device: torch.device) -> Tensor:
+    """Return what the tokens from ``first`` on see, ``bool[B,1,S-first or 1,S]``; B may be 1.
+
+    Args:
+        mask: ``bool[B,1,S or 1,S]``; None is causal.
+        length: S.
+        first: of the tokens.
+        device: of the result.
+    """
+    if mask is None:
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None, first:]
+    return mask if mask.shape[2] == 1 else mask[:, :, first:]
 
 
 def several(x: Tensor, *modules: nn.Linear) -> tuple[Tensor, ...]:

@@ -245,6 +245,10 @@ class TokenPolicy(VLAPolicy):
         middle = mask.new_ones(len(mask), embeddings.shape[1] - mask.shape[1])
         return embeddings, torch.cat([mask[:, :1], middle, mask[:, 1:]], dim=1)
 
+    def first_read(self, length: int) -> int:
+        """Return the first of the tokens whose hidden states are read, where images and prompt are ``length`` tokens."""
+        return length - 1 if self.value_input == "prompt_end" else 0
+
     def _features(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return ``[B,D]``, what the value is read from, of the hidden states ``[B,P,D]`` of images and prompt."""
         if self.value_input == "prompt_end":

@@ -331,7 +331,7 @@ def test_values_are_read_from_the_prompt(source):
         ids = inputs["input_ids"][:, inputs["attention_mask"][0].bool()]
         with torch.no_grad():
             prefix = policy.model.embed_prefix(policy._pixels(inputs["images"]), ids)
-            hidden = policy.model.language_model.model(inputs_embeds=prefix).last_hidden_state[0]
+            hidden = policy.model.language_model.model(prefix)[0]
             want = policy.value_head(hidden[-1:] if source == "prompt_end" else hidden.mean(dim=0, keepdim=True))
         torch.testing.assert_close(values[row : row + 1], want, rtol=0, atol=1e-5)
 
