@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,23 @@ SAFETENSORS_DTYPE = {
     torch.int8: "I8",
     torch.bool: "BOOL",
 }
+
+
+class Deferred(Tensor):
+    """A tensor without memory, on the meta device, that is computed when it is written, and forgotten then.
+
+    Attributes:
+        compute: returns it.
+    """
+
+    compute: Callable[[], Tensor]
+
+    @staticmethod
+    def of(shape: torch.Size, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Deferred:
+        """Return the tensor of that shape and type that ``compute`` will return."""
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Deferred)
+        tensor.compute = compute
+        return tensor
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -75,7 +92,8 @@ def safetensors_header(
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor, on the CPU and contiguous; a copy only where it is not so already."""
-    flat = tensor.detach().to("cpu").contiguous()
+    whole = tensor.compute() if isinstance(tensor, Deferred) else tensor
+    flat = whole.detach().to("cpu").contiguous()
     if not flat.numel():
         return memoryview(b"")
     # Not Tensor.numpy(): after that the storage could never be resized to 0 when the engine is offloaded.

@@ -32,7 +32,7 @@ def test_training_evaluation_and_loading_from_a_script(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     torch.set_num_threads(2)
     mode = torch.get_deterministic_debug_mode()
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)

@@ -22,7 +22,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.models.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, adapter_names
 from embodrl.models.common.init import new_generator
 from embodrl.storage.atomic import atomic_directory
-from embodrl.storage.files import write_safetensors
+from embodrl.storage.files import Deferred, write_safetensors
 from embodrl.storage.integrity import write_checksums
 
 ADAPTER = "default"
@@ -144,20 +144,25 @@ def linear_weight(layer: nn.Module, rows: slice = slice(None)) -> Tensor:
     return weight if factors is None else weight + factors[1][rows] @ factors[0]
 
 
-def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
+def merged_state_dict(module: nn.Module, deferred: bool = False) -> dict[str, Tensor]:
     """Return ``state_dict()`` with the names of plain layers and the adapters added to their weights.
 
     The module itself stays as it is. Merged weights are new tensors, on the CPU, and as precise as the more precise of
     weight and adapter: rounded to bfloat16, a product of std 3e-5 would leave a third of its elements in weights of
     0.02.
+
+    Args:
+        module: with adapters, or without.
+        deferred: merge a weight when it is written: in float32, all at once take twice the memory of a bf16 network.
     """
+    merge = _merged_later if deferred else _merged
     adapted = {name: part for name, part in module.named_modules() if adapter_factors(part) is not None}
     inside = {f"{name}.{key}" for name, part in adapted.items() for key in part.state_dict()}
     plain: dict[str, Tensor] = {}
     for name, tensor in module.state_dict().items():
         owner, inner, leaf = name.rpartition(".base_layer.")
         if inner and owner in adapted:
-            plain[f"{owner}.{leaf}"] = _merged(adapted[owner]) if leaf == "weight" else tensor
+            plain[f"{owner}.{leaf}"] = merge(adapted[owner]) if leaf == "weight" else tensor
         elif name not in inside:
             plain[name] = tensor
     return plain
@@ -166,6 +171,13 @@ def merged_state_dict(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def _merged(layer: nn.Module) -> Tensor:
     return linear_weight(layer).cpu()
+
+
+def _merged_later(layer: nn.Module) -> Tensor:
+    weight, factors = cast(Tensor, layer.weight), adapter_factors(layer)
+    assert factors is not None
+    dtype = torch.promote_types(weight.dtype, factors[0].dtype)
+    return Deferred.of(weight.shape, dtype, lambda: _merged(layer))
 
 
 def rounds_when_merged(policy: VLAPolicy) -> bool:

@@ -197,7 +197,7 @@ class TokenPolicy(VLAPolicy):
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""
-        return merged_state_dict(self.model)
+        return merged_state_dict(self.model, deferred=True)
 
     def write_files(self, directory: Path) -> None:
         """Write what ``save_pretrained`` writes beside the weights."""

@@ -105,7 +105,7 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""
-        return public_state(merged_state_dict(self.model), self.model.config.expert.width)
+        return public_state(merged_state_dict(self.model, deferred=True), self.model.config.expert.width)
 
     def write_files(self, directory: Path) -> None:
         """Write what ``save_pretrained`` writes beside the weights."""

@@ -281,7 +281,7 @@ class FastPolicy(VLAPolicy):
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under lerobot's names, with adapters merged."""
-        return public_state(merged_state_dict(self.model))
+        return public_state(merged_state_dict(self.model, deferred=True))
 
     def write_files(self, directory: Path) -> None:
         """Write what ``save_pretrained`` writes beside the weights."""

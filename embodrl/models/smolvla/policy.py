@@ -92,7 +92,7 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor]):
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""
-        return files.public_state(merged_state_dict(self.model))
+        return files.public_state(merged_state_dict(self.model, deferred=True))
 
     def write_files(self, directory: Path, own_section: bool = True) -> None:
         """Write what ``save_pretrained`` writes beside the weights; lerobot reads no section of ours in config.json."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from expect import raises_code
+from safetensors.torch import load_file
 from tiny_families import FAMILIES, STATE_DIM, TOKEN_FAMILIES, build, generator, observation, tiny_config
 
 from embodrl.errors import EmbodrlError, MissingDependencyError
@@ -143,6 +144,27 @@ def test_merged_weights_are_the_sum(tmp_path):
     layer = policy.model.language_model.model.layers[1].self_attn.q_proj
     want = layer.base_layer.weight + layer.lora_B["default"].weight @ layer.lora_A["default"].weight  # 2 / 2
     torch.testing.assert_close(merged["language_model.model.layers.1.self_attn.q_proj.weight"], want.detach())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_merged_one_by_one_when_written(family, tmp_path):
+    """All at once, in float32, they take twice the memory of a bf16 network."""
+    policy = adapted(family)
+    adapters = sum(name.endswith("lora_A.default.weight") for name, _ in policy.model.named_parameters())
+    state = policy.public_state()
+    assert adapters and sum(tensor.is_meta for tensor in state.values()) == adapters
+    policy.save_pretrained(tmp_path / "policy")
+    written = {}
+    for path in (tmp_path / "policy").glob("model*.safetensors"):
+        written |= load_file(path)
+    assert written.keys() == state.keys()
+    layers = {id(part): part for part in policy.model.modules() if lora.adapter_factors(part) is not None}
+    merged = [lora.linear_weight(layer).detach() for layer in layers.values()]
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            assert any(torch.equal(written[name], one) for one in merged if one.shape == tensor.shape), name
+        else:
+            assert torch.equal(written[name], tensor), name
 
 
 def test_precision_of_weights_and_adapters():
