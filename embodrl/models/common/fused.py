@@ -18,7 +18,9 @@ BLOCK = 1 << 17
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``weight * x / rms(x)``, computed in float32 (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+    """Return ``weight * x / rms(x)``, computed in float32.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
 
     Args:
         x: ``[...,D]``.

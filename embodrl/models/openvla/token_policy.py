@@ -246,7 +246,7 @@ class TokenPolicy(VLAPolicy):
         return embeddings, torch.cat([mask[:, :1], middle, mask[:, 1:]], dim=1)
 
     def first_read(self, length: int) -> int:
-        """Return the first of the tokens whose hidden states are read, where images and prompt are ``length`` tokens."""
+        """Return the first token whose hidden state is read, where images and prompt are ``length`` tokens."""
         return length - 1 if self.value_input == "prompt_end" else 0
 
     def _features(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
