@@ -46,7 +46,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
         mask = mask[(None,) * (4 - mask.ndim)]
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     with torch.autocast(kind, enabled=False):
+        if not torch.is_grad_enabled():  # decoding keeps keys in a layout of its own, which a copy would lose
+            return _attend(q, k, v, bias)
         return _BlockwiseAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), bias)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """See ``_BlockwiseAttention.forward``; without gradients."""
+    batch, heads, length, width = q.shape
+    rows = q.reshape(batch, k.shape[1], -1, width)
+    scores = torch.matmul(rows, k.transpose(-1, -2)).view(batch, heads, length, -1)
+    if bias is not None:
+        scores = scores + bias
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype).view(*rows.shape[:3], -1)
+    return torch.matmul(weights, v).view(batch, heads, length, -1)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
