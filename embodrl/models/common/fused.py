@@ -6,7 +6,7 @@ many again backward. On a GPU they are left to torch. Shapes: B batch, H heads, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,72 +66,117 @@ class _RmsNorm(torch.autograd.Function):
         return d_x.view(x.shape), d_weight.to(weight.dtype), None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn coordinate i with coordinate i + E/2 (Su et al., "RoFormer", 2021), computed in float32.
+def split_heads(
+    x: Tensor, head_dim: int, counts: tuple[int, ...], rope: tuple[Tensor, Tensor] | None = None, turned: int = 0
+) -> tuple[Tensor, ...]:
+    """Return the heads of queries, keys and values that one product has computed, each ``[B,H_i,S,E]`` for itself.
+
+    A turned head has coordinate i turned with coordinate i + E/2 (Su et al., "RoFormer", 2021), in float32.
 
     Args:
-        x: ``[B,H,S,E]``.
-        cos: ``[B,S,E]``, both halves equal; B may be 1.
-        sin: as ``cos``.
+        x: ``[B,S,sum(H_i)*E]``.
+        head_dim: E.
+        counts: the H_i.
+        rope: cosines and sines ``[B,S,E]``, their halves equal; B may be 1.
+        turned: so many of the first parts are turned.
     """
-    signed = torch.cat((-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]), dim=-1).float()[:, None]
-    cos = cos.float()[:, None]
+    cos = sin = None
+    if rope is not None:
+        cos, sin = (part.float()[:, None] for part in rope)
+        sin = torch.cat((-sin[..., : head_dim // 2], sin[..., head_dim // 2 :]), dim=-1)
     if x.device.type == "cpu":
-        return _Rotate.apply(x, cos, signed)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed).to(x.dtype)
+        return _SplitHeads.apply(x, cos, sin, head_dim, counts, turned)
+    parts = x.unflatten(-1, (-1, head_dim)).transpose(1, 2).split(counts, dim=1)
+    if cos is None or sin is None:
+        return parts
+    shift = head_dim // 2
+    turns = [torch.addcmul(part * cos, part.roll(shift, dims=-1), sin).to(x.dtype) for part in parts[:turned]]
+    return (*turns, *parts[turned:])
 
 
-class _Rotate(torch.autograd.Function):
+class _SplitHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, head_dim: int, counts: tuple[int, ...], turned: int
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
+        ctx.turned, ctx.shape = turned, x.shape
+        heads = x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        outputs = tuple(x.new_empty(len(x), count, x.shape[1], head_dim) for count in counts)
+        parts = heads.split(counts, dim=1)
+        _turn(parts[:turned], outputs[:turned], cos, sin)
+        for part, output in zip(parts[turned:], outputs[turned:], strict=True):
+            output.copy_(part)
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradients[0], cos, -sin), None, None  # the turn back
+        d_x = gradients[0].new_empty(ctx.shape)
+        heads = d_x.unflatten(-1, (-1, gradients[0].shape[-1])).transpose(1, 2)
+        parts, turned = heads.split([part.shape[1] for part in gradients], dim=1), ctx.turned
+        _turn(gradients[:turned], parts[:turned], cos, None if sin is None else -sin)  # the turn back
+        for part, gradient in zip(parts[turned:], gradients[turned:], strict=True):
+            part.copy_(gradient)
+        return d_x, None, None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype)
-    for part in _blocks(x):
-        wide = x[part].float()
-        factors = (cos, sin) if len(cos) == 1 else (cos[part], sin[part])
-        out[part] = (wide * factors[0]).addcmul_(wide.roll(x.shape[-1] // 2, dims=-1), factors[1])
-    return out
+def _turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None) -> None:
+    """Write heads ``[B,H,S,E]``, turned, to tensors of these shapes."""
+    for source, target in zip(sources, targets, strict=True):
+        assert cos is not None and sin is not None
+        half = source.shape[-1] // 2
+        buffers = torch.empty(2, _block_size(source), *source.shape[1:])
+        for part in _blocks(source):
+            x, out = buffers[:, : len(source[part])]
+            x.copy_(source[part])
+            c, s = (cos, sin) if len(cos) == 1 else (cos[part], sin[part])
+            torch.mul(x, c, out=out)
+            out[..., :half].addcmul_(x[..., half:], s[..., :half])
+            out[..., half:].addcmul_(x[..., :half], s[..., half:])
+            target[part] = out
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` (Shazeer, "GLU Variants Improve Transformer", 2020), ``[...,M]`` as the inputs."""
-    if gate.device.type == "cpu":
-        return _SwiGlu.apply(gate, up)
+def swiglu(both: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` (Shazeer, "GLU Variants Improve Transformer", 2020), ``[...,M]``.
+
+    Args:
+        both: gate and up, ``[...,2M]``.
+    """
+    if both.device.type == "cpu":
+        return _SwiGlu.apply(both)
+    gate, up = both.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
         out = torch.empty(gate.shape, dtype=gate.dtype)
         for part in _blocks(gate):
             torch.mul(F.silu(gate[part]), up[part], out=out[part])
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        # Side by side, as the product that has made both wants its gradient.
-        both = torch.empty(*gate.shape[:-1], 2, gate.shape[-1], dtype=gate.dtype)
-        d_gate, d_up = both.unbind(-2)
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        d_both = torch.empty_like(both)
+        gate, up = both.chunk(2, dim=-1)
+        d_gate, d_up = d_both.chunk(2, dim=-1)
         for part in _blocks(gate):
             d_out = gradients[0][part]
             torch.mul(d_out, F.silu(gate[part]), out=d_up[part])
-            d_gate[part] = torch.ops.aten.silu_backward(d_out * up[part], gate[part])
-        return d_gate, d_up
+            torch.ops.aten.silu_backward(d_out * up[part], gate[part], grad_input=d_gate[part])
+        return d_both
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
     """Yield parts of the first dimension."""
-    size = max(1, BLOCK * len(x) // max(1, x.numel()))
+    size = _block_size(x)
     return (slice(start, start + size) for start in range(0, len(x), size))
+
+
+def _block_size(x: Tensor) -> int:
+    return max(1, BLOCK * len(x) // max(1, x.numel()))

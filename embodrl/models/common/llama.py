@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from embodrl.models.common.attention import attention
-from embodrl.models.common.fused import rms_norm, rotate, swiglu
+from embodrl.models.common.fused import rms_norm, split_heads, swiglu
 
 FUSE_BELOW_WIDTH = 1024
 """Up to here it pays to copy weights side by side, so that one product takes the place of several."""
@@ -60,18 +60,25 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int) -> Tensor:
         """``[B,S,D]`` to ``[B,S-first,D]``; see ``LlamaLayer``."""
-        if first:
-            q = self.q_proj(x[:, first:])
-            k, v = several(x, self.k_proj, self.v_proj)
-        else:
-            q, k, v = several(x, self.q_proj, self.k_proj, self.v_proj)
         cos, sin = rope
-        q = rotate(self._heads(q), cos[:, first:], sin[:, first:])
-        k, v = rotate(self._heads(k), cos, sin), self._heads(v)
+        if first:
+            (q,) = self._split((self.q_proj,), x[:, first:], (cos[:, first:], sin[:, first:]), 1)
+            k, v = self._split((self.k_proj, self.v_proj), x, rope, 1)
+        else:
+            q, k, v = self._split((self.q_proj, self.k_proj, self.v_proj), x, rope, 2)
         return self.o_proj(attention(q, k, v, mask, causal=causal).transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _split(
+        self, modules: tuple[nn.Linear, ...], x: Tensor, rope: tuple[Tensor, Tensor], turned: int
+    ) -> tuple[Tensor, ...]:
+        """Return ``[B,H,S,E]`` of each module's heads; the first ``turned`` ones are turned."""
+        counts = tuple(module.out_features // self.head_dim for module in modules)
+        if (weight := together(x, *modules)) is not None:
+            return split_heads(F.linear(x, weight), self.head_dim, counts, rope, turned)
+        return tuple(
+            split_heads(module(x), self.head_dim, (count,), rope, int(place < turned))[0]
+            for place, (module, count) in enumerate(zip(modules, counts, strict=True))
+        )
 
 
 class Mlp(nn.Module):
@@ -85,7 +92,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[...,D]`` to ``[...,D]``."""
-        return self.down_proj(swiglu(*several(x, self.gate_proj, self.up_proj)))
+        weight = together(x, self.gate_proj, self.up_proj)
+        if weight is None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(F.linear(x, weight)))
 
 
 class LlamaLayer(nn.Module):
@@ -193,14 +203,14 @@ def last_rows(mask: Tensor | None, length: int, first: int, device: torch.device
     return mask if mask.shape[2] == 1 else mask[:, :, first:]
 
 
-def several(x: Tensor, *modules: nn.Linear) -> tuple[Tensor, ...]:
-    """Return the outputs of linear layers ``[...,out]`` for the same ``x``; one product where weights are small."""
-    if x.shape[-1] < FUSE_BELOW_WIDTH and all(_is_plain(module) for module in modules):
-        weight = torch.cat([module.weight for module in modules])
-        return F.linear(x, weight).split([module.out_features for module in modules], dim=-1)
-    return tuple(module(x) for module in modules)
+def together(x: Tensor, *modules: nn.Linear) -> Tensor | None:
+    """Return the weights of linear layers for the same ``x`` as one; None where they are large, or more than that."""
+    if x.shape[-1] >= FUSE_BELOW_WIDTH or not all(_is_plain(module) for module in modules):
+        return None
+    return torch.cat([module.weight for module in modules])
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a layer is its weight: without adapters, hooks, or parts in other processes."""
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not module._forward_pre_hooks
+    hooked = module._forward_pre_hooks or module._forward_hooks
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.models.common import fused
-from embodrl.models.common.fused import rms_norm, rotate, swiglu
+from embodrl.models.common.fused import rms_norm, split_heads, swiglu
 
 EPS = 1e-5
 
@@ -54,21 +54,31 @@ def test_norm() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_rotation(batch: int) -> None:
+def test_heads(batch: int) -> None:
     angle = torch.rand(batch, 7, 4, generator=torch.Generator().manual_seed(2)) * 6
-    cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
-    check(lambda x: rotate(x, cos, sin), lambda x: plain_rotation(x, cos, sin), (draw(5, 3, 7, 8),))
+    rope = torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
 
-    def heads(x: Tensor) -> Tensor:
-        return x.unflatten(-1, (3, 8)).transpose(1, 2)
+    def plain(x: Tensor, place: int, turned: int) -> Tensor:
+        part = x.unflatten(-1, (-1, 8)).transpose(1, 2).split((3, 2, 2), dim=1)[place]
+        return plain_rotation(part, *rope) if place < turned else part
 
-    check(lambda x: rotate(heads(x), cos, sin), lambda x: plain_rotation(heads(x), cos, sin), (draw(5, 7, 24),))
+    for turned in (0, 1, 2):
+        given = rope if turned else None
+        for place in range(3):
+            check(
+                lambda x, i=place, n=turned, rope=given: split_heads(x, 8, (3, 2, 2), rope, n)[i],
+                lambda x, i=place, n=turned: plain(x, i, n),
+                (draw(5, 7, 56),),
+            )
+        check(
+            lambda x, n=turned, rope=given: torch.cat(split_heads(x, 8, (3, 2, 2), rope, n), dim=1),
+            lambda x, n=turned: torch.cat([plain(x, i, n) for i in range(3)], dim=1),
+            (draw(5, 7, 56),),
+        )
 
 
 def test_gated_unit() -> None:
-    check(swiglu, lambda gate, up: F.silu(gate) * up, (draw(5, 7, 12), draw(5, 7, 12, seed=1)))
-    both = draw(5, 7, 24)
-    check(lambda x: swiglu(*x.split(12, -1)), lambda x: F.silu(x[..., :12]) * x[..., 12:], (both,))
+    check(swiglu, lambda both: F.silu(both[..., :12]) * both[..., 12:], (draw(5, 7, 24),))
 
 
 def test_types() -> None:
@@ -76,9 +86,8 @@ def test_types() -> None:
     assert rms_norm(x.bfloat16(), weight, EPS).dtype == torch.float32
     assert rms_norm(x.bfloat16(), weight.bfloat16(), EPS).dtype == torch.bfloat16
     assert rms_norm(x, weight, EPS, torch.bfloat16).dtype == torch.bfloat16
-    narrow = x.bfloat16()[:, None]
-    cos = sin = torch.rand(1, 3, 8)
-    assert rotate(narrow, cos, sin).dtype == swiglu(narrow, narrow).dtype == torch.bfloat16
+    narrow, angles = x.bfloat16(), torch.rand(1, 3, 4)
+    assert split_heads(narrow, 4, (2,), (angles, angles), 1)[0].dtype == swiglu(narrow).dtype == torch.bfloat16
     torch.testing.assert_close(
         rms_norm(x, weight, EPS, torch.bfloat16).float(), plain_norm(x, weight), rtol=0.01, atol=0.01
     )
